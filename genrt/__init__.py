@@ -1,0 +1,74 @@
+"""genrt: an asyncio auto-batching language-model runtime for probabilistic programming, on vLLM.
+
+    import genrt
+
+    with genrt.load() as lm:
+        row = lm.next_token_logprobs_sync(lm.encode("The capital of France is"))
+
+Importing this package imports neither torch nor vllm; the names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    EngineFailed,
+    EngineNotInstalled,
+    EngineUnsupported,
+    GenrtError,
+    InvalidAdapter,
+    InvalidConstraint,
+    InvalidRequest,
+    ModelNotFound,
+    NotFinite,
+    OutOfMemory,
+    UnknownAdapter,
+)
+
+if TYPE_CHECKING:
+    from genrt.lm import AsyncLM, Statistics, aload, load
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncLM",
+    "Closed",
+    "ContextTooLong",
+    "EngineFailed",
+    "EngineNotInstalled",
+    "EngineUnsupported",
+    "GenrtError",
+    "InvalidAdapter",
+    "InvalidConstraint",
+    "InvalidRequest",
+    "ModelNotFound",
+    "NotFinite",
+    "OutOfMemory",
+    "Statistics",
+    "UnknownAdapter",
+    "__version__",
+    "aload",
+    "constraints",
+    "inference",
+    "load",
+    "testing",
+]
+
+_MODULES = frozenset({"constraints", "inference", "testing"})
+_FROM_LM = frozenset({"AsyncLM", "Statistics", "aload", "load"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"genrt.{name}")
+    if name in _FROM_LM:
+        return getattr(importlib.import_module("genrt.lm"), name)
+    raise AttributeError(f"module 'genrt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

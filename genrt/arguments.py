@@ -1,0 +1,172 @@
+"""What callers give, checked and made into requests: the errors at the call.
+
+Nothing here touches an engine; a request that leaves this file can be computed.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Required, TypedDict
+
+import numpy as np
+import torch
+
+from genrt.engine import Adapter, LogprobsRequest, SampleRequest
+from genrt.errors import ContextTooLong, InvalidRequest
+
+__all__ = ["Limits", "SampleOptions", "TokenIds", "check_contexts", "check_float", "check_int"]
+
+TokenIds = Sequence[int] | np.ndarray | torch.Tensor
+"""Token ids as callers give them; a request holds them as a tuple of int."""
+
+
+class SampleOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.sample``, which documents them."""
+
+    max_tokens: Required[int]
+    stop_token_ids: Sequence[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    adapter: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model can be asked: token ids below ``vocab_size``, contexts up to ``max_model_len``."""
+
+    vocab_size: int
+    max_model_len: int
+
+    def token_ids(self, token_ids: TokenIds, *, allow_empty: bool = False) -> tuple[int, ...]:
+        """Token ids as a tuple of int.
+
+        Raises:
+            InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
+        """
+        if isinstance(token_ids, torch.Tensor):
+            token_ids = token_ids.detach().cpu().numpy()
+        if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
+            token_ids, Sequence | np.ndarray
+        ):
+            raise InvalidRequest(
+                f"token ids must be a sequence of int, got {type(token_ids).__name__}; "
+                "for text, give encode(text)"
+            )
+        try:
+            ids = array.array("I", token_ids)
+        except (TypeError, OverflowError, ValueError):
+            raise InvalidRequest(self._what_is_wrong(token_ids)) from None
+        if not ids:
+            if allow_empty:
+                return ()
+            raise InvalidRequest("an empty prompt has no next token: give at least one token id")
+        if int(np.frombuffer(ids, np.uint32).max()) >= self.vocab_size:
+            raise InvalidRequest(self._what_is_wrong(ids))
+        return tuple(ids)
+
+    def _what_is_wrong(self, token_ids: Sequence[Any] | np.ndarray) -> str:
+        for position, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int | np.integer):
+                kind = type(token_id).__name__
+                return f"token ids must be int, but at position {position} there is a {kind}"
+            if not 0 <= token_id < self.vocab_size:
+                return (
+                    f"token id {token_id} at position {position} is not in the vocabulary: "
+                    f"ids go from 0 to {self.vocab_size - 1}"
+                )
+        return "token ids must be one flat sequence of int"
+
+    def logprobs_request(self, token_ids: TokenIds, adapter: Adapter | None) -> LogprobsRequest:
+        """Raises InvalidRequest for bad token ids, ContextTooLong for too many."""
+        ids = self.token_ids(token_ids)
+        if len(ids) > self.max_model_len:
+            raise ContextTooLong(
+                f"a context of {len(ids)} tokens is over max_model_len={self.max_model_len}: shorten "
+                'it, or load with engine_options={"max_model_len": …} if the model can take more'
+            )
+        return LogprobsRequest(ids, adapter)
+
+    def sample_request(
+        self,
+        token_ids: TokenIds,
+        adapter: Adapter | None,
+        nonce: int,
+        *,
+        max_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+    ) -> SampleRequest:
+        """The request; ``nonce`` sets it apart unless greedy decoding or a seed decide its answer.
+
+        Raises:
+            InvalidRequest: a parameter is of the wrong type or out of range.
+            ContextTooLong: context and ``max_tokens`` are too long together.
+        """
+        ids = self.token_ids(token_ids)
+        check_int("max_tokens", max_tokens, 1)
+        check_float("temperature", temperature, 0.0, math.inf)
+        check_float("top_p", top_p, 0.0, 1.0)
+        check_float("min_p", min_p, 0.0, 1.0)
+        check_int("top_k", top_k, 0)
+        if top_p == 0.0:
+            raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
+        if seed is not None:
+            check_int("seed", seed, 0, 2**63 - 1)
+        if len(ids) + max_tokens > self.max_model_len:
+            raise ContextTooLong(
+                f"a context of {len(ids)} tokens and max_tokens={max_tokens} are over max_model_len="
+                f"{self.max_model_len} together: max_tokens can be {self.max_model_len - len(ids)} here"
+            )
+        decided = temperature == 0.0 or seed is not None
+        return SampleRequest(
+            ids,
+            int(max_tokens),
+            frozenset(self.token_ids(stop_token_ids, allow_empty=True)),
+            float(temperature),
+            float(top_p),
+            int(top_k),
+            float(min_p),
+            int(seed) if seed is not None and temperature > 0.0 else None,
+            adapter,
+            nonce=None if decided else nonce,
+        )
+
+
+def check_contexts(contexts: Sequence[TokenIds]) -> Sequence[TokenIds]:
+    """Raises InvalidRequest if these are no contexts in a sequence; each is checked on its own."""
+    given: object = contexts
+    if isinstance(given, str | bytes) or not isinstance(
+        given, Sequence | np.ndarray | torch.Tensor
+    ):
+        raise InvalidRequest(
+            f"contexts must be a sequence of token-id sequences, got {type(contexts).__name__}"
+        )
+    return contexts
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raises InvalidRequest unless ``value`` is an int from ``low`` to ``high``, both included."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be an int, got {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}")
+
+
+def check_float(name: str, value: object, low: float, high: float) -> None:
+    """Raises InvalidRequest unless ``value`` is a finite number from ``low`` to ``high``."""
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+    if not (low <= value <= high) or math.isinf(value):
+        bound = f"at least {low:g} and finite" if math.isinf(high) else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}")

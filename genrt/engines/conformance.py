@@ -1,0 +1,330 @@
+"""What every engine must do: one function a promise, each given a ``Witness`` of the engine.
+
+Each begins and ends with nothing in progress, so that all of them can run on one engine in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from genrt.engine import Adapter, LogprobsRequest, SampleRequest
+from genrt.engines.witness import Witness, bound_to, distance, expect, row_in, tokens_in
+
+
+def idle(witness: Witness) -> None:
+    """A step with nothing to do does nothing."""
+    before = witness.engine.statistics()
+    expect(witness.step() == [], "a step with nothing in progress must return []")
+    expect(
+        witness.engine.statistics().steps == before.steps,
+        "a step with nothing in progress runs no forward and must not be counted",
+    )
+
+
+def rows(witness: Witness) -> None:
+    """Rows are float32 log-probabilities on the engine's device that callers may write to."""
+    asked = witness.questions(4)
+    answers = witness.rows_of(asked)
+    size = (witness.engine.vocab_size,)
+    for request, row in zip(asked, answers, strict=True):
+        expect(tuple(row.shape) == size, f"the row of {request} is {tuple(row.shape)}, not {size}")
+        expect(row.dtype == torch.float32, f"the row of {request} is {row.dtype}, not float32")
+        expect(
+            row.device == witness.engine.device,
+            f"the row of {request} is on {row.device}, the engine on {witness.engine.device}",
+        )
+        expect(not bool(row.isnan().any()), f"the row of {request} has NaN")
+        total = float(row.double().logsumexp(-1))
+        expect(
+            abs(total) <= 1e-4,
+            f"the row of {request} is not normalised: logsumexp is {total:.2g}",
+        )
+    before = [row.clone() for row in answers]
+    answers[0].fill_(1.0)
+    for row, kept in zip(answers[1:], before[1:], strict=True):
+        expect(torch.equal(row, kept), "rows share storage: writing to one has changed another")
+    for row, kept in zip(witness.rows_of(asked), before, strict=True):
+        witness.expect_equal(row, kept, "asked again after a row was written to")
+
+
+def identity(witness: Witness) -> None:
+    """A row is its own request's, in whatever company and order, and however many are asked."""
+    asked = witness.questions(max(16, witness.engine.max_batch_size + 3))
+    together = dict(zip(asked, witness.rows_of(asked), strict=True))
+    first = together[asked[0]]
+    expect(
+        any(distance(row, first) > 10 * witness.tolerance for row in together.values()),
+        "all contexts have the same row: a mix-up could not be seen, so give a model that "
+        "tells contexts apart",
+    )
+    order = torch.randperm(len(asked), generator=witness.random).tolist()
+    shuffled = [asked[index] for index in order]
+    for request, row in zip(shuffled, witness.rows_of(shuffled), strict=True):
+        witness.expect_equal(row, together[request], f"{request} in a shuffled flush")
+    for request in asked[:12]:
+        [alone] = witness.rows_of([request])
+        witness.expect_equal(together[request], alone, f"{request} in a flush and alone")
+
+
+def joining(witness: Witness) -> None:
+    """Requests that join between steps are answered like all others."""
+    early, late = witness.questions(witness.engine.max_batch_size + 1), witness.questions(3)
+    witness.submit(early)
+    first = {end.request: end.result for end in witness.step()}
+    witness.submit([request for request in late if request not in witness.in_progress])
+    results = {**first, **witness.drain()}
+    for request in [early[0], early[-1], *late]:
+        [alone] = witness.rows_of([request])
+        witness.expect_equal(
+            row_in(results[request]), alone, f"{request} when others joined between steps"
+        )
+
+
+def long_samples(witness: Witness) -> None:
+    """A logprobs request is answered before a long sample that it met in progress ends."""
+    long = SampleRequest(witness.context(), max_tokens=witness.many_tokens, seed=1)
+    witness.submit([long])
+    results = {end.request: end.result for end in witness.step()}
+    [short] = witness.questions(1)
+    witness.submit([short])
+    while short in witness.in_progress:
+        expect(
+            long in witness.in_progress,
+            f"a sample of {witness.many_tokens} tokens held up a logprobs request that joined it",
+        )
+        results |= {end.request: end.result for end in witness.step()}
+    results |= witness.drain()
+    count = len(tokens_in(results[long]))
+    expect(
+        count == witness.many_tokens,
+        f"a sample without stop tokens has {count} tokens, not max_tokens={witness.many_tokens}",
+    )
+
+
+def cancellation(witness: Witness) -> None:
+    """Cancelled means gone: queued or in progress, counted, and free to be asked again."""
+    before = witness.engine.statistics().cancelled
+    witness.cancel(witness.questions(2))
+    expect(
+        witness.engine.statistics().cancelled == before,
+        "cancelling requests that were never asked must be ignored, but was counted",
+    )
+    queued = witness.questions(witness.engine.max_batch_size + 3)
+    unwanted = [queued[0], *queued[-2:]]
+    witness.submit(queued)
+    witness.cancel(unwanted)
+    witness.drain()
+    long = SampleRequest(witness.context(), max_tokens=witness.many_tokens, seed=2)
+    witness.submit([long, *witness.questions(2)])
+    witness.step()
+    witness.cancel([long])
+    witness.drain()
+    for _ in range(witness.many_tokens + 2):
+        witness.step()
+    counted = witness.engine.statistics().cancelled - before
+    expect(counted == 4, f"4 requests were cancelled, statistics() counts {counted}")
+    alone = witness.sample(long)
+    witness.submit([long])
+    witness.step()
+    witness.cancel([long])
+    expect(
+        witness.sample(long) == alone,
+        "a seeded sample, asked again at once after it was cancelled, came out differently",
+    )
+
+
+def greedy_samples(witness: Witness) -> None:
+    """Greedy is the likeliest token of each row; stop tokens end a sample and stay out of it."""
+    prompt, count = witness.context(), min(8, witness.many_tokens)
+    greedy = SampleRequest(prompt, max_tokens=count, temperature=0.0)
+    tokens = witness.sample(greedy)
+    expect(len(tokens) == count, f"{greedy} gave {len(tokens)} tokens, not {count}")
+    witness.expect_likeliest(prompt, tokens, "a sample at temperature 0")
+    truncated = {
+        "top_k=1": SampleRequest(prompt, max_tokens=count, top_k=1, seed=3),
+        "top_p=1e-6": SampleRequest(prompt, max_tokens=count, top_p=1e-6, seed=3),
+        "min_p=1": SampleRequest(prompt, max_tokens=count, min_p=1.0, seed=3),
+    }
+    for what, result in zip(truncated, witness.ask(list(truncated.values())), strict=True):
+        witness.expect_likeliest(prompt, tokens_in(result), f"a sample with {what}")
+    for position in (0, count // 2):
+        stop = tokens[position]
+        request = SampleRequest(
+            prompt, max_tokens=count, temperature=0.0, stop_token_ids=frozenset({stop})
+        )
+        stopped, wanted = witness.sample(request), tokens[: tokens.index(stop)]
+        expect(
+            stopped == wanted,
+            f"a sample must end before its stop token: got {stopped}, not {wanted}",
+        )
+
+
+def random_samples(witness: Witness) -> None:
+    """A seed fixes a sample, whatever the batch; without one, samples are independent."""
+    prompt = witness.context()
+    seeded = SampleRequest(prompt, max_tokens=min(12, witness.many_tokens), seed=4)
+    alone = witness.sample(seeded)
+    expect(
+        all(0 <= token < witness.engine.vocab_size for token in alone),
+        f"{seeded} drew token ids outside 0 .. {witness.engine.vocab_size - 1}: {alone}",
+    )
+    expect(witness.sample(seeded) == alone, "a seeded sample came out differently when asked again")
+    company = [
+        SampleRequest(witness.context(), max_tokens=3 + index, seed=index, temperature=0.5 * index)
+        for index in range(4)
+    ]
+    results = witness.ask([*company[:2], *witness.questions(3), seeded, *company[2:]])
+    found = tokens_in(results[-3])
+    expect(
+        found == alone,
+        f"a seeded sample depends on its batch: {alone} alone, {found} in company",
+    )
+    unseeded = [
+        SampleRequest(prompt, max_tokens=witness.many_tokens, nonce=nonce) for nonce in range(8)
+    ]
+    expect(
+        len(set(witness.ask(unseeded))) > 1,
+        "eight samples without a seed are all the same: they must be independent",
+    )
+
+
+def longest_context(witness: Witness) -> None:
+    """A context of ``max_model_len`` tokens has a row."""
+    request = LogprobsRequest(witness.context(witness.engine.max_model_len))
+    [row] = witness.rows_of([request])
+    total = float(row.double().logsumexp(-1))
+    expect(abs(total) <= 1e-4, f"the row after max_model_len tokens is not normalised: {total:.2g}")
+
+
+def counting(witness: Witness) -> None:
+    """Statistics are a frozen value, and grow by what was asked."""
+    before = witness.engine.statistics()
+    try:
+        before.steps = -1  # type: ignore[misc]
+    except AttributeError:
+        frozen = True
+    else:
+        frozen = False
+    expect(frozen, "statistics() must be a frozen value")
+    samples = [
+        SampleRequest(witness.context(), max_tokens=4, seed=seed, temperature=0.7)
+        for seed in (5, 6)
+    ]
+    questions = witness.questions(3)
+    forgotten = SampleRequest(witness.context(), max_tokens=witness.many_tokens, seed=7)
+    witness.submit([forgotten])
+    witness.cancel([forgotten])
+    witness.ask([*questions, *samples])
+    after = witness.engine.statistics()
+    wanted = {
+        "requests": len(questions) + 3,
+        "rows": len(questions),
+        "sampled_tokens": 8,
+        "cancelled": 1,
+        "failed": 0,
+    }
+    for name, growth in wanted.items():
+        found = getattr(after, name) - getattr(before, name)
+        expect(
+            found == growth,
+            f"statistics().{name} grew by {found} where {growth} were asked for",
+        )
+    for name in ("steps", "computed_tokens", "seconds"):
+        expect(
+            getattr(after, name) > getattr(before, name),
+            f"statistics().{name} did not grow while the engine worked",
+        )
+
+
+def adapters(witness: Witness, paths: Sequence[Path]) -> None:
+    """An adapter's rows are its own, alone and mixed, until it is removed and its requests are done."""
+    if not paths:
+        return
+    contexts = [witness.context() for _ in range(4)]
+    bound: list[Adapter | None] = [None]
+    base = bound_to(contexts, None)
+    alone = dict(zip(base, witness.rows_of(base), strict=True))
+    for index, path in enumerate(paths):
+        adapter = Adapter(f"adapter-{index}", 1)
+        witness.engine.add_adapter(adapter, path)
+        asked = bound_to(contexts, adapter)
+        found = witness.rows_of(asked)
+        for other in bound:
+            others = [alone[request] for request in bound_to(contexts, other)]
+            expect(
+                any(
+                    distance(row, its) > 10 * witness.tolerance
+                    for row, its in zip(found, others, strict=True)
+                ),
+                f"the rows with the adapter in {path} are those of {other or 'the base model'}",
+            )
+        alone |= dict(zip(asked, found, strict=True))
+        bound.append(adapter)
+    mixed = [LogprobsRequest(context, adapter) for context in contexts for adapter in bound]
+    for request, row in zip(mixed, witness.rows_of(mixed), strict=True):
+        witness.expect_equal(row, alone[request], f"{request} among those of other adapters")
+    _adapter_samples(witness, contexts[0], bound)
+    _adapter_removal(witness, contexts, bound, alone, paths[-1])
+
+
+def _adapter_samples(
+    witness: Witness, prompt: tuple[int, ...], bound: Sequence[Adapter | None]
+) -> None:
+    asked = [
+        SampleRequest(prompt, max_tokens=4, temperature=0.0, adapter=adapter) for adapter in bound
+    ]
+    for request, result in zip(asked, witness.ask(asked), strict=True):
+        witness.expect_likeliest(
+            prompt, tokens_in(result), f"{request} among those of other adapters", request.adapter
+        )
+
+
+def _adapter_removal(
+    witness: Witness,
+    contexts: Sequence[tuple[int, ...]],
+    bound: Sequence[Adapter | None],
+    alone: dict[LogprobsRequest, Tensor],
+    path: Path,
+) -> None:
+    """Removed while in use, reloaded under the old name with the weights in ``path``, all removed."""
+    loaded = [adapter for adapter in bound if adapter is not None]
+    old, newest = loaded[0], loaded[-1]
+    asked = bound_to(contexts, old)
+    witness.submit(asked)
+    witness.engine.remove_adapter(old)
+    results = witness.drain()
+    for request in asked:
+        witness.expect_equal(
+            row_in(results[request]),
+            alone[request],
+            f"{request}, whose adapter was removed meanwhile",
+        )
+    new = Adapter(old.name, old.version + 1)
+    witness.engine.add_adapter(new, path)
+    same_weights = bound_to(contexts, newest)
+    for request, row in zip(same_weights, witness.rows_of(bound_to(contexts, new)), strict=True):
+        witness.expect_equal(row, alone[request], f"{request} against {new}, the same weights")
+    for adapter in [*loaded[1:], new]:
+        witness.engine.remove_adapter(adapter)
+    base = bound_to(contexts, None)
+    for request, row in zip(base, witness.rows_of(base), strict=True):
+        witness.expect_equal(row, alone[request], f"{request} after all adapters were removed")
+
+
+CHECKS: tuple[Callable[[Witness], None], ...] = (
+    idle,
+    rows,
+    identity,
+    joining,
+    long_samples,
+    cancellation,
+    greedy_samples,
+    random_samples,
+    longest_context,
+    counting,
+)
+"""All but ``adapters``, which needs directories to load."""

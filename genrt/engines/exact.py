@@ -1,0 +1,309 @@
+"""A small LM with every probability known: laws are proved on it, and tests run on it in no time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from genrt.engine import Adapter, EngineStatistics, Finished, Request
+from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
+from genrt.engines.stepping import Stepper
+from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
+from genrt.vocabulary import BytesTokenizer
+
+_FILE_NAME = "ngram.safetensors"
+
+
+class NGram:
+    """A Markov chain of order k over a vocabulary: the next token's law given the last k tokens.
+
+    Contexts shorter than k are padded on the left with token 0. The end token, if there is one, is a
+    token like any other: it ends a text only for those who stop at it, and may be followed.
+    """
+
+    def __init__(
+        self, vocabulary: Sequence[bytes], table: Tensor, *, eos_token_id: int | None = None
+    ) -> None:
+        """
+        Args:
+            vocabulary: the bytes of each of the V tokens.
+            table: ``[V] * (k + 1)`` log-probabilities, the last k tokens first, the next token last;
+                -inf is a token that never follows. Rows need not be normalised; the model's are.
+            eos_token_id: the end token.
+
+        Raises:
+            InvalidRequest: shapes that don't fit, NaN, +inf, or a row of nothing but -inf.
+        """
+        self._tokenizer = BytesTokenizer(vocabulary, eos_token_id=eos_token_id)
+        self._vocabulary = tuple(vocabulary)
+        size = len(self._vocabulary)
+        if size == 0 or table.dim() == 0 or set(table.shape) != {size}:
+            raise InvalidRequest(
+                f"the table is {list(table.shape)} for {size} tokens: every dimension must be {size}"
+            )
+        self._table = _normalised(table)
+
+    @classmethod
+    def random(
+        cls,
+        vocabulary: int | Sequence[bytes],
+        *,
+        order: int = 1,
+        seed: int = 0,
+        zeros: float = 0.0,
+        eos_token_id: int | None = None,
+    ) -> NGram:
+        """A model whose rows are the softmax of independent normal logits of standard deviation 2.
+
+        Args:
+            vocabulary: the tokens' bytes, or how many: then they are ``a``, ``b``, …, each of them
+                different, and the end token is empty.
+            order: how many tokens of context count.
+            zeros: which fraction of each row is -inf, rounded down; at least one entry never is.
+        """
+        if order < 0 or not 0 <= zeros <= 1:
+            raise InvalidRequest(
+                f"order is {order} and zeros {zeros}: give an order of at least 0, zeros in [0, 1]"
+            )
+        if isinstance(vocabulary, int):
+            vocabulary = [
+                b"" if token == eos_token_id else _name(token) for token in range(vocabulary)
+            ]
+        size = len(vocabulary)
+        generator = torch.Generator().manual_seed(seed)
+        table = 2 * torch.randn([size] * (order + 1), dtype=torch.float64, generator=generator)
+        impossible = min(math.floor(zeros * size), size - 1)
+        if impossible > 0:
+            ranks = torch.rand(table.shape, generator=generator).argsort(-1).argsort(-1)
+            table = table.masked_fill(ranks < impossible, -math.inf)
+        return cls(vocabulary, table, eos_token_id=eos_token_id)
+
+    @property
+    def vocabulary(self) -> tuple[bytes, ...]:
+        return self._vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocabulary)
+
+    @property
+    def order(self) -> int:
+        """How many tokens of context count."""
+        return self._table.dim() - 1
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._tokenizer.eos_token_id
+
+    @property
+    def tokenizer(self) -> BytesTokenizer:
+        return self._tokenizer
+
+    @property
+    def table(self) -> Tensor:
+        """The normalised table, float32, ``[V] * (k + 1)``; a copy."""
+        return self._table.clone()
+
+    def __repr__(self) -> str:
+        return (
+            f"NGram({self.vocab_size} tokens, order={self.order}, eos_token_id={self.eos_token_id})"
+        )
+
+    def row(self, token_ids: Sequence[int]) -> Tensor:
+        """The row after these tokens, float32 ``[V]``, in storage of its own.
+
+        Raises:
+            InvalidRequest: a token id is outside the vocabulary.
+        """
+        if any(not 0 <= token < self.vocab_size for token in token_ids):
+            raise InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
+        return self._table[_key(token_ids, self.order)].clone()
+
+    def with_table(self, table: Tensor) -> NGram:
+        """The model with another table over the same vocabulary; it must have the same shape.
+
+        Raises:
+            InvalidRequest: it has another shape, or it is no table (see the class).
+        """
+        if table.shape != self._table.shape:
+            raise InvalidRequest(
+                f"the table is {list(table.shape)}, the model's {list(self._table.shape)}"
+            )
+        return NGram(self._vocabulary, table, eos_token_id=self.eos_token_id)
+
+    def enumerate(
+        self, prompt: Sequence[int], max_tokens: int, *, unfinished: bool = False
+    ) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Every possible text after ``prompt`` that ends within ``max_tokens`` tokens, in order of ids.
+
+        A text is its token ids, the end token included as the last (so it counts as one of
+        ``max_tokens``), with the log-probability of the model's drawing just these, the end token's
+        included. Texts of probability zero are left out.
+
+        Args:
+            unfinished: also give the texts of ``max_tokens`` tokens that have not ended, without an end
+                token and with the log-probability of their tokens. All texts together then have
+                probability 1.
+        """
+        stack: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+        while stack:
+            text, logprob = stack.pop()
+            if text and text[-1] == self.eos_token_id:
+                yield text, logprob
+            elif len(text) >= max_tokens:
+                if unfinished:
+                    yield text, logprob
+            else:
+                row = self.row([*prompt, *text]).tolist()
+                stack += [
+                    ((*text, token), logprob + row[token])
+                    for token in reversed(range(self.vocab_size))
+                    if row[token] > -math.inf
+                ]
+
+    def save(self, directory: Path) -> None:
+        """Write the model to ``directory``, which is made if need be, as one safetensors file."""
+        from safetensors.torch import save_file
+
+        directory.mkdir(parents=True, exist_ok=True)
+        eos = self.eos_token_id
+        save_file(
+            {
+                "table": self._table.contiguous(),
+                "vocabulary": torch.tensor(list(b"".join(self._vocabulary)), dtype=torch.uint8),
+                "lengths": torch.tensor([len(token) for token in self._vocabulary]),
+                "eos_token_id": torch.tensor([-1 if eos is None else eos]),
+            },
+            directory / _FILE_NAME,
+        )
+
+    @classmethod
+    def load(cls, directory: Path) -> NGram:
+        """The model that ``save`` wrote.
+
+        Raises:
+            ModelNotFound: the directory holds none that can be read.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = directory / _FILE_NAME
+        try:
+            stored = load_file(path)
+            joined, lengths = bytes(stored["vocabulary"].tolist()), stored["lengths"].tolist()
+            table, eos = stored["table"], int(stored["eos_token_id"])
+        except (OSError, SafetensorError, KeyError) as error:
+            raise ModelNotFound(
+                f"{path} holds no saved NGram: give a directory that NGram.save wrote"
+            ) from error
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        vocabulary = [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        return cls(vocabulary, table, eos_token_id=None if eos < 0 else eos)
+
+
+class ExactEngine:
+    """The Engine protocol over an NGram, on the CPU; its steps are real, only the model is a table.
+
+    An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``, whose
+    tensor ``table``, of the shape of the model's, replaces it.
+    """
+
+    def __init__(
+        self, model: NGram, *, max_model_len: int = 1024, max_batch_size: int = 64
+    ) -> None:
+        """Raises InvalidRequest if a size is not positive."""
+        self._models: dict[Adapter | None, NGram] = {None: model}
+        self._stepper = Stepper(
+            self._forward,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            max_batch_size=max_batch_size,
+            device=torch.device("cpu"),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._stepper.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._stepper.max_model_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._stepper.max_batch_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._stepper.device
+
+    @property
+    def tokenizer(self) -> BytesTokenizer:
+        return self._models[None].tokenizer
+
+    def __repr__(self) -> str:
+        return f"ExactEngine({self._models[None]}, {self._stepper})"
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._stepper.submit(requests)
+
+    def step(self) -> list[Finished]:
+        return self._stepper.step()
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._stepper.cancel(requests)
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        """Raises InvalidAdapter if the directory holds no table of the model's shape."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        self._stepper.check_new(adapter)
+        check_adapter_directory(path)
+        try:
+            model = self._models[None].with_table(load_file(path / WEIGHTS_NAME)["table"])
+        except (OSError, SafetensorError, KeyError, InvalidRequest) as error:
+            raise InvalidAdapter(f"{path} does not fit the model: {error}") from error
+        self._models[adapter] = model
+        self._stepper.add_adapter(adapter, lambda: self._unload(adapter))
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        self._stepper.remove_adapter(adapter)
+
+    def statistics(self) -> EngineStatistics:
+        return self._stepper.statistics()
+
+    def close(self) -> None:
+        self._stepper.close()
+
+    def _forward(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+        model = self._models[adapter]
+        return torch.stack([model.row(context) for context in contexts])
+
+    def _unload(self, adapter: Adapter) -> None:
+        del self._models[adapter]
+
+
+def _name(token: int) -> bytes:
+    """A letter for the first tokens; bytes that are no other token's for any."""
+    return bytes([(97 + token) % 256]) if token < 256 else token.to_bytes(4, "big")
+
+
+def _key(token_ids: Sequence[int], order: int) -> tuple[int, ...]:
+    tail = tuple(token_ids[-order:]) if order else ()
+    return (0,) * (order - len(tail)) + tail
+
+
+def _normalised(table: Tensor) -> Tensor:
+    """Rows that sum to 1, as float32; made in float64, so that they do to the last bit or two."""
+    wide = table.detach().double()
+    total = wide.logsumexp(-1, keepdim=True)
+    if bool(wide.isnan().any()) or not bool(total.isfinite().all()):
+        raise InvalidRequest(
+            "the table has NaN, +inf, or a row of nothing but -inf: every context needs a distribution"
+        )
+    return (wide - total).float()

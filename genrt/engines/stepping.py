@@ -1,0 +1,317 @@
+"""Requests in progress and one step of them, for engines that compute every context anew.
+
+``Stepper`` is the whole of the Engine protocol except the model: a function from contexts to logits
+and a way to let go of an adapter. It keeps no keys and values, so a sample of ``t`` tokens after
+``n`` costs ``t`` forwards over up to ``n + t`` tokens; in return no step depends on the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from genrt.engine import (
+    Adapter,
+    EngineStatistics,
+    Finished,
+    LogprobsRequest,
+    Request,
+    Result,
+    SampleRequest,
+)
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    EngineFailed,
+    GenrtError,
+    InvalidAdapter,
+    InvalidRequest,
+    NotFinite,
+    OutOfMemory,
+    UnknownAdapter,
+)
+from genrt.sampling import check_parameters, draw, truncate
+
+Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]
+"""Contexts, none empty, and the adapter they share -> the logits after each, ``[n, vocab_size]``."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is known of one request: the tokens drawn so far, and where its randomness comes from."""
+
+    request: Request
+    generator: torch.Generator | None = None
+    drawn: list[int] = field(default_factory=list)
+
+    @property
+    def context(self) -> Sequence[int]:
+        return (*self.request.token_ids, *self.drawn) if self.drawn else self.request.token_ids
+
+
+class Stepper:
+    """Requests in, ``Finished`` out, ``max_batch_size`` of them to a step.
+
+    A step takes the requests that have waited longest since they were submitted or last stepped, so
+    the oldest is never passed over, and samples, however many, hold up nothing for longer than their
+    turn. Each logprobs request ends in its step; each sample request gains one token.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_batch_size: int,
+        device: torch.device,
+    ) -> None:
+        """Raises InvalidRequest if a size is not positive."""
+        for name, size in (("max_model_len", max_model_len), ("max_batch_size", max_batch_size)):
+            if size < 1:
+                raise InvalidRequest(f"{name} is {size}: give at least 1")
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.max_batch_size = max_batch_size
+        self.device = device
+        self._forward = forward
+        self._in_progress: dict[Request, _Progress] = {}
+        self._refused: dict[Request, GenrtError] = {}
+        self._adapters: dict[Adapter, Callable[[], None]] = {}
+        self._leaving: dict[Adapter, Callable[[], None]] = {}
+        self._closed = False
+        self._statistics = EngineStatistics()
+
+    def __repr__(self) -> str:
+        return (
+            f"Stepper({len(self._in_progress)} in progress, {len(self._adapters)} adapters, "
+            f"{self._statistics.steps} steps{', closed' if self._closed else ''})"
+        )
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """As in the Engine protocol.
+
+        Raises:
+            Closed: after ``close``.
+            InvalidRequest: one of them is in progress, or twice in the flush; none is taken.
+        """
+        if self._closed:
+            raise Closed("the engine is closed: open another one")
+        if len(set(requests)) < len(requests) or any(map(self._knows, requests)):
+            raise InvalidRequest("a request is in progress already: join it, don't submit it again")
+        for request in requests:
+            error = self._fault(request)
+            if error is None:
+                self._in_progress[request] = _Progress(request, self._generator(request))
+            else:
+                self._refused[request] = error
+        self._count(requests=len(requests))
+
+    def step(self) -> list[Finished]:
+        """As in the Engine protocol. Refused requests come back at once, in a step without a forward,
+        so that a failing forward cannot take their own errors from them."""
+        if self._refused:
+            finished = [Finished(request, error=error) for request, error in self._refused.items()]
+            self._refused.clear()
+            self._count(failed=len(finished))
+            return finished
+        batch = list(islice(self._in_progress.values(), self.max_batch_size))
+        if not batch:
+            return []
+        started = time.perf_counter()
+        finished = []
+        try:
+            for adapter in dict.fromkeys(progress.request.adapter for progress in batch):
+                group = [each for each in batch if each.request.adapter == adapter]
+                finished += self._advance(group, adapter)
+        except Exception as error:
+            self._fail(error, started)
+        done = {end.request for end in finished}
+        for progress in batch:
+            del self._in_progress[progress.request]
+            if progress.request not in done:
+                self._in_progress[progress.request] = progress
+        self._count(
+            steps=1,
+            failed=sum(end.error is not None for end in finished),
+            seconds=time.perf_counter() - started,
+        )
+        self._unload_unused()
+        return finished
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """As in the Engine protocol."""
+        for request in requests:
+            if self._in_progress.pop(request, None) or self._refused.pop(request, None):
+                self._count(cancelled=1)
+        self._unload_unused()
+
+    def add_adapter(self, adapter: Adapter, unload: Callable[[], None]) -> None:
+        """Requests may bind ``adapter``, which ``check_new`` let pass, from now on; ``unload`` is
+        called once, when it has been removed and its last request has ended."""
+        self._adapters[adapter] = unload
+
+    def check_new(self, adapter: Adapter) -> None:
+        """Raises InvalidAdapter if this version of this name is loaded, Closed after ``close``."""
+        if self._closed:
+            raise Closed("the engine is closed: open another one")
+        if adapter in self._adapters or adapter in self._leaving:
+            raise InvalidAdapter(f"{adapter} is loaded already: give it a new version")
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """As in the Engine protocol; new requests may not bind it any more.
+
+        Raises:
+            UnknownAdapter: it is not loaded.
+        """
+        if adapter not in self._adapters:
+            raise UnknownAdapter(f"{adapter} is not loaded: add it first")
+        self._leaving[adapter] = self._adapters.pop(adapter)
+        self._unload_unused()
+
+    def statistics(self) -> EngineStatistics:
+        """As in the Engine protocol."""
+        return self._statistics
+
+    def close(self) -> bool:
+        """Forget everything; whether this was the first call."""
+        first, self._closed = not self._closed, True
+        self._in_progress.clear()
+        self._refused.clear()
+        self._leaving.update(self._adapters)
+        self._adapters.clear()
+        self._unload_unused()
+        return first
+
+    def to_host(self, tensor: Tensor) -> list[int]:
+        """A tensor's values in Python, counted as bytes moved if they were on a device."""
+        if tensor.device.type != "cpu":
+            self._count(bytes_to_host=tensor.nbytes)
+        return list(tensor.tolist())
+
+    def _knows(self, request: Request) -> bool:
+        return request in self._in_progress or request in self._refused
+
+    def _fault(self, request: Request) -> GenrtError | None:
+        """Why this request alone cannot be computed, if so."""
+        new = 0
+        if isinstance(request, SampleRequest):
+            new = request.max_tokens
+            if new < 1:
+                return InvalidRequest(f"max_tokens is {new}: give at least 1")
+            try:
+                check_parameters(
+                    temperature=request.temperature,
+                    top_k=request.top_k,
+                    top_p=request.top_p,
+                    min_p=request.min_p,
+                )
+            except InvalidRequest as error:
+                return error
+        count = len(request.token_ids)
+        if count == 0:
+            return InvalidRequest("the context is empty: give at least one token id")
+        if count + new > self.max_model_len:
+            return ContextTooLong(
+                f"{count} token ids and {new} to sample exceed max_model_len "
+                f"{self.max_model_len}: shorten the context"
+            )
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.vocab_size:
+            return InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
+        if request.adapter is not None and request.adapter not in self._adapters:
+            return UnknownAdapter(f"{request.adapter} is not loaded: add it first")
+        return None
+
+    def _generator(self, request: Request) -> torch.Generator | None:
+        if isinstance(request, LogprobsRequest):
+            return None
+        generator = torch.Generator(self.device)
+        if request.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(request.seed % 2**64)
+        return generator
+
+    def _advance(self, group: Sequence[_Progress], adapter: Adapter | None) -> list[Finished]:
+        """One forward over requests that share an adapter; those that it ends."""
+        contexts = [progress.context for progress in group]
+        logits = self._forward(contexts, adapter).float()
+        self._count(computed_tokens=sum(map(len, contexts)))
+        sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
+        finished: list[Finished] = []
+        samples: list[int] = []
+        rows = logits.log_softmax(-1)
+        for index, (progress, is_sound) in enumerate(zip(group, self.to_host(sound), strict=True)):
+            if not is_sound:
+                error = NotFinite("the model's logits are NaN, +inf or all -inf for this context")
+                finished.append(Finished(progress.request, error=error))
+            elif isinstance(progress.request, SampleRequest):
+                samples.append(index)
+            else:
+                finished.append(Finished(progress.request, result=rows[index].clone()))
+                self._count(rows=1)
+        if samples:
+            finished += self._sample(rows[samples], [group[index] for index in samples])
+        return finished
+
+    def _sample(self, rows: Tensor, group: Sequence[_Progress]) -> list[Finished]:
+        """Draw one token for each; those that it ends."""
+        asked = [each.request for each in group if isinstance(each.request, SampleRequest)]
+        generators = [each.generator for each in group if each.generator is not None]
+        kept = truncate(
+            rows,
+            temperature=torch.tensor([request.temperature for request in asked]),
+            top_k=torch.tensor([request.top_k for request in asked]),
+            top_p=torch.tensor([request.top_p for request in asked]),
+            min_p=torch.tensor([request.min_p for request in asked]),
+        )
+        tokens = self.to_host(draw(kept, generators=generators).token_ids)
+        finished: list[Finished] = []
+        for progress, request, token in zip(group, asked, tokens, strict=True):
+            stopped = token in request.stop_token_ids
+            if not stopped:
+                progress.drawn.append(token)
+            if stopped or len(progress.drawn) == request.max_tokens:
+                result: Result = tuple(progress.drawn)
+                finished.append(Finished(request, result=result))
+        self._count(sampled_tokens=len(tokens))
+        return finished
+
+    def _fail(self, error: Exception, started: float) -> NoReturn:
+        """Forget every request and raise what the step's failure means."""
+        lost = len(self._in_progress)
+        self._in_progress.clear()
+        self._unload_unused()
+        self._count(steps=1, failed=lost, seconds=time.perf_counter() - started)
+        if _is_out_of_memory(error):
+            raise OutOfMemory(
+                "the engine's device ran out of memory: lower max_batch_size or shorten the contexts"
+            ) from error
+        raise EngineFailed(f"the engine failed in a step: {error}") from error
+
+    def _unload_unused(self) -> None:
+        if not self._leaving:
+            return
+        bound = {progress.request.adapter for progress in self._in_progress.values()}
+        for adapter in [each for each in self._leaving if each not in bound]:
+            self._leaving.pop(adapter)()
+
+    def _count(self, **increments: float) -> None:
+        """One assignment of a new frozen value, so that other threads read a whole one."""
+        before = self._statistics
+        self._statistics = replace(
+            before, **{name: getattr(before, name) + more for name, more in increments.items()}
+        )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch has a class of its own for accelerators only; on the CPU its message has to do."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

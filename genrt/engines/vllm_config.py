@@ -1,0 +1,92 @@
+"""From a caller's options to vLLM's configuration, and from vLLM's errors to genrt's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from genrt.engines.capture import CaptureV1, CaptureV2, WorkerRows
+from genrt.errors import (
+    EngineFailed,
+    EngineUnsupported,
+    GenrtError,
+    InvalidRequest,
+    ModelNotFound,
+    OutOfMemory,
+)
+
+__all__ = ["check_version", "configure", "translated"]
+
+SUPPORTED = ((0, 32), (0, 34))
+"""From the first version of vLLM that is known to work to the first that is not known."""
+
+CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
+"""On a CPU, compiling takes longer than it saves, and vLLM would take most of the memory."""
+
+
+def check_version(version: str) -> None:
+    """Raises EngineUnsupported for a vLLM that genrt has not been tried with."""
+    low, high = SUPPORTED
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not low <= found < high:
+        raise EngineUnsupported(
+            f"vLLM {version} is not supported: install one from {low[0]}.{low[1]} on and below "
+            f"{high[0]}.{high[1]}, which the extras genrt[cpu] and genrt[cuda] bring"
+        )
+
+
+def configure(checkpoint: str, options: dict[str, Any], reserve_bytes: int) -> VllmConfig:
+    """``EngineArgs``' configuration with genrt's processor in it; raises as ``open_vllm`` says."""
+    options = {"disable_log_stats": True, **options, "model": checkpoint}
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        options.setdefault("log_level", "ERROR")
+    if options.get("speculative_config"):
+        raise EngineUnsupported("speculative decoding gives no next-token rows: leave it out")
+    if options.get("data_parallel_size", 1) != 1:
+        raise EngineUnsupported(
+            "one genrt runtime is one replica: load one for each device instead"
+        )
+    if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
+        options.setdefault("distributed_executor_backend", UniProcExecutor)
+    options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        utilization = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+        options["gpu_memory_utilization"] = utilization - reserve_bytes / total
+    else:
+        options = CPU_DEFAULTS | options
+    try:
+        arguments = EngineArgs(**options)
+    except TypeError as error:
+        raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
+    try:
+        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+    except Exception as error:
+        raise translated(error, f"vLLM refused to open {checkpoint}") from error
+    config.model_config.logits_processors = [
+        *(config.model_config.logits_processors or ()),
+        CaptureV2 if config.use_v2_model_runner else CaptureV1,
+    ]
+    return config
+
+
+def translated(error: Exception, what: str) -> GenrtError:
+    """vLLM's or torch's error as one of genrt's; theirs becomes the cause."""
+    if isinstance(error, GenrtError):
+        return error
+    message = f"{what}: {type(error).__name__}: {error}"
+    translated: GenrtError
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        translated = OutOfMemory(message)
+    elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        translated = ModelNotFound(message)
+    else:
+        translated = EngineFailed(message)
+    translated.__cause__ = error
+    return translated

@@ -1,0 +1,183 @@
+"""A witness of everything that passes between a conformance suite and an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from genrt.engine import (
+    Adapter,
+    Engine,
+    EngineStatistics,
+    Finished,
+    LogprobsRequest,
+    Request,
+    Result,
+    SampleRequest,
+)
+
+_PATIENCE = 10_000
+"""Steps in a row that may finish nothing before a request counts as lost."""
+
+
+def expect(condition: bool, message: str) -> None:
+    """Raises AssertionError with the message unless the condition holds, also under ``python -O``."""
+    if not condition:
+        raise AssertionError(message)
+
+
+class Witness:
+    """Asks an engine, knows what is in progress, and so sees what is answered twice, late or unasked.
+
+    Every method raises AssertionError where the engine breaks the protocol. Contexts are made at
+    random from a fixed seed; few are used twice.
+    """
+
+    def __init__(self, engine: Engine, tolerance: float) -> None:
+        self.engine = engine
+        self.tolerance = tolerance
+        self.in_progress: set[Request] = set()
+        self.counted = engine.statistics()
+        self.random = torch.Generator().manual_seed(0)
+        self.seen: set[tuple[int, ...]] = set()
+        expect(engine.vocab_size > 1, f"vocab_size is {engine.vocab_size}, not 2 or more")
+        expect(
+            engine.max_model_len >= 16, f"max_model_len is {engine.max_model_len}, not 16 or more"
+        )
+        expect(
+            engine.max_batch_size >= 1, f"max_batch_size is {engine.max_batch_size}, not positive"
+        )
+        self.longest_prompt = min(64, engine.max_model_len // 2)
+        self.many_tokens = min(40, engine.max_model_len - self.longest_prompt)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """A flush of requests, none of them in progress."""
+        self.in_progress |= set(requests)
+        self.engine.submit(requests)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """From now on none of these may come back."""
+        self.in_progress -= set(requests)
+        self.engine.cancel(requests)
+
+    def step(self) -> list[Finished]:
+        """One step; each end must be one that is due, a result, and no counter may have shrunk."""
+        finished = self.engine.step()
+        for end in finished:
+            expect(
+                end.request in self.in_progress,
+                f"{end.request} came back although it was cancelled, answered before, or never asked",
+            )
+            self.in_progress.remove(end.request)
+            expect(
+                (end.result is None) != (end.error is None),
+                f"{end.request} must have either a result or an error, got {end}",
+            )
+            expect(end.error is None, f"{end.request} failed: {end.error!r}")
+        counted = self.engine.statistics()
+        for counter in fields(EngineStatistics):
+            expect(
+                getattr(counted, counter.name) >= getattr(self.counted, counter.name),
+                f"statistics().{counter.name} has shrunk from {self.counted} to {counted}",
+            )
+        self.counted = counted
+        return finished
+
+    def drain(self) -> dict[Request, Result]:
+        """Step until nothing is left; what was finished on the way."""
+        results: dict[Request, Result] = {}
+        idle_steps = 0
+        while self.in_progress:
+            finished = self.step()
+            results |= {end.request: end.result for end in finished if end.result is not None}
+            idle_steps = 0 if finished else idle_steps + 1
+            expect(
+                idle_steps < _PATIENCE,
+                f"{len(self.in_progress)} requests are not answered after {idle_steps} steps that "
+                f"finished nothing, among them {next(iter(self.in_progress), None)}",
+            )
+        return results
+
+    def ask(self, requests: Sequence[Request]) -> list[Result]:
+        """The results of one flush, in the order of the requests."""
+        self.submit(requests)
+        results = self.drain()
+        return [results[request] for request in requests]
+
+    def rows_of(self, requests: Sequence[LogprobsRequest]) -> list[Tensor]:
+        """The rows of one flush, in the order of the requests."""
+        return [row_in(result) for result in self.ask(requests)]
+
+    def sample(self, request: SampleRequest) -> tuple[int, ...]:
+        """The tokens of one sample, asked alone."""
+        return tokens_in(self.ask([request])[0])
+
+    def context(self, length: int | None = None) -> tuple[int, ...]:
+        """Token ids that no check has used so far, as far as the vocabulary allows."""
+        for _ in range(100):
+            size = length or int(
+                torch.randint(1, self.longest_prompt + 1, (), generator=self.random)
+            )
+            ids = torch.randint(self.engine.vocab_size, (size,), generator=self.random).tolist()
+            if tuple(ids) not in self.seen:
+                break
+        self.seen.add(tuple(ids))
+        return tuple(ids)
+
+    def questions(self, count: int) -> list[LogprobsRequest]:
+        """``count`` distinct logprobs requests of mixed lengths."""
+        made = [LogprobsRequest(self.context()) for _ in range(count)]
+        return list(dict.fromkeys(made))
+
+    def expect_equal(self, row: Tensor, other: Tensor, what: str) -> None:
+        """The two may be apart by rounding only."""
+        apart = distance(row, other)
+        expect(
+            apart <= self.tolerance, f"{what}: rows are {apart:.2g} apart, not ≤ {self.tolerance}"
+        )
+
+    def expect_likeliest(
+        self,
+        prompt: tuple[int, ...],
+        tokens: tuple[int, ...],
+        what: str,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Each token must be as likely as the likeliest of its row, up to rounding."""
+        contexts = [prompt + tokens[:index] for index in range(len(tokens))]
+        for row, token in zip(self.rows_of(bound_to(contexts, adapter)), tokens, strict=True):
+            gap = float(row.max() - row[token])
+            expect(
+                gap <= self.tolerance,
+                f"{what} drew token {token}, whose log-probability is {gap:.2g} below the likeliest's",
+            )
+
+
+def bound_to(contexts: Sequence[tuple[int, ...]], adapter: Adapter | None) -> list[LogprobsRequest]:
+    """One logprobs request for each context, with this adapter."""
+    return [LogprobsRequest(context, adapter) for context in contexts]
+
+
+def distance(row: Tensor, other: Tensor) -> float:
+    """The largest difference of two entries; infinite where only one of the two is -inf."""
+    one, two = row.double().cpu(), other.double().cpu()
+    return float((one - two).abs().masked_fill(one == two, 0.0).max())
+
+
+def row_in(result: Result | None) -> Tensor:
+    """The row that a logprobs request must have ended in."""
+    if not isinstance(result, Tensor):
+        raise AssertionError(
+            f"a logprobs request must end in a tensor, not {type(result).__name__}"
+        )
+    return result
+
+
+def tokens_in(result: Result | None) -> tuple[int, ...]:
+    """The token ids that a sample request must have ended in."""
+    if not isinstance(result, tuple):
+        raise AssertionError(f"a sample must end in a tuple of ids, not {type(result).__name__}")
+    return result

@@ -1,0 +1,100 @@
+"""Everything genrt raises.
+
+::
+
+    GenrtError
+    ├── InvalidRequest (ValueError)      the question itself is wrong; no engine was asked
+    │   ├── ContextTooLong               more tokens than the engine's max_model_len allows
+    │   └── UnknownAdapter (LookupError) no adapter of that name is loaded
+    ├── InvalidAdapter (ValueError)      a directory that is not a safe LoRA adapter
+    ├── InvalidConstraint (ValueError)   a regular expression, schema or grammar that does not compile
+    ├── ModelNotFound (FileNotFoundError)  no such checkpoint directory or model name
+    ├── EngineNotInstalled (ImportError) a package of an optional extra is missing
+    ├── EngineUnsupported (RuntimeError) this version or set-up of the engine is refused at start
+    ├── EngineFailed (RuntimeError)      the engine raised; the requests of that step got this
+    │   ├── OutOfMemory                  … because the device's memory ran out
+    │   └── NotFinite                    the model's logits were NaN, +inf or all -inf
+    └── Closed (RuntimeError)            the runtime was closed before the answer came
+
+Messages say what to do. An error of another library is translated once, where it enters genrt, and
+stays reachable as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Closed",
+    "ContextTooLong",
+    "EngineFailed",
+    "EngineNotInstalled",
+    "EngineUnsupported",
+    "GenrtError",
+    "InvalidAdapter",
+    "InvalidConstraint",
+    "InvalidRequest",
+    "ModelNotFound",
+    "NotFinite",
+    "OutOfMemory",
+    "UnknownAdapter",
+]
+
+
+class GenrtError(Exception):
+    """Base of every error that genrt raises; its only argument is the message."""
+
+    def fresh(self) -> GenrtError:
+        """An equal error with a traceback of its own, so that every waiter can raise one."""
+        again = type(self)(*self.args)
+        again.__cause__ = self.__cause__
+        return again
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidRequest(GenrtError, ValueError):
+    """The question is wrong in itself: token ids, types, ranges, parameters."""
+
+
+class ContextTooLong(InvalidRequest):
+    """The token ids, with what is to be generated, exceed the engine's ``max_model_len``."""
+
+
+class UnknownAdapter(InvalidRequest, LookupError):
+    """No adapter of that name is loaded: it never was, or it has been removed."""
+
+
+class InvalidAdapter(GenrtError, ValueError):
+    """The directory does not hold a LoRA adapter in safetensors form, or it does not fit the model."""
+
+
+class InvalidConstraint(GenrtError, ValueError):
+    """A regular expression, schema or grammar does not compile."""
+
+
+class ModelNotFound(GenrtError, FileNotFoundError):
+    """No checkpoint directory, and no model name that can be loaded."""
+
+
+class EngineNotInstalled(GenrtError, ImportError):
+    """The engine's packages are not installed; the message names the extra that brings them."""
+
+
+class EngineUnsupported(GenrtError, RuntimeError):
+    """The engine works in a way that genrt does not know, and is refused at start."""
+
+
+class EngineFailed(GenrtError, RuntimeError):
+    """The engine raised while it computed; the original error is ``__cause__``."""
+
+
+class OutOfMemory(EngineFailed):
+    """The engine's device ran out of memory."""
+
+
+class NotFinite(EngineFailed):
+    """The model's logits hold NaN or +inf, or nothing but -inf: there is no distribution."""
+
+
+class Closed(GenrtError, RuntimeError):
+    """The runtime was closed; nothing more is answered."""

@@ -1,0 +1,470 @@
+"""AsyncLM: what users hold; opens an engine by name and owns its lifetime.
+
+A request's way, from here down: this file checks the question and makes the request; ``batcher.py``
+finds it in the cache, joins it to an equal one or queues it; ``engine_thread.py`` turns the crank;
+``engines/`` compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+
+import torch
+
+from genrt import vocabulary
+from genrt.arguments import (
+    Limits,
+    SampleOptions,
+    TokenIds,
+    check_contexts,
+    check_float,
+    check_int,
+)
+from genrt.batcher import Batcher, BatcherStatistics
+from genrt.cache import CacheStatistics, RowCache
+from genrt.engine import (
+    Adapter,
+    Engine,
+    EngineStatistics,
+    LogprobsRequest,
+    Result,
+    SampleRequest,
+)
+from genrt.engine_thread import EngineThread
+from genrt.engines import open_by_name
+from genrt.engines.adapters import check_adapter_directory
+from genrt.errors import InvalidRequest, UnknownAdapter
+
+if TYPE_CHECKING:
+    from genrt.engines.exact import NGram
+
+__all__ = ["AsyncLM", "Statistics", "aload", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a runtime did since it was loaded, counted where it happens."""
+
+    batcher: BatcherStatistics
+    cache: CacheStatistics
+    engine: EngineStatistics
+
+
+def load(
+    model: str | os.PathLike[str] | NGram | None = None,
+    *,
+    engine: str | Callable[[], Engine] = "vllm",
+    engine_options: Mapping[str, Any] | None = None,
+    cache_bytes: int = 256 * 2**20,
+    max_batch_size: int | None = None,
+    max_wait_seconds: float = 0.0,
+) -> AsyncLM:
+    """Open a model and return the runtime over it, ready to be asked.
+
+    Args:
+        model: a checkpoint directory, a model's name, or ``None`` for the embedded
+            SmolLM2-135M-Instruct; for the exact engine, an ``NGram`` or the directory of a saved one.
+        engine: ``"vllm"``, ``"transformers"``, ``"exact"``, or a function that makes an Engine of your
+            own; it is called on the thread that will own it.
+        engine_options: to vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, as they are.
+        cache_bytes: the bound of the row cache, on the engine's device; 0 is no cache.
+        max_batch_size: the most requests in one flush, however many the engine takes to a step;
+            ``None`` is no bound.
+        max_wait_seconds: how long a question waits for company once its loop has gone quiet.
+
+    Blocks until the engine is open. An interrupt abandons the loading.
+
+    Raises:
+        EngineNotInstalled, EngineUnsupported, ModelNotFound: each says what to do about it.
+        InvalidRequest: an argument is out of range, or an engine of that name is not known.
+    """
+    thread = _start(model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds)
+    try:
+        return AsyncLM(thread[0], thread[1], thread[0].opened.result())
+    except BaseException:
+        thread[0].close(wait=False)
+        raise
+
+
+async def aload(
+    model: str | os.PathLike[str] | NGram | None = None,
+    *,
+    engine: str | Callable[[], Engine] = "vllm",
+    engine_options: Mapping[str, Any] | None = None,
+    cache_bytes: int = 256 * 2**20,
+    max_batch_size: int | None = None,
+    max_wait_seconds: float = 0.0,
+) -> AsyncLM:
+    """``load`` for a running event loop, which goes on meanwhile. Cancelling abandons the loading."""
+    thread = _start(model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds)
+    try:
+        return AsyncLM(thread[0], thread[1], await asyncio.wrap_future(thread[0].opened))
+    except BaseException:
+        thread[0].close(wait=False)
+        raise
+
+
+def _start(
+    model: str | os.PathLike[str] | NGram | None,
+    engine: str | Callable[[], Engine],
+    engine_options: Mapping[str, Any] | None,
+    cache_bytes: int,
+    max_batch_size: int | None,
+    max_wait_seconds: float,
+) -> tuple[EngineThread, RowCache]:
+    check_int("cache_bytes", cache_bytes, 0)
+    if max_batch_size is not None:
+        check_int("max_batch_size", max_batch_size, 1)
+    check_float("max_wait_seconds", max_wait_seconds, 0.0, math.inf)
+    if not isinstance(engine_options, Mapping | None):
+        raise InvalidRequest(
+            f"engine_options must be a mapping of option names to values, got {engine_options!r}"
+        )
+    open_engine = (
+        engine
+        if callable(engine)
+        else open_by_name(engine, model, dict(engine_options or {}), reserve_bytes=cache_bytes)
+    )
+    cache = RowCache(cache_bytes)
+    thread = EngineThread(
+        open_engine, cache, max_batch_size=max_batch_size, max_wait_seconds=max_wait_seconds
+    )
+    return thread, cache
+
+
+class AsyncLM:
+    """A language model that answers many concurrent questions in few engine calls.
+
+    Made by ``load`` or ``aload``. Every ``await`` works on any event loop, in any thread, and every
+    method with a ``_sync`` twin works anywhere, inside a running loop (a notebook's) too. A context
+    manager both ways; leaving it closes the runtime.
+
+    Cancelling an await withdraws that question alone: it did not happen, and nobody else notices.
+    Whatever is asked after ``close`` raises ``Closed``, and so does what was still waiting.
+    """
+
+    def __init__(self, thread: EngineThread, cache: RowCache, engine: Engine) -> None:
+        self._thread = thread
+        self._cache = cache
+        self._engine = engine
+        self._limits = Limits(engine.vocab_size, engine.max_model_len)
+        self._adapters: dict[str, Adapter] = {}
+        self._versions = itertools.count(1)
+        self._nonces = itertools.count(1)
+        self._finalizer = weakref.finalize(self, thread.close)
+
+    # -- the model ----------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        """The length of a row; token ids are ``0 .. vocab_size - 1``."""
+        return self._limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context, in tokens, that has a row."""
+        return self._limits.max_model_len
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are computed, cached and returned."""
+        return self._engine.device
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (transformers' for checkpoints).
+
+        Raises:
+            InvalidRequest: the model was loaded without one.
+        """
+        if self._engine.tokenizer is None:
+            raise InvalidRequest(
+                "this model has no tokenizer: ask with token ids, or load a checkpoint that has one"
+            )
+        return self._engine.tokenizer
+
+    @cached_property
+    def byte_vocab(self) -> list[bytes]:
+        """What each token adds to a text, in bytes; ``vocab_size`` of them."""
+        return vocabulary.byte_vocab(self.tokenizer, self.vocab_size)
+
+    @cached_property
+    def str_vocab(self) -> list[str]:
+        """``byte_vocab`` as text; bytes that are no whole characters show as U+FFFD."""
+        return vocabulary.str_vocab(self.tokenizer, self.vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, with no special tokens added."""
+        if not isinstance(text, str):
+            raise InvalidRequest(f"encode takes a str, got {type(text).__name__}")
+        return vocabulary.encode(self.tokenizer, text)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """The text of token ids, special tokens included; the inverse of ``encode``."""
+        return vocabulary.decode(
+            self.tokenizer, self._limits.token_ids(token_ids, allow_empty=True)
+        )
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """The row after ``token_ids``: float32 ``[vocab_size]`` on ``device``, ``logsumexp == 0``.
+
+        The tensor is the caller's own. Concurrent questions are answered together, equal ones once.
+
+        Raises:
+            InvalidRequest: token ids that are no ints in range, or none; ContextTooLong, UnknownAdapter.
+            EngineFailed: the engine step failed (OutOfMemory), or this row is not finite (NotFinite).
+            Closed: the runtime is closed.
+        """
+        request = self._logprobs_request(token_ids, adapter)
+        return cast("torch.Tensor", (await self._batcher.ask((request,)))[0])
+
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """``next_token_logprobs``, blocking. An interrupt withdraws the question."""
+        request = self._logprobs_request(token_ids, adapter)
+        return cast("torch.Tensor", self._batcher.ask_sync((request,))[0])
+
+    async def batch_next_token_logprobs(
+        self, contexts: Sequence[TokenIds], *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """The rows after each of ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
+
+        One question with one future, however many contexts; raises and cancels as
+        ``next_token_logprobs`` does, for the whole batch.
+        """
+        requests = self._logprobs_requests(contexts, adapter)
+        return self._stacked(await self._batcher.ask(requests))
+
+    def batch_next_token_logprobs_sync(
+        self, contexts: Sequence[TokenIds], *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """``batch_next_token_logprobs``, blocking. An interrupt withdraws the question."""
+        requests = self._logprobs_requests(contexts, adapter)
+        return self._stacked(self._batcher.ask_sync(requests))
+
+    # -- samples ------------------------------------------------------------------------------
+
+    async def sample(
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        adapter: str | None = None,
+    ) -> list[int]:
+        """Up to ``max_tokens`` tokens drawn one after another, by the engine's own decode loop.
+
+        Args:
+            stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it
+                early: give ``tokenizer.eos_token_id`` to stop there.
+            temperature: 0 is greedy.
+            top_p, top_k, min_p: truncate each step's distribution; 1.0, 0 and 0.0 are off.
+            seed: makes the draws reproducible, whatever else is in the batch. Without one, equal
+                calls are independent draws.
+
+        Raises:
+            InvalidRequest: a parameter is out of range; ContextTooLong when the context and
+                ``max_tokens`` exceed ``max_model_len`` together; else as ``next_token_logprobs``.
+        """
+        request = self._sample_request(
+            token_ids,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            adapter=adapter,
+        )
+        return _lists(await self._batcher.ask((request,)))[0]
+
+    def sample_sync(self, token_ids: TokenIds, **options: Unpack[SampleOptions]) -> list[int]:
+        """``sample``, blocking. An interrupt withdraws the question."""
+        return _lists(self._batcher.ask_sync((self._sample_request(token_ids, **options),)))[0]
+
+    async def batch_sample(
+        self, contexts: Sequence[TokenIds], **options: Unpack[SampleOptions]
+    ) -> list[list[int]]:
+        """One sample after each of ``contexts``, in order, as one question; options as ``sample``'s.
+
+        With a ``seed``, context ``i`` is drawn with seed ``seed + i``: equal contexts give independent
+        samples, and each equals ``sample`` with that seed.
+        """
+        return _lists(await self._batcher.ask(self._sample_requests(contexts, **options)))
+
+    def batch_sample_sync(
+        self, contexts: Sequence[TokenIds], **options: Unpack[SampleOptions]
+    ) -> list[list[int]]:
+        """``batch_sample``, blocking. An interrupt withdraws the question."""
+        return _lists(self._batcher.ask_sync(self._sample_requests(contexts, **options)))
+
+    # -- adapters -----------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names that ``adapter=`` takes."""
+        return tuple(self._adapters)
+
+    async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
+
+        Calls made from then on can name it. A name that is loaded already is bound to the new
+        weights; questions asked before keep the old ones, and no row of theirs is ever returned for
+        the new. Cancelling leaves the name as it was, or bound to the new adapter.
+
+        Raises:
+            InvalidAdapter: the directory holds no safetensors adapter, it does not fit the model, or
+                the engine was opened without adapters.
+        """
+        adapter, future = self._adding(name, path)
+        await asyncio.wrap_future(future)
+        self._bind(adapter)
+
+    def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
+        """``add_adapter``, blocking."""
+        adapter, future = self._adding(name, path)
+        future.result()
+        self._bind(adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before
+        are answered; then its weights and its cached rows go. Returns at once."""
+        adapter = self._bound(name)
+        if adapter is None:
+            raise InvalidRequest("the base model is no adapter: give the name of one")
+        del self._adapters[adapter.name]
+        self._batcher.retire(adapter)
+
+    def _adding(
+        self, name: str, path: str | os.PathLike[str]
+    ) -> tuple[Adapter, concurrent.futures.Future[None]]:
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"an adapter's name must be a non-empty str, got {name!r}")
+        directory = Path(path).expanduser()
+        check_adapter_directory(directory)
+        adapter = Adapter(name, next(self._versions))
+        return adapter, self._thread.call(lambda engine: engine.add_adapter(adapter, directory))
+
+    def _bind(self, adapter: Adapter) -> None:
+        previous = self._adapters.get(adapter.name)
+        self._adapters[adapter.name] = adapter
+        if previous is not None:
+            self._batcher.retire(previous)
+
+    def _bound(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        adapter = self._adapters.get(name) if isinstance(name, str) else None
+        if adapter is None:
+            loaded = ", ".join(map(repr, self._adapters)) or "none"
+            raise UnknownAdapter(
+                f"no adapter is named {name!r} (loaded: {loaded}); load it with add_adapter first"
+            )
+        return adapter
+
+    # -- the runtime --------------------------------------------------------------------------
+
+    def clear_cache(self) -> None:
+        """Drop every cached row; counters stay."""
+        self._cache.clear()
+
+    def statistics(self) -> Statistics:
+        """The counters at this moment, as a frozen value; subtract two to see what lay between."""
+        return Statistics(
+            batcher=self._thread.batcher.statistics(),
+            cache=self._cache.statistics(),
+            engine=self._engine.statistics(),
+        )
+
+    def close(self) -> None:
+        """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread.
+
+        Returns when the step in progress has ended, or after 5 seconds if it takes longer."""
+        self._finalizer()
+
+    async def aclose(self) -> None:
+        """``close`` without holding up the event loop."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        state = "open" if self._thread.alive and self._finalizer.alive else "closed"
+        return (
+            f"AsyncLM({state}, {type(self._engine).__name__}, vocab_size={self.vocab_size}, "
+            f"max_model_len={self.max_model_len}, adapters={list(self._adapters)}, "
+            f"{self._thread.batcher!r}, {self._cache!r})"
+        )
+
+    # -- from arguments to requests -----------------------------------------------------------
+
+    @property
+    def _batcher(self) -> Batcher:
+        return self._thread.batcher
+
+    def _logprobs_request(self, token_ids: TokenIds, adapter: str | None) -> LogprobsRequest:
+        return self._limits.logprobs_request(token_ids, self._bound(adapter))
+
+    def _logprobs_requests(
+        self, contexts: Sequence[TokenIds], adapter: str | None
+    ) -> list[LogprobsRequest]:
+        bound = self._bound(adapter)
+        return [self._limits.logprobs_request(ids, bound) for ids in check_contexts(contexts)]
+
+    def _sample_request(
+        self, token_ids: TokenIds, *, adapter: str | None = None, **options: Any
+    ) -> SampleRequest:
+        return self._limits.sample_request(
+            token_ids, self._bound(adapter), next(self._nonces), **options
+        )
+
+    def _sample_requests(
+        self, contexts: Sequence[TokenIds], **options: Unpack[SampleOptions]
+    ) -> list[SampleRequest]:
+        requests: list[SampleRequest] = []
+        for number, token_ids in enumerate(check_contexts(contexts)):
+            request = self._sample_request(token_ids, **options)
+            if request.seed is not None:
+                request = replace(request, seed=(request.seed + number) % 2**63)
+            requests.append(request)
+        return requests
+
+    def _stacked(self, rows: list[Result]) -> torch.Tensor:
+        if not rows:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return torch.stack(cast("list[torch.Tensor]", rows))
+
+
+def _lists(samples: list[Result]) -> list[list[int]]:
+    return [list(cast("tuple[int, ...]", sample)) for sample in samples]

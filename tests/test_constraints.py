@@ -1,0 +1,384 @@
+"""Constraints: masks are exactly the tokens that keep the text a prefix of the set, over bytes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt.constraints import Constraint, ConstraintState, bitmasks, masks, regex
+from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.vocabulary import BytesTokenizer
+
+EOS = 0
+
+
+class Tokens:
+    """The part of a runtime that constraints read."""
+
+    def __init__(self, *tokens: bytes, eos_token_id: int | None = EOS) -> None:
+        self.byte_vocab = [b"<eos>", *tokens]
+        self.vocab_size = len(self.byte_vocab)
+        self.tokenizer = BytesTokenizer(self.byte_vocab, eos_token_id=eos_token_id)
+
+
+def lm_over(*tokens: bytes, eos_token_id: int | None = EOS) -> AsyncLM:
+    return cast(AsyncLM, Tokens(*tokens, eos_token_id=eos_token_id))
+
+
+def allowed(state: ConstraintState) -> list[int]:
+    return state.mask().nonzero()[:, 0].tolist()
+
+
+def reach(constraint: Constraint, token_ids: Sequence[int]) -> ConstraintState:
+    state = constraint.start()
+    for token_id in token_ids:
+        state = state.advance(token_id)
+    return state
+
+
+def accepted(constraint: Constraint, longest: int) -> set[tuple[int, ...]]:
+    """All token sequences up to ``longest`` that the masks lead to and let end."""
+    found: set[tuple[int, ...]] = set()
+    frontier: list[tuple[tuple[int, ...], ConstraintState]] = [((), constraint.start())]
+    while frontier:
+        token_ids, state = frontier.pop()
+        for token_id in allowed(state):
+            if token_id == EOS:
+                found.add(token_ids)
+            elif len(token_ids) < longest:
+                frontier.append(((*token_ids, token_id), state.advance(token_id)))
+    return found
+
+
+def matching(pattern: str, vocabulary: Sequence[bytes], longest: int) -> set[tuple[int, ...]]:
+    """The same by trying every sequence against Python's ``re``."""
+    found = set()
+    for length in range(longest + 1):
+        for token_ids in itertools.product(range(1, len(vocabulary)), repeat=length):
+            data = b"".join(vocabulary[token_id] for token_id in token_ids)
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                continue
+            if re.fullmatch(pattern, text):
+                found.add(token_ids)
+    return found
+
+
+PATTERNS = [
+    "",
+    "a",
+    "a*",
+    "a+?b",
+    "(ab|ba)*",
+    "a{2,3}b?",
+    "[^a]",
+    "[^a]*b",
+    ".",
+    ".*",
+    r"[\s\S]*",
+    "a|b|",
+    "(a|ab)(b|ba)*",
+    "^ab$",
+    "(?i)AB",
+    r"\w+",
+    "é",
+    "[a-zé]+é",
+    "(a|é){2}",
+    "a/b|/",
+    "a\nb?",
+    "a\\\nb?",
+    r"\\+",
+    '"a"',
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_accepts_what_re_fullmatch_accepts(pattern: str) -> None:
+    pieces = [b"a", b"b", b"ab", b"\n", b"/", b"\\", b'"', b"\xc3", b"\xa9", b"b\xc3", b"\xa9a"]
+    lm = lm_over(*pieces)
+    assert accepted(regex(pattern, lm), 3) == matching(pattern, lm.byte_vocab, 3)
+
+
+patterns = st.recursive(
+    st.sampled_from(["a", "b", "é", "[ab]", "[^a]", "."]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("(?:{0[0]}|{0[1]})".format),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,2}"])).map(
+            "(?:{0[0]}){0[1]}".format
+        ),
+    ),
+    max_leaves=6,
+)
+vocabularies = st.lists(
+    st.sampled_from(
+        [b"a", b"b", b"aa", b"ab", b"ba", b"\xc3", b"\xa9", b"\xc3\xa9", b"a\xc3", b""]
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(patterns, vocabularies)
+def test_accepts_what_re_fullmatch_accepts_for_any_pattern(
+    pattern: str, tokens: list[bytes]
+) -> None:
+    lm = lm_over(*tokens)
+    empty = {token_id for token_id, token in enumerate(lm.byte_vocab) if not token}
+    expected = {
+        token_ids
+        for token_ids in matching(pattern, lm.byte_vocab, 3)
+        if not empty.intersection(token_ids)
+    }
+    assert accepted(regex(pattern, lm), 3) == expected
+
+
+@settings(deadline=None, max_examples=50)
+@given(patterns, vocabularies)
+def test_laws_of_states(pattern: str, tokens: list[bytes]) -> None:
+    lm = lm_over(*tokens)
+    states = [regex(pattern, lm).start()]
+    for _ in range(3):
+        together, packed = masks(states), bitmasks(states)
+        assert together.shape == (len(states), lm.vocab_size)
+        assert together.dtype == torch.bool
+        assert packed.dtype == torch.int32
+        following = []
+        for state, mask, words in zip(states, together, packed, strict=True):
+            assert torch.equal(state.mask(), mask)
+            assert bool(mask[EOS]) == state.accepting
+            bits = [bool(int(words[i // 32]) >> (i % 32) & 1) for i in range(32 * len(words))]
+            assert bits == mask.tolist() + [False] * (len(bits) - lm.vocab_size)
+            for token_id in range(1, lm.vocab_size):
+                if mask[token_id]:
+                    following.append(state.advance(token_id))
+                else:
+                    with pytest.raises(InvalidRequest, match="may not follow"):
+                        state.advance(token_id)
+        if not following:
+            break
+        states = following[:20]
+
+
+def test_advancing_leaves_a_state_as_it_was() -> None:
+    lm = lm_over(b"a", b"b", b"c")
+    start = regex("(ab|ac)c*", lm).start()
+    before = allowed(start)
+    after_a = start.advance(1)
+    first, second = after_a.advance(2), after_a.advance(3)
+    assert allowed(start) == before == [1]
+    assert allowed(after_a) == [2, 3]
+    assert allowed(first) == allowed(second) == [EOS, 3]
+    assert not after_a.accepting
+    assert first.accepting
+
+
+def test_a_character_split_over_tokens_is_complete_only_at_its_last_byte() -> None:
+    lm = lm_over(b"\xf0\x9f", b"\x98", b"\x80", b"\x98\x80", b"x")
+    constraint = regex("😀x?", lm)
+    assert allowed(constraint.start()) == [1]
+    assert allowed(reach(constraint, [1])) == [2, 4]
+    assert not reach(constraint, [1, 2]).accepting
+    assert allowed(reach(constraint, [1, 2, 3])) == allowed(reach(constraint, [1, 4])) == [EOS, 5]
+
+
+def test_tokens_of_equal_bytes_are_allowed_together() -> None:
+    lm = lm_over(b"a", b"ab", b"a", b"ab")
+    constraint = regex("ab(ab)?", lm)
+    assert allowed(constraint.start()) == [1, 2, 3, 4]
+    assert allowed(reach(constraint, [2])) == allowed(reach(constraint, [4])) == [EOS, 1, 2, 3, 4]
+
+
+def test_every_tokenization_of_forced_text_is_allowed() -> None:
+    lm = lm_over(b"h", b"he", b"hello", b"e", b"l", b"lo", b"o")
+    assert allowed(regex("hello", lm).start()) == [1, 2, 3]
+
+
+def test_the_end_token_is_never_text() -> None:
+    lm = lm_over(b"<", b"e", b"o", b"s", b">")
+    constraint = regex("<eos>", lm)
+    assert allowed(constraint.start()) == [1]
+    assert allowed(reach(constraint, [1, 2, 3, 4, 5])) == [EOS]
+    assert EOS not in allowed(regex("<.*>", lm).start())
+
+
+def test_tokens_without_bytes_are_never_allowed() -> None:
+    lm = lm_over(b"a", b"", b"\xff")
+    assert allowed(regex(r"[\s\S]*", lm).start()) == [EOS, 1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path"), [("x", []), ("ax", [1]), ("[a&&[^a]]", []), ("a{2}x|ab", [1, 1])]
+)
+def test_a_dead_end_is_an_empty_mask(pattern: str, path: list[int]) -> None:
+    lm = lm_over(b"a", b"b")
+    dead = reach(regex(pattern, lm), path)
+    assert allowed(dead) == []
+    assert not dead.accepting
+    assert not bitmasks([dead]).any()
+    for token_id in (1, 2):
+        with pytest.raises(InvalidRequest):
+            dead.advance(token_id)
+
+
+def test_masks_of_live_and_dead_states_do_not_mix() -> None:
+    lm = lm_over(
+        *[bytes([i]) for i in range(97, 123)], b"\xc3\xa9", *[b"a" * i for i in range(2, 9)]
+    )
+    states = [regex(p, lm).start() for p in ("é", "B", "[a-c]", "b", "")]
+    expected = [[27], [], [1, 2, 3], [2], [EOS]]
+    got = [row.nonzero()[:, 0].tolist() for row in masks([*states, states[1]])]
+    assert got == [*expected, expected[1]]
+
+
+@pytest.mark.parametrize("token_id", [-1, 3, 2**40])
+def test_advancing_by_no_token_is_refused(token_id: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"not in 0 \.\. 2"):
+        regex("a*", lm_over(b"a", b"b")).start().advance(token_id)
+
+
+def test_advancing_by_the_end_token_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="ends the text"):
+        regex("a*", lm_over(b"a")).start().advance(EOS)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(", "unclosed group"),
+        ("a{", "repetition"),
+        ("[", "unclosed character class"),
+        (r"(?=a)b", "look-around"),
+        (r"(a)\1", "backreferences"),
+        (r"\bab", "lookarounds"),
+        ("a$b", "lookarounds"),
+        ("a\\", "lone backslash"),
+        ("\ud800", "lone surrogate"),
+        (b"a", "as str"),
+    ],
+)
+def test_a_bad_pattern_is_refused_at_the_call(pattern: str, message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message) as caught:
+        regex(pattern, lm_over(b"a"))
+    assert "llguidance" not in str(caught.value)
+
+
+def test_an_intractable_pattern_is_refused_at_the_call() -> None:
+    with pytest.raises(InvalidConstraint, match="too complex"):
+        regex("((a|b)*a(a|b){1,400}){1,400}b", lm_over(b"a", b"b", b"ab" * 300))
+
+
+def test_a_pattern_that_becomes_intractable_is_refused_where_it_does() -> None:
+    start = regex("((a|b)*a(a|b){400}){400}", lm_over(b"a", b"b", b"ab" * 300)).start()
+    after = start.advance(allowed(start)[-1])
+    for _ in range(2):
+        with pytest.raises(InvalidConstraint, match="too complex"):
+            masks([start, after])
+    assert allowed(start) == [1, 2, 3]
+
+
+def test_a_vocabulary_without_an_end_token_is_refused() -> None:
+    with pytest.raises(InvalidConstraint, match="eos_token_id"):
+        regex("a", lm_over(b"a", eos_token_id=None))
+
+
+def test_a_vocabulary_that_llguidance_cannot_hold_is_refused() -> None:
+    with pytest.raises(InvalidConstraint, match="1025 bytes"):
+        regex("a", lm_over(b"a" * 1025))
+
+
+def test_no_states_have_no_masks() -> None:
+    with pytest.raises(InvalidRequest, match="no states"):
+        masks([])
+
+
+def test_states_of_vocabularies_of_different_sizes_are_refused() -> None:
+    states = [regex("a", lm).start() for lm in (lm_over(b"a"), lm_over(b"a", b"b"))]
+    with pytest.raises(InvalidRequest, match=r"\[2, 3\] tokens"):
+        masks(states)
+
+
+def test_states_of_several_runtimes_of_one_size_go_together() -> None:
+    states = [regex("a", lm).start() for lm in (lm_over(b"a", b"b"), lm_over(b"b", b"a"))]
+    assert masks(states).tolist() == [[False, True, False], [False, False, True]]
+
+
+class Even:
+    """A constraint of one's own: an even number of tokens 1."""
+
+    def __init__(self, size: int, odd: bool = False) -> None:
+        self.size, self.odd = size, odd
+
+    def start(self) -> Even:
+        return self
+
+    @property
+    def accepting(self) -> bool:
+        return not self.odd
+
+    def mask(self) -> torch.Tensor:
+        return torch.tensor([self.accepting, True] + [False] * (self.size - 2))
+
+    def advance(self, token_id: int) -> Even:
+        return Even(self.size, not self.odd)
+
+
+@pytest.mark.parametrize("size", [2, 31, 32, 33, 100])
+def test_constraints_of_ones_own_mix_with_the_compiled_ones(size: int) -> None:
+    lm = lm_over(b"a", *[b"b"] * (size - 2))
+    own: Constraint = Even(size)
+    states = [
+        regex("b|a", lm).start(),
+        own.start(),
+        own.start().advance(1),
+        regex("b*", lm).start(),
+    ]
+    expected = torch.stack([state.mask() for state in states])
+    assert torch.equal(masks(states), expected)
+    assert expected[:, 0].tolist() == [False, True, False, True]
+
+
+def test_states_are_shared_by_threads() -> None:
+    lm = lm_over(b"a", b"b", b"ab")
+    start = regex("(a|b)*ab", lm).start()
+    failures: list[BaseException] = []
+
+    def walk() -> None:
+        try:
+            for _ in range(50):
+                state = start
+                for token_id in (1, 2, 3, 1):
+                    masks([start, state])
+                    state = state.advance(token_id)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=walk) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_runtime_is_not_kept_alive_by_its_constraints() -> None:
+    lm = lm_over(b"a")
+    constraint = regex("a", lm)
+    watched = weakref.ref(lm)
+    del lm
+    gc.collect()
+    assert watched() is None
+    assert allowed(constraint.start()) == [1]

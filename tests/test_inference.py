@@ -1,0 +1,619 @@
+"""SMC: its laws against enumeration on the exact engine, and what a run promises.
+
+Statistical tests use fixed seeds and reject beyond 5 standard errors per quantity compared: with at most
+20 quantities a test, a right program fails under one choice of seeds in 80,000.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import genrt
+from genrt import sampling
+from genrt.constraints import ConstraintState, regex
+from genrt.engines.exact import NGram
+from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
+from genrt.inference import (
+    SMC,
+    Info,
+    Resampler,
+    Result,
+    State,
+    effective_sample_size,
+    importance_sampling,
+    log_mean_exp,
+    multinomial,
+    residual,
+    stratified,
+    systematic,
+)
+from genrt.lm import AsyncLM
+
+SIGMAS = 5.0
+RESAMPLERS: list[Resampler] = [multinomial, stratified, systematic, residual]
+PROMPT = [0]
+EOS = 4
+MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=EOS)
+"""Several tokenizations of one text, tokens that never follow others, and so dead ends."""
+
+Floats = NDArray[np.float64]
+
+
+def enumerated(
+    model: NGram, pattern: str, max_tokens: int, *, unfinished: bool = False
+) -> dict[str, float]:
+    """The probability of each text that the pattern matches and that ends in time, or is cut if asked."""
+    texts: defaultdict[str, float] = defaultdict(float)
+    for token_ids, logprob in model.enumerate(PROMPT, max_tokens, unfinished=unfinished):
+        text = model.tokenizer.decode(token_ids)
+        if re.fullmatch(pattern, text):
+            texts[text] += math.exp(logprob)
+    return dict(texts)
+
+
+async def many(smc: SMC, count: int) -> list[Result]:
+    return await asyncio.gather(*(smc.run(seed) for seed in range(count)))
+
+
+def expect_means(samples: Floats, means: Floats) -> None:
+    """Each column of ``samples`` ``[runs, quantities]`` has its mean, within SIGMAS standard errors."""
+    errors = samples.std(axis=0, ddof=1) / math.sqrt(len(samples))
+    scores = (samples.mean(axis=0) - means) / errors
+    assert np.all(np.abs(scores) < SIGMAS), f"z-scores {scores.round(1)}"
+
+
+def contributions(results: Sequence[Result], texts: Sequence[str]) -> Floats:
+    """For each run: Z_hat, then what each text adds to it, then what all the others add."""
+    table = []
+    for result in results:
+        weights = np.exp(result.log_weights) / len(result.log_weights)
+        each = [
+            sum(w for w, t in zip(weights, result.texts, strict=True) if t == text)
+            for text in texts
+        ]
+        table.append([weights.sum(), *each, weights.sum() - sum(each)])
+    return np.array(table)
+
+
+async def expect_unbiased(smc: SMC, law: dict[str, float], *, count: int = 400) -> list[Result]:
+    """E[mean of w 1(text = x)] is the probability of x, for x of every text that is not rare."""
+    evidence = sum(law.values())
+    common = [text for text, p in law.items() if p > 0.03 * evidence]
+    results = await many(smc, count)
+    shares = [law[text] for text in common]
+    expected = np.array([evidence, *shares, evidence - sum(shares)])
+    samples = contributions(results, common)
+    varying = samples.std(axis=0) > 1e-9
+    np.testing.assert_allclose(samples[:, ~varying].mean(axis=0), expected[~varying], atol=1e-6)
+    expect_means(samples[:, varying], expected[varying])
+    return results
+
+
+# -- laws against enumeration -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resample", "ess_threshold"),
+    [*((resample, 1.0) for resample in RESAMPLERS), (systematic, 0.5), (systematic, 0.0)],
+)
+async def test_evidence_and_posterior_are_unbiased(
+    resample: Resampler, ess_threshold: float
+) -> None:
+    pattern = "(a|b){3,5}b"
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(
+            lm,
+            PROMPT,
+            num_particles=8,
+            max_tokens=5,
+            constraint=regex(pattern, lm),
+            resample=resample,
+            ess_threshold=ess_threshold,
+        )
+        results = await expect_unbiased(smc, enumerated(MODEL, pattern, 5))
+    resampled = [any(info.resampled for info in result.infos) for result in results]
+    died = [result for result in results if -math.inf in result.log_weights]
+    assert died, "the test is to include dead ends"
+    assert any(resampled) == (ess_threshold > 0)
+
+
+async def test_evidence_is_unbiased_where_most_particles_die() -> None:
+    pattern = "(ab|ba)*"
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(lm, PROMPT, num_particles=16, max_tokens=4, constraint=regex(pattern, lm))
+        results = await expect_unbiased(smc, enumerated(MODEL, pattern, 4))
+    assert any(result.log_evidence == -math.inf for result in results)
+
+
+async def test_a_longer_memory_makes_no_difference() -> None:
+    model = NGram.random([b"a", b"b", b""], order=2, seed=1, zeros=0.2, eos_token_id=2)
+    pattern = "b?(ab?)*"
+    with genrt.load(model, engine="exact") as lm:
+        smc = SMC(lm, PROMPT, num_particles=8, max_tokens=6, constraint=regex(pattern, lm))
+        await expect_unbiased(smc, enumerated(model, pattern, 6))
+
+
+async def test_without_a_constraint_texts_are_the_models_own() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(lm, PROMPT, num_particles=8, max_tokens=3)
+        law = enumerated(MODEL, ".*", 3, unfinished=True)
+        results = await expect_unbiased(smc, law)
+    assert all(result.log_evidence == 0 and result.ess == 8 for result in results)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("ess_threshold", [0.0, 0.5, 1.0])
+async def test_many_particles_find_the_posterior(ess_threshold: float) -> None:
+    pattern = "(a|b){3,5}b"
+    law = enumerated(MODEL, pattern, 5)
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(
+            lm,
+            PROMPT,
+            num_particles=4000,
+            max_tokens=5,
+            constraint=regex(pattern, lm),
+            ess_threshold=ess_threshold,
+        )
+        result = await smc.run(0)
+    evidence = sum(law.values())
+    posterior = dict(result.posterior())
+    assert sum(posterior.values()) == pytest.approx(1)
+    assert set(posterior) <= set(law)
+    for text, probability in law.items():
+        share = probability / evidence
+        error = math.sqrt(share * (1 - share) / result.ess)
+        assert abs(posterior.get(text, 0.0) - share) < SIGMAS * error + 1e-3, text
+    assert math.exp(result.log_evidence) == pytest.approx(evidence, rel=0.2)
+
+
+async def test_temperature_is_a_law_of_its_own() -> None:
+    tempered = MODEL.with_table(
+        sampling.truncate(MODEL.table.view(-1, 5), temperature=0.5).view(5, 5)
+    )
+    results = []
+    for model, temperature in ((MODEL, 0.5), (tempered, 1.0)):
+        with genrt.load(model, engine="exact") as lm:
+            smc = SMC(
+                lm,
+                PROMPT,
+                num_particles=16,
+                max_tokens=5,
+                constraint=regex("(a|b)+", lm),
+                temperature=temperature,
+            )
+            results.append(await smc.run(0))
+    assert results[0].token_ids == results[1].token_ids
+    np.testing.assert_allclose(results[0].log_weights, results[1].log_weights, atol=1e-5)
+
+
+async def test_at_the_last_step_only_the_end_is_left() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(
+            lm, PROMPT, num_particles=3, max_tokens=1, constraint=regex("a?", lm)
+        ).run(0)
+    assert result.token_ids == ((), (), ())
+    assert result.log_evidence == pytest.approx(float(MODEL.row(PROMPT)[EOS]))
+
+
+# -- dead ends --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["x", "(ab){9,}", "[a&&[^a]]"])
+@pytest.mark.parametrize("ess_threshold", [0.0, 1.0])
+async def test_a_run_whose_particles_all_die_says_so(pattern: str, ess_threshold: float) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(
+            lm,
+            PROMPT,
+            num_particles=5,
+            max_tokens=4,
+            constraint=regex(pattern, lm),
+            ess_threshold=ess_threshold,
+        )
+        result = await smc.run(0)
+        assert result.log_evidence == -math.inf
+        assert result.ess == 0
+        assert result.posterior() == []
+        assert result.log_weights.tolist() == [-math.inf] * 5
+        dead = State(smc.init(0).particles, result.log_weights, 1, 0)
+        asked = lm.statistics().batcher.questions
+        after, info = await smc.step(dead)
+        assert dead.done
+        assert after.log_weights.tolist() == dead.log_weights.tolist()
+        assert (info.unfinished, info.resampled) == (0, False)
+        assert lm.statistics().batcher.questions == asked
+
+
+@pytest.mark.parametrize("ess_threshold", [0.0, 1.0])
+async def test_the_dead_are_not_asked_about_and_have_no_children(ess_threshold: float) -> None:
+    after_any = [0.3, 0.3, 0.3, 0.1]
+    model = NGram(
+        [b"a", b"b", b"c", b""],
+        torch.tensor([after_any, after_any, [0.0, 0.0, 1.0, 0.0], after_any]).log(),
+        eos_token_id=3,
+    )
+    with genrt.load(model, engine="exact") as lm:
+        smc = SMC(
+            lm,
+            PROMPT,
+            num_particles=32,
+            max_tokens=7,
+            constraint=regex("(a|b|c[ab]){3,5}", lm),
+            ess_threshold=ess_threshold,
+        )
+        state, died = smc.init(0), 0
+        while not state.done:
+            before, asked = state, lm.statistics().batcher.questions
+            state, info = await smc.step(state)
+            dead = np.flatnonzero(before.log_weights == -math.inf)
+            died += len(dead)
+            assert info.resampled == (before.ess < ess_threshold * 32)
+            assert not (info.resampled and set(info.ancestors) & set(dead))
+            extended = sum(
+                not before.particles[ancestor].finished and before.log_weights[ancestor] > -math.inf
+                for ancestor in info.ancestors
+            )
+            assert lm.statistics().batcher.questions - asked == extended
+        assert died > 0
+        assert state.log_evidence > -math.inf
+
+
+# -- what a run promises ----------------------------------------------------------------------
+
+
+def same(first: Result, second: Result) -> bool:
+    return (
+        first.token_ids == second.token_ids
+        and first.texts == second.texts
+        and first.log_weights.tolist() == second.log_weights.tolist()
+        and [a.tolist() for a in first.ancestors] == [a.tolist() for a in second.ancestors]
+    )
+
+
+def an_smc(lm: AsyncLM, **options: Any) -> SMC:
+    options = {"num_particles": 16, "max_tokens": 6, "ess_threshold": 0.9} | options
+    return SMC(lm, PROMPT, constraint=regex("(a|b){3,5}b", lm), **options)
+
+
+@pytest.mark.parametrize("resample", RESAMPLERS)
+async def test_a_seed_makes_a_run(resample: Resampler) -> None:
+    results = []
+    for options in ({}, {"cache_bytes": 0}, {"max_batch_size": 1}, {"cache_bytes": 40}):
+        with genrt.load(MODEL, engine="exact", **options) as lm:
+            results.append(await an_smc(lm, resample=resample).run(7))
+    assert all(same(result, results[0]) for result in results[1:])
+    with genrt.load(MODEL, engine="exact") as lm:
+        assert not same(await an_smc(lm, resample=resample).run(8), results[0])
+
+
+def test_a_seed_makes_a_run_on_every_event_loop() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = an_smc(lm)
+        assert same(asyncio.run(smc.run(3)), asyncio.run(smc.run(3)))
+
+
+async def test_runs_at_once_are_as_runs_alone() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = an_smc(lm)
+        together = await many(smc, 5)
+        alone = [await smc.run(seed) for seed in range(5)]
+    assert all(map(same, together, alone))
+
+
+async def test_a_run_is_its_steps_and_goes_on_from_any_of_them() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = an_smc(lm)
+        states, infos = [smc.init(1)], []
+        async for state, info in smc.steps(states[0]):
+            states.append(state)
+            infos.append(info)
+        seen: list[tuple[State, Info]] = []
+        whole = await smc.run(1, on_step=lambda state, info: seen.append((state, info)))
+        assert same(smc.result(states[-1], infos=infos), whole)
+        assert [info.step for _, info in seen] == [info.step for info in infos]
+        for start, state in enumerate(states):
+            steps = [(state, None), *[step async for step in smc.steps(state)]]
+            rest = [info for _, info in steps if info is not None]
+            assert same(smc.result(steps[-1][0], infos=infos[:start] + rest), whole)
+
+
+async def test_states_and_infos_tell_what_happened() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = an_smc(lm)
+        before = smc.init(5)
+        resampled = 0
+        async for state, info in smc.steps(smc.init(5)):
+            resampled += info.resampled
+            assert info.resampled == (before.ess < 0.9 * 16)
+            assert info.step == before.step == state.step - 1
+            assert info.unfinished == len(state.unfinished)
+            assert info.ess == state.ess == effective_sample_size(state.log_weights)
+            assert info.log_evidence == state.log_evidence == log_mean_exp(state.log_weights)
+            base = np.full(16, before.log_evidence) if info.resampled else before.log_weights
+            assert state.log_weights.tolist() == (base + info.log_increments).tolist()
+            if not info.resampled:
+                assert info.ancestors.tolist() == list(range(16))
+            for particle, ancestor in zip(state.particles, info.ancestors, strict=True):
+                parent = before.particles[ancestor]
+                assert particle.token_ids[: len(parent.token_ids)] == parent.token_ids
+                assert len(particle.token_ids) - len(parent.token_ids) in (0, 1)
+                assert particle.finished >= parent.finished
+            before = state
+        assert resampled > 0
+        assert before.done
+
+
+async def test_a_states_arrays_cannot_be_changed() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        state, info = await an_smc(lm).step(an_smc(lm).init(0))
+    for array in (state.log_weights, info.ancestors, info.log_increments):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+async def test_a_step_is_one_question_for_each_distinct_prefix() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(lm, PROMPT, num_particles=64, max_tokens=4)
+        prefixes = set()
+        state = smc.init(0)
+        while not state.done:
+            prefixes |= {state.particles[index].token_ids for index in state.unfinished}
+            state, _ = await smc.step(state)
+        statistics = lm.statistics()
+    assert statistics.engine.rows == len(prefixes)
+    assert statistics.batcher.flushes == state.step
+
+
+async def test_a_cancelled_step_leaves_the_state_as_it_was() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = an_smc(lm)
+        expected = await smc.run(2)
+        state, infos = smc.init(2), []
+        for turns in range(100):
+            if state.done:
+                break
+            cancelled = asyncio.ensure_future(smc.step(state))
+            for _ in range(turns % 8):
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            state, info = await smc.step(state)
+            infos.append(info)
+        assert same(smc.result(state, infos=infos), expected)
+
+
+class Failing:
+    """A constraint that breaks at its third token."""
+
+    accepting = False
+
+    def __init__(self, left: int = 3) -> None:
+        self.left = left
+
+    def start(self) -> Failing:
+        return self
+
+    def mask(self) -> torch.Tensor:
+        if not self.left:
+            raise InvalidRequest("the third token")
+        return torch.tensor([True, True, True, True, False])
+
+    def advance(self, token_id: int) -> ConstraintState:
+        return Failing(self.left - 1)
+
+
+async def test_a_failing_constraint_fails_its_run_alone() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        failing = SMC(lm, PROMPT, num_particles=4, max_tokens=6, constraint=Failing())
+        expected = await an_smc(lm).run(0)
+        failed, ran = await asyncio.gather(
+            failing.run(0), an_smc(lm).run(0), return_exceptions=True
+        )
+        assert isinstance(failed, InvalidRequest)
+        assert str(failed) == "the third token"
+        assert isinstance(ran, Result)
+        assert same(ran, expected)
+
+
+async def test_importance_sampling_is_smc_that_never_resamples() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        sampled = await importance_sampling(
+            lm, PROMPT, num_particles=16, max_tokens=6, constraint=regex("(a|b){3,5}b", lm)
+        ).run(4)
+        assert same(sampled, await an_smc(lm, ess_threshold=0.0).run(4))
+        assert not any(info.resampled for info in sampled.infos)
+        assert (await an_smc(lm, ess_threshold=1.0).run(4)).infos[-1].resampled
+
+
+async def test_texts_are_the_bytes_of_their_tokens() -> None:
+    model = NGram(
+        [b"\xc3", b"\xa9", b"x", b"eos"],
+        torch.log(torch.tensor([0.3, 0.3, 0.3, 0.1])),
+        eos_token_id=3,
+    )
+    with genrt.load(model, engine="exact") as lm:
+        smc = SMC(lm, PROMPT, num_particles=20, max_tokens=4, constraint=regex("(é|x)+", lm))
+        result = await smc.run(0)
+        alive = [
+            text for text, w in zip(result.texts, result.log_weights, strict=True) if w > -math.inf
+        ]
+        assert any("é" in text for text in alive)
+        assert all(re.fullmatch("(é|x)+", text) for text in alive)
+        cut = await SMC(lm, PROMPT, num_particles=20, max_tokens=1).run(0)
+        assert set(cut.texts) == {"", "x", "\ufffd"}
+
+
+def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
+    result = Result(
+        texts=("b", "a", "c", "a", "d"),
+        token_ids=((),) * 5,
+        log_weights=np.log([2.0, 1.0, 4.0, 3.0, 1.0]) - np.array([900.0] * 4 + [math.inf]),
+        log_evidence=-900.0,
+        ess=3.0,
+        infos=(),
+    )
+    texts, weights = zip(*result.posterior(), strict=True)
+    assert texts == ("a", "c", "b")
+    assert weights == pytest.approx((0.4, 0.4, 0.2))
+
+
+# -- wrong use --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_particles": 0}, "num_particles"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"num_particles": 2.5}, "num_particles"),
+        ({"ess_threshold": 1.5}, "ess_threshold"),
+        ({"ess_threshold": math.nan}, "ess_threshold"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        ({"prompt_token_ids": "ab"}, "token id"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match=message):
+        SMC(lm, **({"prompt_token_ids": PROMPT, "num_particles": 2, "max_tokens": 2} | options))
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, None])
+def test_a_wrong_seed_is_refused(seed: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match="seed"):
+        an_smc(lm).init(seed)
+
+
+async def test_the_longest_context_is_the_models() -> None:
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 8}) as lm:
+        assert len((await SMC(lm, [0] * 5, num_particles=2, max_tokens=4).run(0)).texts) == 2
+        with pytest.raises(ContextTooLong, match="context of 9"):
+            SMC(lm, [0] * 5, num_particles=2, max_tokens=5)
+
+
+async def test_a_constraint_needs_an_end_token() -> None:
+    endless = NGram.random([b"a", b"b"])
+    with genrt.load(endless, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match="end token"):
+            SMC(lm, PROMPT, num_particles=2, max_tokens=2, constraint=Failing())
+        result = await SMC(lm, PROMPT, num_particles=2, max_tokens=3).run(0)
+    assert [len(token_ids) for token_ids in result.token_ids] == [3, 3]
+
+
+async def test_an_unknown_adapter_is_refused_by_the_model() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(lm, PROMPT, num_particles=2, max_tokens=3, adapter="absent")
+        with pytest.raises(UnknownAdapter):
+            await smc.run(0)
+
+
+# -- resamplers -------------------------------------------------------------------------------
+
+log_weights_of_any_kind = st.lists(
+    st.one_of(st.floats(-50, 50), st.floats(-2, 2), st.just(-math.inf)), min_size=1, max_size=40
+).filter(lambda values: max(values) > -math.inf)
+
+
+@pytest.mark.parametrize("resample", RESAMPLERS)
+@settings(deadline=None)
+@given(log_weights_of_any_kind, st.integers(0, 2**32), st.sampled_from([0.0, -1e4, 1e4]))
+def test_ancestors_are_valid_and_the_dead_have_no_children(
+    resample: Resampler, values: list[float], seed: int, shift: float
+) -> None:
+    log_weights = np.array(values) + shift
+    given_weights = log_weights.copy()
+    ancestors = resample(np.random.default_rng(seed), log_weights)
+    assert ancestors.shape == log_weights.shape
+    assert ancestors.dtype == np.int64
+    assert np.all(log_weights[ancestors] > -math.inf)
+    assert np.all(np.diff(ancestors) >= 0)
+    assert np.array_equal(log_weights, given_weights)
+    again = resample(np.random.default_rng(seed), log_weights)
+    assert np.array_equal(ancestors, again)
+
+
+@pytest.mark.parametrize(
+    ("resample", "below", "above"),
+    [(systematic, 1, 1), (stratified, 2, 2), (residual, 1, math.inf)],
+)
+@settings(deadline=None)
+@given(log_weights_of_any_kind, st.integers(0, 2**32))
+def test_how_far_counts_can_be_from_their_expectation(
+    resample: Resampler, below: float, above: float, values: list[float], seed: int
+) -> None:
+    log_weights = np.array(values)
+    n = len(log_weights)
+    weights = np.exp(log_weights - log_weights.max())
+    expected = n * weights / weights.sum()
+    counts = np.bincount(resample(np.random.default_rng(seed), log_weights), minlength=n)
+    assert np.all(counts > expected - below - 1e-9)
+    assert np.all(counts < expected + above + 1e-9)
+
+
+@pytest.mark.parametrize("resample", RESAMPLERS)
+@pytest.mark.parametrize(
+    "weights", [[0.5, 0.0, 1.7, 0.1, 2.2, 0.0], [1.0, 2.0, 3.3], [0.01, 1.0, 0.01, 0.4, 0.3]]
+)
+def test_counts_have_their_expectation(resample: Resampler, weights: list[float]) -> None:
+    rng = np.random.default_rng(0)
+    with np.errstate(divide="ignore"):
+        log_weights = np.log(weights)
+    n = len(weights)
+    counts = np.array([np.bincount(resample(rng, log_weights), minlength=n) for _ in range(4000)])
+    expected = n * np.array(weights) / sum(weights)
+    assert np.all(counts[:, expected == 0] == 0)
+    varying = counts.std(axis=0) > 0
+    assert np.array_equal(counts[0, ~varying], expected[~varying])
+    expect_means(counts[:, varying], expected[varying])
+
+
+@pytest.mark.parametrize("resample", RESAMPLERS)
+@pytest.mark.parametrize("values", [[-math.inf] * 3, [0.0, math.nan], [0.0, math.inf], []], ids=str)
+def test_no_ancestors_without_weights(resample: Resampler, values: list[float]) -> None:
+    with pytest.raises(InvalidRequest, match="log-weight"):
+        resample(np.random.default_rng(0), np.array(values))
+
+
+@pytest.mark.parametrize("resample", [stratified, systematic])
+def test_equal_weights_have_one_child_each(resample: Resampler) -> None:
+    for n in (1, 2, 3, 10, 64, 1000):
+        ancestors = resample(np.random.default_rng(n), np.full(n, -3.7))
+        counts = np.bincount(ancestors, minlength=n)
+        assert abs(counts - 1).sum() <= 2
+
+
+@given(st.lists(st.floats(-700, 700), min_size=1, max_size=30))
+def test_ess_and_mean_of_weights(values: list[float]) -> None:
+    log_weights = np.array(values)
+    n = len(values)
+    ess = effective_sample_size(log_weights)
+    assert 1 - 1e-9 <= ess <= n + 1e-9
+    assert effective_sample_size(log_weights - 1e5) == pytest.approx(ess)
+    assert effective_sample_size(np.full(n, values[0])) == pytest.approx(n)
+    mean = log_mean_exp(log_weights)
+    assert mean == pytest.approx(
+        float(torch.tensor(values, dtype=torch.float64).logsumexp(0)) - math.log(n), abs=1e-6
+    )
+    dead = np.append(log_weights, -math.inf)
+    assert effective_sample_size(dead) == pytest.approx(ess)
+    assert log_mean_exp(dead) == pytest.approx(mean + math.log(n / (n + 1)), abs=1e-9)
+
+
+def test_ess_and_mean_of_no_weight_at_all() -> None:
+    dead = np.full(3, -math.inf)
+    assert effective_sample_size(dead) == 0
+    assert log_mean_exp(dead) == -math.inf

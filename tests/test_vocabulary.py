@@ -1,0 +1,650 @@
+"""The bytes of tokens spell the texts they encode, and the trie's sums equal enumeration."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from genrt import vocabulary
+from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.vocabulary import (
+    BytesTokenizer,
+    ByteTrie,
+    byte_vocab,
+    decode,
+    encode,
+    special_token_ids,
+    str_vocab,
+)
+
+CORPUS = [
+    "the cat sat on the mat, and the other cat did not.",
+    "a b c d e f g h i j k l m n o p q r s t u v w x y z",
+    "  two spaces,   three;\nlines\n\n\tand tabs",
+    "naïve café über Straße 12345 67890",
+    "def f(x):\n    return x + 1\n",
+    "日本語の文章 🙂🙃",
+] * 3
+
+# -- tokenizers of every kind, trained on the spot -------------------------------------------------
+
+
+def wrapped(backend: Tokenizer, *, unknown: str | None = "<unk>") -> Any:
+    """One of transformers' tokenizers, with a special token and one that is only added."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token=unknown, bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.add_tokens([AddedToken("<töol>", normalized=False)])
+    return tokenizer
+
+
+def byte_level(
+    *, add_prefix_space: bool = False, split: bool = False, normalizer: bool = False
+) -> Any:
+    backend = Tokenizer(models.BPE())
+    step = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=not split)
+    if normalizer:
+        backend.normalizer = normalizers.ByteLevel()
+    elif split:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, step])
+    else:
+        backend.pre_tokenizer = step
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return wrapped(backend, unknown=None)
+
+
+def with_byte_pieces(backend: Tokenizer) -> Tokenizer:
+    """The same tokenizer, where characters without a piece become bytes."""
+    specification = json.loads(backend.to_str())
+    model = specification["model"]
+    model["byte_fallback"] = True
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    if model["type"] == "Unigram":
+        model["vocab"] += [[piece, -20.0] for piece in pieces]
+    else:
+        model["vocab"] |= {piece: len(model["vocab"]) + i for i, piece in enumerate(pieces)}
+    return Tokenizer.from_str(json.dumps(specification))
+
+
+def metaspace(*, unigram: bool, prepend_scheme: str) -> Any:
+    backend = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=prepend_scheme)]
+    )
+    return trained_on_characters(backend, unigram=unigram)
+
+
+def llama_2(*, prefix: bool) -> Any:
+    """Spaces are replaced by a normalizer and no pre-tokenizer splits; without prefix, Gemma's way."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    replace = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = replace
+    backend.decoder = decoders.Sequence(steps)
+    return trained_on_characters(backend, unigram=False)
+
+
+def trained_on_characters(backend: Tokenizer, *, unigram: bool) -> Any:
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = (
+        trainers.UnigramTrainer(
+            vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+        if unigram
+        else trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return wrapped(with_byte_pieces(backend))
+
+
+def slow_sentencepiece() -> Any:
+    """A tokenizer of transformers that holds a SentencePiece model and no tokenizers backend."""
+    import sentencepiece
+    from transformers import BertGenerationTokenizer
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=400,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=3,
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "spiece.model"
+        path.write_bytes(model.getvalue())
+        return BertGenerationTokenizer(str(path))
+
+
+def table() -> BytesTokenizer:
+    """Every byte, some of them twice, longer tokens, an empty one and an end."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    return BytesTokenizer([b"</s>", *tokens, b"a", b"the ", b"", "é".encode()], eos_token_id=0)
+
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "bytes": table,
+    "byte-level": byte_level,
+    "byte-level, digits split": functools.partial(byte_level, split=True),
+    "byte-level normalizer": functools.partial(byte_level, normalizer=True),
+    "bpe, metaspace never": functools.partial(metaspace, unigram=False, prepend_scheme="never"),
+    "unigram, metaspace never": functools.partial(metaspace, unigram=True, prepend_scheme="never"),
+    "gemma": functools.partial(llama_2, prefix=False),
+}
+SPACE_IN_FRONT: dict[str, Callable[[], Any]] = {
+    "byte-level, prefix space": functools.partial(byte_level, add_prefix_space=True),
+    "bpe, metaspace always": functools.partial(metaspace, unigram=False, prepend_scheme="always"),
+    "unigram, metaspace first": functools.partial(metaspace, unigram=True, prepend_scheme="first"),
+    "llama-2": functools.partial(llama_2, prefix=True),
+    "slow sentencepiece": slow_sentencepiece,
+}
+
+
+@functools.cache
+def made(name: str) -> tuple[Any, list[bytes]]:
+    tokenizer = (EXACT | SPACE_IN_FRONT)[name]()
+    return tokenizer, byte_vocab(tokenizer, len(tokenizer))
+
+
+def spelled(name: str, text: str) -> bytes:
+    tokenizer, tokens = made(name)
+    return b"".join(tokens[token_id] for token_id in encode(tokenizer, text))
+
+
+WORDS = [
+    "the",
+    " cat",
+    "  ",
+    "\n",
+    "\t",
+    " ",
+    "é",
+    "naïve",
+    "日本",
+    "🙂",
+    "ÿ",
+    "Ġ",
+    "<0",
+    "12",
+    ".",
+]
+# U+2581 stands for a space where spaces are metaspaces, and SentencePiece ends a text at NUL.
+PLAIN = st.lists(
+    st.sampled_from(WORDS)
+    | st.text(st.characters(exclude_characters="▁\0", codec="utf-8"), max_size=4)
+).map("".join)
+WITH_ADDED = st.lists(st.sampled_from([*WORDS, "<töol>", "<s>"])).map("".join)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(text=PLAIN | WITH_ADDED)
+@settings(max_examples=60, deadline=None)
+def test_the_bytes_of_the_tokens_are_the_text(name: str, text: str) -> None:
+    assert spelled(name, text) == text.encode()
+
+
+@pytest.mark.parametrize("name", SPACE_IN_FRONT)
+@given(text=PLAIN)
+@settings(max_examples=60, deadline=None)
+def test_the_bytes_of_the_tokens_are_the_text_up_to_one_space_in_front(
+    name: str, text: str
+) -> None:
+    assert spelled(name, text) in (text.encode(), b" " + text.encode())
+
+
+@pytest.mark.parametrize("name", SPACE_IN_FRONT)
+def test_the_space_in_front_is_in_the_bytes_of_the_first_token(name: str) -> None:
+    assert spelled(name, "cat") == b" cat"
+
+
+def test_some_tokenizers_put_a_space_after_each_added_token_too() -> None:
+    assert spelled("llama-2", "a<töol>b") == " a<töol> b".encode()
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "bytes"])
+@given(text=PLAIN)
+@settings(max_examples=30, deadline=None)
+def test_decode_is_the_inverse_of_encode(name: str, text: str) -> None:
+    tokenizer, _ = made(name)
+    assert decode(tokenizer, encode(tokenizer, text)) == text
+
+
+def test_decode_keeps_special_tokens_and_spaces_before_punctuation() -> None:
+    tokenizer, _ = made("byte-level")
+    assert decode(tokenizer, encode(tokenizer, "<s>a , b .</s>")) == "<s>a , b .</s>"
+
+
+@pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
+def test_text_without_utf8_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        encode(made(name)[0], "a\ud800")
+
+
+# -- the table itself ------------------------------------------------------------------------------
+
+
+def test_added_and_special_tokens_are_their_literal_text() -> None:
+    for name in ("byte-level", "gemma", "llama-2"):
+        tokenizer, tokens = made(name)
+        assert tokens[tokenizer.convert_tokens_to_ids("<töol>")] == "<töol>".encode()
+        assert tokens[tokenizer.eos_token_id] == b"</s>"
+
+
+def test_added_tokens_that_are_pieces_of_the_model_read_as_pieces() -> None:
+    tokenizer = llama_2(prefix=False)
+    assert encode(tokenizer, "x  y") == tokenizer.convert_tokens_to_ids(["x", "▁▁", "y"])
+    tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
+    assert byte_vocab(tokenizer, len(tokenizer))[tokenizer.convert_tokens_to_ids("▁▁")] == b"  "
+
+
+def test_tokens_may_share_their_bytes() -> None:
+    for name, pieces in (("gemma", ("a", "<0x61>")), ("slow sentencepiece", ("a", "<0x61>"))):
+        tokenizer, tokens = made(name)
+        first, second = tokenizer.convert_tokens_to_ids(list(pieces))
+        assert first != second
+        assert tokens[first] == tokens[second] == b"a"
+
+
+@pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
+def test_rows_longer_and_shorter_than_the_tokenizer(name: str) -> None:
+    tokenizer, tokens = made(name)
+    assert byte_vocab(tokenizer, len(tokenizer) + 3) == [*tokens, b"", b"", b""]
+    assert byte_vocab(tokenizer, 7) == tokens[:7]
+    assert byte_vocab(tokenizer, 0) == []
+
+
+def test_str_vocab_shows_parts_of_characters_as_replacement_characters() -> None:
+    tokenizer, tokens = made("bytes")
+    assert str_vocab(tokenizer, 262) == [t.decode(errors="replace") for t in tokens] + [""]
+    assert str_vocab(tokenizer, 262)[1 + 0xC3] == "\ufffd"
+
+
+@pytest.mark.parametrize("size", [-1, 2.0, True, None])
+def test_a_vocab_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(InvalidRequest, match="vocab_size"):
+        byte_vocab(table(), size)
+
+
+def test_special_token_ids() -> None:
+    assert special_token_ids(BytesTokenizer([b"a"])) == frozenset()
+    assert special_token_ids(table()) == {0}
+    for name, special in (
+        ("byte-level", ["<s>", "</s>"]),
+        ("unigram, metaspace first", ["<unk>", "<s>", "</s>"]),
+        ("slow sentencepiece", ["<unk>", "<s>", "</s>", "<pad>", "<::::>"]),
+    ):
+        tokenizer, _ = made(name)
+        assert special_token_ids(tokenizer) == set(tokenizer.convert_tokens_to_ids(special))
+
+
+@pytest.mark.parametrize("model", ["bpe", "unigram"])
+def test_the_models_own_unknown_token_is_special_though_the_wrapper_does_not_say_so(
+    model: str,
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(
+        models.BPE({"a": 0, "?": 1}, [], unk_token="?")
+        if model == "bpe"
+        else models.Unigram([("a", -1.0), ("?", -1.0)], unk_id=1)
+    )
+    assert special_token_ids(PreTrainedTokenizerFast(tokenizer_object=backend)) == {1}
+
+
+# -- tokenizers whose bytes could only be guessed --------------------------------------------------
+
+
+def word_piece() -> Tokenizer:
+    backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def of_parts(*, pre_tokenizer: Any = None, decoder: Any = None, suffix: str = "") -> Tokenizer:
+    vocabulary = {"<unk>": 0, "a": 1, "b": 2, "▁": 3, " ": 4}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix=suffix))
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        backend.decoder = decoder
+    return backend
+
+
+UNKNOWN: dict[str, tuple[Tokenizer, str]] = {
+    "word pieces": (word_piece(), "within a word"),
+    "end-of-word suffix": (of_parts(suffix="</w>", decoder=decoders.BPEDecoder()), "within a word"),
+    "no decoder": (of_parts(), "no decoder"),
+    "unknown decoder": (of_parts(decoder=decoders.CTC()), "step CTC"),
+    "pattern": (
+        of_parts(decoder=decoders.Replace(Regex("▁+"), " ")),
+        "step Replace",
+    ),
+    "strips every token": (
+        of_parts(decoder=decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()])),
+        "step Strip",
+    ),
+    "bytes in, text out": (
+        of_parts(pre_tokenizer=pre_tokenizers.ByteLevel(), decoder=decoders.Fuse()),
+        "decodes by",
+    ),
+    "text in, bytes out": (of_parts(decoder=decoders.ByteLevel()), "does not encode so"),
+    "spaces lost": (
+        of_parts(pre_tokenizer=pre_tokenizers.WhitespaceSplit(), decoder=decoders.Fuse()),
+        "seem to spell b'ab'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_tokenizer_of_an_unknown_kind_is_refused(name: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend, reason = UNKNOWN[name]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    with pytest.raises(EngineUnsupported, match=reason):
+        byte_vocab(tokenizer, len(tokenizer))
+
+
+def test_a_metaspace_pre_tokenizer_tells_the_kind_where_there_is_no_decoder() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend = of_parts(pre_tokenizer=pre_tokenizers.Metaspace())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert byte_vocab(tokenizer, 5) == [b"<unk>", b"a", b"b", b" ", b" "]
+
+
+@pytest.mark.parametrize("tokenizer", [None, "gpt2", object()])
+def test_what_is_no_tokenizer_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(EngineUnsupported, match=type(tokenizer).__name__):
+        byte_vocab(tokenizer, 5)
+    with pytest.raises(EngineUnsupported, match=type(tokenizer).__name__):
+        special_token_ids(tokenizer)
+
+
+# -- BytesTokenizer --------------------------------------------------------------------------------
+
+
+def test_the_longest_match_wins_unless_the_rest_cannot_be_spelled() -> None:
+    tokenizer = BytesTokenizer([b"a", b"ab", b"bc", b"abc", b"c", b"abcd"], eos_token_id=5)
+    assert tokenizer.encode("abc") == [3]
+    assert tokenizer.encode("abbc") == [1, 2]
+    assert BytesTokenizer([b"a", b"ab", b"bc"]).encode("abc") == [0, 2]
+    with pytest.raises(InvalidRequest, match=r"add tokens for its bytes \[98, 100\]"):
+        tokenizer.encode("abcd")
+
+
+def test_encode_takes_the_smallest_of_equal_tokens_and_never_the_end() -> None:
+    assert BytesTokenizer([b"a", b"a", b"a"], eos_token_id=0).encode("aa") == [1, 1]
+    assert BytesTokenizer([b""]).encode("") == []
+
+
+def test_decode_joins_bytes_across_tokens_and_leaves_out_the_end() -> None:
+    tokenizer = BytesTokenizer([b"\xc3", b"\xa9", b"."], eos_token_id=2)
+    assert tokenizer.decode([0, 1, 2]) == "é"
+    assert tokenizer.decode([np.int64(1)]) == "\ufffd"
+    assert tokenizer.byte_vocab == [b"\xc3", b"\xa9", b"."]
+    assert (len(tokenizer), tokenizer.eos_token_id) == (3, 2)
+
+
+@pytest.mark.parametrize("token_id", [-1, 3, 1.0, "a", None])
+def test_decode_refuses_what_is_no_token_id(token_id: Any) -> None:
+    with pytest.raises(InvalidRequest, match="token id"):
+        BytesTokenizer([b"a", b"b", b"c"]).decode([0, token_id])
+
+
+def test_a_vocabulary_must_be_bytes_and_hold_its_end_token() -> None:
+    text: Any = ["a"]
+    for build in (BytesTokenizer, ByteTrie):
+        with pytest.raises(InvalidRequest, match="as bytes"):
+            build(text)
+    with pytest.raises(InvalidRequest, match="token id 1"):
+        BytesTokenizer([b"a"], eos_token_id=1)
+
+
+# -- the trie --------------------------------------------------------------------------------------
+
+TOKENS = st.lists(st.sampled_from(list(b"ab\xff")), max_size=5).map(bytes)
+VOCABULARIES = st.lists(TOKENS, max_size=24)
+PROBABLE = st.floats(-80, 0, width=32)
+IMPROBABLE = st.floats(-4000, 0, width=32)
+
+
+def rows_of(draw: st.DrawFn, vocab_size: int, values: st.SearchStrategy[float]) -> torch.Tensor:
+    value = st.just(-math.inf) | values
+    row = st.lists(value, min_size=vocab_size, max_size=vocab_size)
+    rows = draw(st.lists(row, min_size=1, max_size=3))
+    return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), vocab_size)
+
+
+def log_sum(values: Sequence[float]) -> float:
+    peak = max(values, default=-math.inf)
+    if peak == -math.inf:
+        return peak
+    return peak + math.log(math.fsum(math.exp(value - peak) for value in values))
+
+
+@given(tokens=VOCABULARIES, absent=TOKENS)
+@settings(deadline=None)
+def test_the_nodes_are_the_prefixes_of_the_tokens(tokens: list[bytes], absent: bytes) -> None:
+    trie = ByteTrie(tokens)
+    prefixes = sorted({b"", *(t[:n] for t in tokens for n in range(len(t) + 1))})
+    assert [trie.prefix(node) for node in range(trie.num_nodes)] == prefixes
+    for node, prefix in enumerate(prefixes):
+        assert trie.node(prefix) == node
+        assert trie.tokens(node) == tuple(i for i, t in enumerate(tokens) if t and t == prefix)
+        longer = [p for p in prefixes if len(p) == len(prefix) + 1 and p.startswith(prefix)]
+        assert trie.children(node) == {p[-1]: prefixes.index(p) for p in longer}
+    nodes = [prefixes.index(t) if t else -1 for t in tokens]
+    assert trie.token_node.tolist() == nodes
+    assume(absent not in prefixes)
+    assert trie.node(absent) is None
+
+
+@given(data=st.data(), tokens=VOCABULARIES)
+@settings(deadline=None)
+def test_mass_is_the_sum_over_the_tokens_with_each_prefix(
+    data: st.DataObject, tokens: list[bytes]
+) -> None:
+    rows = data.draw(st.composite(rows_of)(len(tokens), PROBABLE))
+    trie = ByteTrie(tokens)
+    expected = [
+        [
+            math.fsum(
+                math.exp(v) for v, t in zip(row, tokens, strict=True) if t and t.startswith(p)
+            )
+            for p in map(trie.prefix, range(trie.num_nodes))
+        ]
+        for row in rows.tolist()
+    ]
+    mass = trie.mass(rows)
+    assert mass.shape == (len(rows), trie.num_nodes)
+    torch.testing.assert_close(
+        mass.double(), torch.tensor(expected, dtype=torch.float64), rtol=3e-6, atol=0.0
+    )
+    assert torch.equal(trie.mass(rows[0]), mass[0])
+
+
+@given(data=st.data(), tokens=VOCABULARIES)
+@settings(deadline=None)
+def test_log_mass_holds_where_probabilities_vanish(
+    data: st.DataObject, tokens: list[bytes]
+) -> None:
+    rows = data.draw(st.composite(rows_of)(len(tokens), IMPROBABLE))
+    trie = ByteTrie(tokens)
+    expected = [
+        [
+            log_sum([v for v, t in zip(row, tokens, strict=True) if t and t.startswith(p)])
+            for p in map(trie.prefix, range(trie.num_nodes))
+        ]
+        for row in rows.tolist()
+    ]
+    log_mass = trie.log_mass(rows)
+    torch.testing.assert_close(
+        log_mass.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-5
+    )
+    torch.testing.assert_close(trie.log_mass(rows[0]), log_mass[0], rtol=1e-6, atol=1e-6)
+
+
+def many_tokens() -> tuple[list[bytes], torch.Tensor]:
+    """Enough for many levels of sums: 5,000 tokens of 1 to 6 of 4 bytes, and 7 rows over 60 nats."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 7, (5000,), generator=generator).tolist()
+    tokens = [bytes(torch.randint(97, 101, (n,), generator=generator).tolist()) for n in lengths]
+    logits = 60 * torch.rand(7, 5000, generator=generator, dtype=torch.float64)
+    return tokens, torch.log_softmax(logits, -1)
+
+
+def test_small_masses_beside_large_ones_keep_their_digits() -> None:
+    tokens, rows = many_tokens()
+    trie = ByteTrie(tokens)
+    exact, rounded = trie.mass(rows), trie.mass(rows.float().double()).float()
+    assert exact.dtype == torch.float64
+    assert float(exact[exact > 0].min()) < 1e-24
+    torch.testing.assert_close(exact[:, 0], torch.ones(7, dtype=torch.float64))
+    torch.testing.assert_close(trie.mass(rows.float()), rounded, rtol=3e-6, atol=0.0)
+    torch.testing.assert_close(trie.log_mass(rows), exact.log(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_mass_of_a_row_does_not_depend_on_its_neighbours_or_on_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, rows = many_tokens()
+    trie = ByteTrie(tokens)
+    mass = trie.mass(rows.float())
+    assert torch.equal(torch.stack([trie.mass(row) for row in rows.float()]), mass)
+    monkeypatch.setattr(vocabulary, "_CPU_CHUNK", 0)
+    assert torch.equal(trie.mass(rows.float()), mass)
+
+
+def test_rows_without_any_probability_have_no_mass() -> None:
+    trie = ByteTrie([b"a", b"ab", b"", b"c"])
+    row = torch.full((4,), -math.inf)
+    assert trie.mass(row).tolist() == [0.0] * 4
+    assert trie.log_mass(row).tolist() == [-math.inf] * 4
+
+
+def test_half_precision_is_summed_in_float32_and_rows_are_left_alone() -> None:
+    trie = ByteTrie([bytes([byte]) for byte in range(256)])
+    rows = torch.full((2, 256), -math.log(256), dtype=torch.bfloat16, requires_grad=True)
+    mass = trie.mass(rows)
+    assert mass.dtype == torch.float32
+    assert not mass.requires_grad
+    torch.testing.assert_close(mass[:, 0], 256 * rows.detach().float().exp()[:, 0])
+
+
+def test_no_rows_and_no_tokens() -> None:
+    assert ByteTrie([b"a", b"b"]).mass(torch.zeros(0, 2)).shape == (0, 3)
+    empty = ByteTrie([b"", b""])
+    assert (empty.num_nodes, empty.node(b""), empty.node(b"a")) == (1, 0, None)
+    assert (empty.prefix(0), empty.children(0), empty.tokens(0)) == (b"", {}, ())
+    assert empty.mass(torch.zeros(3, 2)).tolist() == [[0.0]] * 3
+    assert empty.log_mass(torch.zeros(2)).tolist() == [-math.inf]
+    assert ByteTrie([]).mass(torch.zeros(2, 0)).tolist() == [[0.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [torch.zeros(4), torch.zeros(1, 1, 3), torch.tensor(0.0), torch.zeros(3, dtype=torch.int64)],
+)
+def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor) -> None:
+    with pytest.raises(InvalidRequest, match="rows"):
+        ByteTrie([b"a", b"b", b"c"]).mass(rows)
+
+
+@pytest.mark.parametrize("node", [-1, 4])
+def test_numbers_that_are_no_nodes_are_refused(node: int) -> None:
+    trie = ByteTrie([b"a", b"b", b"c"])
+    for ask in (trie.prefix, trie.children, trie.tokens):
+        with pytest.raises(InvalidRequest, match="not a node"):
+            ask(node)
+
+
+# -- the embedded model's tokenizer ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, list[bytes]]:
+    from transformers import AutoTokenizer
+
+    from genrt.models import EMBEDDED, resolve
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(EMBEDDED, progress=False))
+    return tokenizer, byte_vocab(tokenizer, 49152)
+
+
+@pytest.mark.embedded
+@given(text=PLAIN | WITH_ADDED)
+@settings(deadline=None)
+def test_the_bytes_of_smollm2s_tokens_are_the_text(
+    smollm2: tuple[Any, list[bytes]], text: str
+) -> None:
+    tokenizer, tokens = smollm2
+    # Its vocabulary lacks the tokens of these bytes.
+    assume(not set(text.encode()) & {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2})
+    assert b"".join(tokens[i] for i in encode(tokenizer, text)) == text.encode()
+
+
+@pytest.mark.embedded
+def test_smollm2s_special_tokens_are_its_first_17(smollm2: tuple[Any, list[bytes]]) -> None:
+    tokenizer, tokens = smollm2
+    assert special_token_ids(tokenizer) == set(range(17))
+    assert tokens[2] == b"<|im_end|>"
+
+
+@pytest.mark.embedded
+def test_masses_over_smollm2s_vocabulary(smollm2: tuple[Any, list[bytes]]) -> None:
+    _, tokens = smollm2
+    trie = ByteTrie(tokens)
+    generator = torch.Generator().manual_seed(0)
+    row = torch.log_softmax(8 * torch.randn(49152, generator=generator, dtype=torch.float64), -1)
+    for prefix in (b"", b" ", b" the", b"\xe6", b" internationall"):
+        node = trie.node(prefix)
+        assert node is not None
+        begins = torch.tensor([bool(t) and t.startswith(prefix) for t in tokens])
+        for sums in (trie.mass(row.float()), trie.log_mass(row.float()).exp()):
+            torch.testing.assert_close(
+                float(sums[node]),
+                float(row.float().double().exp()[begins].sum()),
+                rtol=2e-5,
+                atol=0.0,
+            )
