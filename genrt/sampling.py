@@ -102,7 +102,7 @@ def truncate(
         kept = kept.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
     if bool(greedy.any()):
         best = torch.zeros_like(kept, dtype=torch.bool).scatter(-1, _first_argmax(batch), True)
-        kept = kept.masked_fill(greedy & ~best, -math.inf)
+        kept = torch.where(greedy, batch.masked_fill(~best, -math.inf), kept)
     return _normalised(kept).view(rows.shape)
 
 

@@ -42,7 +42,7 @@ def write_gguf(path: Path, *, tied: bool = True, architecture: str = "llama") ->
     import numpy as np
 
     generator = np.random.default_rng(0)
-    tokens = [*SPECIAL, *byte_alphabet(), "Ġt", "he", "Ġthe"]
+    tokens = [*SPECIAL, *byte_alphabet(), "Ġt", "he", "Ġthe", "12"]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -57,7 +57,7 @@ def write_gguf(path: Path, *, tied: bool = True, architecture: str = "llama") ->
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
-    writer.add_token_merges(["Ġ t", "h e", "Ġt he"])
+    writer.add_token_merges(["Ġ t", "h e", "Ġt he", "1 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
@@ -242,7 +242,7 @@ def test_the_tokenizer_is_the_one_in_the_metadata(tiny: Path) -> None:
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert (tokenizer.pad_token, tokenizer.unk_token) == ("<|im_end|>", "<|endoftext|>")
     assert tokenizer.model_max_length == 128
-    assert len(tokenizer) == len(SPECIAL) + 256 + 3
+    assert len(tokenizer) == len(SPECIAL) + 256 + 4
     messages = [{"role": "user", "content": "hello"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "hello"
     for text in ("naïve 😀\n\n\t x  y 1.5", "日本語 ½", " leading", "<|im_end|>"):
@@ -332,7 +332,14 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+def lose_the_end_at_a_crash(path: Path) -> None:
+    """As a file system may that had written the file's time but not yet all of its data."""
+    status = path.stat()
+    truncate(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lose_the_end_at_a_crash, Path.unlink])
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_damage_is_found_and_repaired(
     tiny: Path, conversions: list[Path], name: str, damage: Callable[[Path], None]

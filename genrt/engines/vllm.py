@@ -4,7 +4,7 @@ Rules:
     Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream; rows
     leave on the default stream, where every other thread reads them.
     A request gets a new id each time it is submitted: a late output of a cancelled one matches nothing.
-    Samples leave room: they take at most three quarters of the running slots, so that a logprobs
+    Samples leave an eighth of the running slots free, so that a logprobs
     request never waits for a long sample to end.
     After a failed step the prefix cache is emptied: its blocks may never have been written.
 
@@ -107,7 +107,7 @@ class VLLMEngine:
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = int(config.model_config.get_vocab_size())
         self._max_num_seqs = int(config.scheduler_config.max_num_seqs)
-        self._max_samples = max(1, self._max_num_seqs * 3 // 4)
+        self._max_samples = max(1, self._max_num_seqs - max(1, self._max_num_seqs // 8))
         self._device = torch.device(config.device_config.device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":

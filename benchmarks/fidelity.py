@@ -1,0 +1,201 @@
+"""Are vLLM's rows the model's? Rows of one mixed flush against transformers, on the device at hand.
+
+    python -m benchmarks.fidelity --model tiny --runner V1 --runner V2 --json fidelity.json
+
+One JSON object per runner: ``worst`` and ``typical`` (median over prompts) are the largest absolute
+differences of log-probabilities over -15 from transformers' float32 rows; ``crossed`` counts rows that
+are nearer to another prompt's reference than to their own; ``ms_per_flush`` is the median time of the
+flush, ``sample_ratio`` the time of genrt's ``batch_sample`` over that of vLLM's own generate call.
+Each runner needs a process of its own, since vLLM reads its choice from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LLAMA_1B = {
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+TINY = LLAMA_1B | {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="tiny", help="tiny, 1b, embedded, or a directory")
+    parser.add_argument("--runner", action="append", choices=["V1", "V2"], help="default: vLLM's own")
+    parser.add_argument("--dtype", default="float32", help="of vLLM; the reference is float32")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--longest", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sample-tokens", type=int, default=64)
+    parser.add_argument("--quick", action="store_true", help="few prompts and repeats")
+    parser.add_argument("--options", default="{}", help="engine_options, as JSON")
+    parser.add_argument("--json", type=Path, help="append the results to this file")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.prompts, arguments.repeats, arguments.sample_tokens = 32, 2, 8
+    if arguments.runner is None or len(arguments.runner) == 1:
+        for runner in arguments.runner or ():
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
+        result = measure(arguments)
+        print(json.dumps(result))
+        if arguments.json is not None:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+        return
+    others = [a for a in sys.argv[1:] if a not in ("--runner", "V1", "V2")]
+    for runner in arguments.runner:
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.fidelity", *others, "--runner", runner], check=True
+        )
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    import genrt
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(arguments.model, Path(directory))
+        options = {"dtype": arguments.dtype, **json.loads(arguments.options)}
+        if arguments.model in ("tiny", "1b"):
+            options["skip_tokenizer_init"] = True
+        with genrt.load(model, engine_options=options, cache_bytes=0) as lm:
+            prompts = mixed_prompts(arguments.prompts, arguments.longest, lm.vocab_size)
+            rows = lm.batch_next_token_logprobs_sync(prompts)
+            flushes = []
+            for _ in range(arguments.repeats):
+                started = time.perf_counter()
+                lm.batch_next_token_logprobs_sync(prompts)
+                flushes.append(time.perf_counter() - started)
+            ratio = sample_ratio(lm, prompts, arguments.sample_tokens, arguments.repeats)
+            engine = lm._engine
+            rows = rows.cpu()
+            device = str(lm.device)
+        reference = reference_rows(model, prompts, device)
+        likely = reference > -15.0
+        differences = torch.where(likely, (rows - reference).abs(), 0.0).amax(dim=-1)
+        return {
+            "model": arguments.model,
+            "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
+            "runner": getattr(engine, "runner", None),
+            "dtype": arguments.dtype,
+            "prompts": len(prompts),
+            "worst": round(float(differences.max()), 6),
+            "typical": round(float(differences.median()), 6),
+            "crossed": crossed(rows, reference, prompts),
+            "ms_per_flush": round(statistics.median(flushes) * 1e3, 2),
+            "sample_ratio": round(ratio, 3),
+            "torch": torch.__version__,
+        }
+
+
+def make_model(name: str, directory: Path) -> str | None:
+    """A checkpoint: random weights, scaled so that rows are far from uniform."""
+    if name == "embedded":
+        return None
+    if name not in ("tiny", "1b"):
+        return name
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = TINY if name == "tiny" else LLAMA_1B
+    model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.05))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return str(directory)
+
+
+def mixed_prompts(count: int, longest: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of 1..``longest`` tokens, every eighth equal to an earlier one."""
+    generator = torch.Generator().manual_seed(1)
+    prompts: list[list[int]] = []
+    for number in range(count):
+        if number % 8 == 7:
+            prompts.append(list(prompts[number // 2]))
+            continue
+        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+        prompts.append(torch.randint(0, vocab_size, (length,), generator=generator).tolist())
+    return prompts
+
+
+def reference_rows(model: str | None, prompts: Sequence[list[int]], device: str) -> torch.Tensor:
+    """transformers' float32 rows, one prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    from genrt import models
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    network = AutoModelForCausalLM.from_pretrained(models.resolve(model), dtype=torch.float32)
+    network = network.to(device).eval()
+    rows = []
+    with torch.no_grad():
+        for prompt in prompts:
+            logits = network(torch.tensor([prompt], device=device)).logits[0, -1]
+            rows.append(logits.float().log_softmax(dim=-1).cpu())
+    return torch.stack(rows)
+
+
+def crossed(rows: torch.Tensor, reference: torch.Tensor, prompts: Sequence[list[int]]) -> int:
+    nearest = torch.cdist(rows.exp(), reference.exp()).argmin(dim=-1).tolist()
+    return sum(prompts[i] != prompts[j] for i, j in enumerate(nearest))
+
+
+def sample_ratio(lm: Any, prompts: Sequence[list[int]], tokens: int, repeats: int) -> float:
+    """genrt's ``batch_sample`` against the same requests put straight to the same vLLM engine."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    contexts = list(prompts[:64])
+
+    def bare(engine: Any) -> None:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+        with engine._on_stream():
+            for number, prompt in enumerate(contexts):
+                request = EngineCoreRequest(
+                    f"bare-{number}", prompt, None, params, None, 0.0, None, None, None
+                )
+                engine._core.add_request(request)
+            ended = 0
+            while ended < len(contexts):
+                outputs = engine._core.get_output().outputs
+                ended += sum(output.finish_reason is not None for output in outputs)
+
+    times: dict[str, list[float]] = {"bare": [], "genrt": []}
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        lm._thread.call(bare).result()
+        times["bare"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        lm.batch_sample_sync(contexts, max_tokens=tokens)
+        times["genrt"].append(time.perf_counter() - started)
+    return statistics.median(times["genrt"][1:]) / statistics.median(times["bare"][1:])
+
+
+if __name__ == "__main__":
+    main()

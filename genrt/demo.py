@@ -1,0 +1,163 @@
+"""The demo: sequential Monte Carlo over the embedded model, its posterior, and what the runtime did."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Iterable
+
+import genrt
+from genrt.constraints import regex
+from genrt.engines import ENGINES
+from genrt.errors import GenrtError
+from genrt.inference import SMC, Info, Result, State
+from genrt.lm import AsyncLM, Statistics
+
+__all__ = ["add_arguments", "run"]
+
+PROMPT = "What are the capitals of Australia and New Zealand?"
+PATTERN = (
+    r"The capital of Australia is [A-Z][a-z]+, and the capital of New Zealand is [A-Z][a-z]+\."
+)
+SHOWN = 12
+"""Rows of the posterior's table."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the demo's options; the defaults are the main job."""
+    parser.description = (
+        "Sequential Monte Carlo: texts of the model, given that they match a regular expression "
+        "from their first to their last character."
+    )
+    option = parser.add_argument
+    option("--model", help="a checkpoint directory or a model's name (default: the embedded model)")
+    option("--engine", choices=ENGINES, default="vllm", help="what computes (default: vllm)")
+    option("--prompt", default=PROMPT, help="the user's message, or for a base model plain text")
+    option("--pattern", default=PATTERN, help="the regular expression")
+    option("--particles", type=int, default=64, help="how many texts grow side by side (64)")
+    option("--max-tokens", type=int, default=32, help="the longest text, in tokens (32)")
+    option("--seed", type=int, default=0, help="equal seeds make equal runs (0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo: messages and progress on stderr, the result on stdout.
+
+    Returns the exit code: 0, or 1 after a GenrtError, which is told in one line on stderr.
+    """
+    try:
+        _run(args)
+    except GenrtError as error:
+        print(f"genrt demo: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    name = "the embedded model" if args.model is None else args.model
+    _tell(f"Loading {name} on engine {args.engine} (the embedded one is unpacked the first time) …")
+    began = time.perf_counter()
+    with genrt.load(args.model, engine=args.engine) as lm:
+        _tell(f"Loaded in {time.perf_counter() - began:.1f} s.")
+        smc = SMC(
+            lm,
+            _prompt_token_ids(lm, args.prompt),
+            num_particles=args.particles,
+            max_tokens=args.max_tokens,
+            constraint=regex(args.pattern, lm),
+        )
+        before, began = lm.statistics(), time.perf_counter()
+        result = _run_with_progress(smc, args.seed)
+        seconds, after = time.perf_counter() - began, lm.statistics()
+    print(f"prompt   {_printable(args.prompt)}\npattern  {_printable(args.pattern)}\n")
+    print("\n".join([*_posterior(result), "", *_figures(result), ""]))
+    print("\n".join(_runtime(before, after, seconds)))
+
+
+def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
+    """The prompt as the user's turn of a chat, where the model has a form for that."""
+    if getattr(lm.tokenizer, "chat_template", None) is None:
+        return lm.encode(prompt)
+    turn = {"role": "user", "content": prompt}
+    token_ids: list[int] = lm.tokenizer.apply_chat_template(
+        [turn], add_generation_prompt=True, return_dict=False
+    )
+    return token_ids
+
+
+def _run_with_progress(smc: SMC, seed: int) -> Result:
+    from tqdm import tqdm
+
+    with tqdm(total=smc.max_tokens, desc="SMC", unit="token", file=sys.stderr) as bar:
+
+        def show(state: State, info: Info) -> None:
+            bar.set_postfix_str(
+                f"{info.unfinished} of {len(state.particles)} particles going, ESS {info.ess:.1f}",
+                refresh=False,
+            )
+            if state.done:
+                bar.total = state.step
+            bar.update()
+
+        return asyncio.run(smc.run(seed, on_step=show))
+
+
+def _posterior(result: Result) -> list[str]:
+    entries = result.posterior()
+    if not entries:
+        return ["Every particle died: none could match the pattern within the tokens it had."]
+    rows = [("weight", "text")]
+    rows += [(f"{weight:.4f}", _printable(text)) for text, weight in entries[:SHOWN]]
+    hidden = entries[SHOWN:]
+    if hidden:
+        rows.append((f"{sum(weight for _, weight in hidden):.4f}", f"({len(hidden)} more texts)"))
+    return [f"{weight:>8}  {text}" for weight, text in rows]
+
+
+def _figures(result: Result) -> list[str]:
+    particles, steps = len(result.texts), len(result.infos)
+    alive = sum(log_weight > -math.inf for log_weight in result.log_weights)
+    probability = math.exp(result.log_evidence)
+    return _aligned(
+        [
+            (
+                "log evidence",
+                f"{result.log_evidence:.3f}",
+                f"the model matches the pattern with probability {probability:.2g}",
+            ),
+            ("ESS", f"{result.ess:.1f}", f"of {particles} particles, {alive} of them alive"),
+            ("resampled", f"{sum(info.resampled for info in result.infos)}", f"of {steps} steps"),
+        ]
+    )
+
+
+def _runtime(before: Statistics, after: Statistics, seconds: float) -> list[str]:
+    questions = after.batcher.questions - before.batcher.questions
+    deduplicated = after.batcher.deduplicated - before.batcher.deduplicated
+    in_engine = after.engine.seconds - before.engine.seconds
+    return _aligned(
+        [
+            ("questions", f"{questions:,}", "asked, one for each particle and token"),
+            ("deduplicated", f"{deduplicated:,}", "joined an equal question in flight"),
+            ("cache hits", f"{after.cache.hits - before.cache.hits:,}", "had been answered before"),
+            ("engine rows", f"{after.engine.rows - before.engine.rows:,}", "were computed"),
+            ("engine steps", f"{after.engine.steps - before.engine.steps:,}", "computed them"),
+            ("engine time", f"{in_engine:.2f}", "seconds"),
+            ("wall time", f"{seconds:.2f}", "seconds, constraint and sampling included"),
+        ]
+    )
+
+
+def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    return [f"{name:<12}  {figure:>8}  {note}" for name, figure, note in rows]
+
+
+def _printable(text: str) -> str:
+    """One line without control characters, which a model may well produce."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

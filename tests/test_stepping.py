@@ -1,0 +1,283 @@
+"""Requests in progress, over a scripted forward: whose turn it is, and what an error reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrt.engine import Adapter, Finished, LogprobsRequest, Request, SampleRequest
+from genrt.engines.stepping import Stepper
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    EngineFailed,
+    InvalidAdapter,
+    InvalidRequest,
+    NotFinite,
+    OutOfMemory,
+    UnknownAdapter,
+)
+
+V = 8
+
+
+class Script:
+    """A forward whose logits say what the context was, that records its calls and fails on demand."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[tuple[int, ...]], Adapter | None]] = []
+        self.failures: dict[int, Exception] = {}
+        self.poison: dict[int, Tensor] = {}
+
+    def __call__(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+        self.calls.append(([tuple(context) for context in contexts], adapter))
+        failure = self.failures.get(len(self.calls))
+        if failure is not None:
+            raise failure
+        rows = torch.stack([wanted(tuple(context)) for context in contexts])
+        for row, context in zip(rows, contexts, strict=True):
+            if context[-1] in self.poison:
+                row.copy_(self.poison[context[-1]])
+        return rows
+
+
+def wanted(context: tuple[int, ...]) -> Tensor:
+    seed = sum((index + 1) * token for index, token in enumerate(context))
+    return torch.randn(V, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+
+
+def stepper(script: Script, *, max_batch_size: int = 4, max_model_len: int = 32) -> Stepper:
+    return Stepper(
+        script,
+        vocab_size=V,
+        max_model_len=max_model_len,
+        max_batch_size=max_batch_size,
+        device=torch.device("cpu"),
+    )
+
+
+def drain(engine: Stepper, count: int) -> dict[Request, Finished]:
+    ends: dict[Request, Finished] = {}
+    for _ in range(100):
+        ends |= {end.request: end for end in engine.step()}
+        if len(ends) == count:
+            return ends
+    raise AssertionError(f"{len(ends)} of {count} requests came back")
+
+
+def questions(*tokens: int) -> list[LogprobsRequest]:
+    return [LogprobsRequest((1, token)) for token in tokens]
+
+
+def expect_right(ends: dict[Request, Finished], requests: Sequence[LogprobsRequest]) -> None:
+    for request in requests:
+        result = ends[request].result
+        assert isinstance(result, Tensor)
+        torch.testing.assert_close(result, wanted(request.token_ids))
+
+
+def test_the_oldest_go_first_and_no_more_than_fit() -> None:
+    script = Script()
+    engine = stepper(script, max_batch_size=3)
+    engine.submit(questions(0, 1, 2, 3, 4, 5, 6))
+    sizes = [[end.request.token_ids[1] for end in engine.step()] for _ in range(4)]
+    assert sizes == [[0, 1, 2], [3, 4, 5], [6], []]
+    assert engine.statistics().steps == 3
+
+
+def test_a_row_waits_for_one_turn_of_each_sample_at_most() -> None:
+    engine = stepper(Script(), max_batch_size=2)
+    engine.submit([SampleRequest((1,), max_tokens=20, seed=seed) for seed in range(6)])
+    engine.step()
+    [question] = questions(3)
+    engine.submit([question])
+    steps = 0
+    while question not in {end.request for end in engine.step()}:
+        steps += 1
+    assert steps == 3
+
+
+def test_requests_of_one_adapter_share_a_forward() -> None:
+    script = Script()
+    engine = stepper(script, max_batch_size=6)
+    one, two = Adapter("one", 1), Adapter("two", 1)
+    for adapter in (one, two):
+        engine.add_adapter(adapter, lambda: None)
+    engine.submit([LogprobsRequest((token,), who) for token in (1, 2) for who in (None, one, two)])
+    assert len(engine.step()) == 6
+    assert script.calls == [([(1,), (2,)], who) for who in (None, one, two)]
+    assert engine.statistics().steps == 1
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_failing_forward_takes_all_in_progress_and_the_next_flush_works(k: int) -> None:
+    script = Script()
+    script.failures[k] = ValueError("boom")
+    engine = stepper(script, max_batch_size=2)
+    engine.submit(questions(0, 1, 2, 3, 4, 5))
+    answered = sum(len(engine.step()) for _ in range(k - 1))
+    with pytest.raises(EngineFailed, match="boom") as caught:
+        engine.step()
+    assert caught.value.__cause__ is script.failures[k]
+    assert engine.step() == []
+    assert engine.statistics().failed == 6 - answered
+    again = questions(0, 1, 5)
+    engine.submit(again)
+    expect_right(drain(engine, 3), again)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no memory left"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte"),
+    ],
+)
+def test_running_out_of_memory_is_told_apart(error: Exception) -> None:
+    script = Script()
+    script.failures[1] = error
+    engine = stepper(script)
+    engine.submit(questions(0))
+    with pytest.raises(OutOfMemory) as caught:
+        engine.step()
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])
+def test_a_poisoned_request_fails_alone(worst: float) -> None:
+    script = Script()
+    script.poison[7] = torch.full((V,), worst) if worst == -math.inf else torch.eye(V)[2] * worst
+    engine = stepper(script, max_batch_size=8)
+    sound = questions(0, 1)
+    poisoned: list[Request] = [*questions(7), SampleRequest((1, 7), max_tokens=3)]
+    engine.submit([sound[0], *poisoned, sound[1]])
+    ends = drain(engine, 4)
+    expect_right(ends, sound)
+    assert all(isinstance(ends[request].error, NotFinite) for request in poisoned)
+    assert engine.statistics().failed == 2
+
+
+def test_impossible_requests_get_their_own_error_and_disturb_nobody() -> None:
+    script = Script()
+    script.failures[1] = ValueError("boom")
+    engine = stepper(script)
+    faults: dict[Request, type[Exception]] = {
+        LogprobsRequest(()): InvalidRequest,
+        LogprobsRequest((1, V)): InvalidRequest,
+        LogprobsRequest((-1,)): InvalidRequest,
+        LogprobsRequest((1,) * 33): ContextTooLong,
+        SampleRequest((1,) * 30, max_tokens=3): ContextTooLong,
+        SampleRequest((1,), max_tokens=0): InvalidRequest,
+        SampleRequest((1,), max_tokens=1, temperature=-1.0): InvalidRequest,
+        SampleRequest((1,), max_tokens=1, top_p=0.0): InvalidRequest,
+        SampleRequest((1,), max_tokens=1, top_k=-2): InvalidRequest,
+        LogprobsRequest((1,), Adapter("unknown", 1)): UnknownAdapter,
+    }
+    fitting = LogprobsRequest((1,) * 32)
+    engine.submit([*faults, fitting])
+    ends = {end.request: end.error for end in engine.step()}
+    assert {request: type(error) for request, error in ends.items()} == faults
+    with pytest.raises(EngineFailed, match="boom"):
+        engine.step()
+    engine.submit([fitting])
+    expect_right(drain(engine, 1), [fitting])
+
+
+def test_a_flush_with_a_request_in_progress_is_refused_whole() -> None:
+    engine = stepper(Script())
+    first, second = questions(0, 1)
+    engine.submit([first])
+    for flush in ([second, first], [second, second]):
+        with pytest.raises(InvalidRequest, match="in progress"):
+            engine.submit(flush)
+    assert [end.request for end in engine.step()] == [first]
+    assert engine.statistics().requests == 1
+
+
+def test_a_refused_request_can_be_cancelled() -> None:
+    engine = stepper(Script())
+    engine.submit([LogprobsRequest(())])
+    engine.cancel([LogprobsRequest(())])
+    assert engine.step() == []
+    assert engine.statistics().cancelled == 1
+
+
+@pytest.mark.parametrize("ending", ["finished", "cancelled", "failed", "closed"])
+def test_an_adapter_is_let_go_when_its_last_request_has_ended(ending: str) -> None:
+    script = Script()
+    engine = stepper(script, max_batch_size=1)
+    adapter, gone = Adapter("a", 1), []
+    engine.add_adapter(adapter, lambda: gone.append(adapter))
+    bound = [LogprobsRequest((token,), adapter) for token in (1, 2)]
+    engine.submit(bound)
+    engine.remove_adapter(adapter)
+    engine.submit([LogprobsRequest((3,), adapter)])
+    [refused] = engine.step()
+    assert isinstance(refused.error, UnknownAdapter)
+    engine.step()
+    assert gone == []
+    if ending == "finished":
+        engine.step()
+    elif ending == "cancelled":
+        engine.cancel(bound)
+    elif ending == "failed":
+        script.failures[2] = ValueError("boom")
+        with pytest.raises(EngineFailed):
+            engine.step()
+    else:
+        engine.close()
+    assert gone == [adapter]
+    engine.close()
+    assert gone == [adapter]
+
+
+def test_an_adapter_is_added_once_and_removed_once() -> None:
+    engine = stepper(Script())
+    adapter = Adapter("a", 1)
+    engine.add_adapter(adapter, lambda: None)
+    with pytest.raises(InvalidAdapter, match="already"):
+        engine.check_new(adapter)
+    engine.check_new(Adapter("a", 2))
+    engine.remove_adapter(adapter)
+    with pytest.raises(UnknownAdapter, match="not loaded"):
+        engine.remove_adapter(adapter)
+
+
+def test_after_closing_nothing_is_taken_and_nothing_comes_back() -> None:
+    engine = stepper(Script())
+    engine.submit(questions(0))
+    assert [engine.close(), engine.close()] == [True, False]
+    assert engine.step() == []
+    engine.cancel(questions(0))
+    with pytest.raises(Closed, match="closed"):
+        engine.submit(questions(1))
+    with pytest.raises(Closed, match="closed"):
+        engine.check_new(Adapter("a", 1))
+
+
+def test_seeds_of_any_size_are_taken() -> None:
+    engine = stepper(Script())
+    samples = [
+        SampleRequest((1,), max_tokens=4, seed=seed) for seed in (-1, 0, 2**63, 2**64 - 2, 2**80)
+    ]
+    engine.submit(samples)
+    assert all(end.error is None for end in drain(engine, 5).values())
+
+
+def test_sizes_must_be_positive() -> None:
+    for name in ("max_batch_size", "max_model_len"):
+        with pytest.raises(InvalidRequest, match=name):
+            stepper(Script(), **{name: 0})
+
+
+def test_repr_tells_what_is_going_on() -> None:
+    engine = stepper(Script())
+    engine.submit(questions(0, 1))
+    assert repr(engine) == "Stepper(2 in progress, 0 adapters, 0 steps)"
+    engine.close()
+    assert "closed" in repr(engine)
