@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import array
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Required, TypedDict
+from typing import Any, Required, TypedDict, cast
 
 import numpy as np
 import torch
@@ -43,44 +44,46 @@ class Limits:
     vocab_size: int
     max_model_len: int
 
-    def token_ids(self, token_ids: TokenIds, *, allow_empty: bool = False) -> tuple[int, ...]:
-        """Token ids as a tuple of int.
+    def token_ids(
+        self, token_ids: TokenIds, *, allow_empty: bool = False, name: str = "token ids"
+    ) -> tuple[int, ...]:
+        """Token ids as a tuple of int; messages call them ``name``.
 
         Raises:
             InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
         """
-        if isinstance(token_ids, torch.Tensor):
-            token_ids = token_ids.detach().cpu().numpy()
+        if isinstance(token_ids, torch.Tensor | np.ndarray):
+            token_ids = _integers(token_ids, name)
         if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
-            token_ids, Sequence | np.ndarray
+            token_ids, Sequence
         ):
             raise InvalidRequest(
-                f"token ids must be a sequence of int, got {type(token_ids).__name__}; "
+                f"{name} must be a sequence of int, got {type(token_ids).__name__}; "
                 "for text, give encode(text)"
             )
         try:
             ids = array.array("I", token_ids)
         except (TypeError, OverflowError, ValueError):
-            raise InvalidRequest(self._what_is_wrong(token_ids)) from None
+            raise InvalidRequest(self._what_is_wrong(token_ids, name)) from None
         if not ids:
             if allow_empty:
                 return ()
             raise InvalidRequest("an empty prompt has no next token: give at least one token id")
         if int(np.frombuffer(ids, np.uint32).max()) >= self.vocab_size:
-            raise InvalidRequest(self._what_is_wrong(ids))
+            raise InvalidRequest(self._what_is_wrong(ids, name))
         return tuple(ids)
 
-    def _what_is_wrong(self, token_ids: Sequence[Any] | np.ndarray) -> str:
+    def _what_is_wrong(self, token_ids: Sequence[Any], name: str) -> str:
         for position, token_id in enumerate(token_ids):
             if not isinstance(token_id, int | np.integer):
                 kind = type(token_id).__name__
-                return f"token ids must be int, but at position {position} there is a {kind}"
+                return f"{name} must be int, but at position {position} there is a {kind}"
             if not 0 <= token_id < self.vocab_size:
                 return (
-                    f"token id {token_id} at position {position} is not in the vocabulary: "
-                    f"ids go from 0 to {self.vocab_size - 1}"
+                    f"{name} must be in the vocabulary, from 0 to {self.vocab_size - 1}, "
+                    f"but at position {position} there is {token_id}"
                 )
-        return "token ids must be one flat sequence of int"
+        return f"{name} must be one flat sequence of int"
 
     def logprobs_request(self, token_ids: TokenIds, adapter: Adapter | None) -> LogprobsRequest:
         """Raises InvalidRequest for bad token ids, ContextTooLong for too many."""
@@ -122,16 +125,18 @@ class Limits:
             raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
         if seed is not None:
             check_int("seed", seed, 0, 2**63 - 1)
-        if len(ids) + max_tokens > self.max_model_len:
+        room = self.max_model_len - len(ids)
+        if max_tokens > room:
+            advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
             raise ContextTooLong(
                 f"a context of {len(ids)} tokens and max_tokens={max_tokens} are over max_model_len="
-                f"{self.max_model_len} together: max_tokens can be {self.max_model_len - len(ids)} here"
+                f"{self.max_model_len} together: {advice}"
             )
         decided = temperature == 0.0 or seed is not None
         return SampleRequest(
             ids,
             int(max_tokens),
-            frozenset(self.token_ids(stop_token_ids, allow_empty=True)),
+            frozenset(self.token_ids(stop_token_ids, allow_empty=True, name="stop_token_ids")),
             float(temperature),
             float(top_p),
             int(top_k),
@@ -142,11 +147,29 @@ class Limits:
         )
 
 
+def _integers(token_ids: np.ndarray | torch.Tensor, name: str) -> list[int]:
+    """The ints of a flat array or tensor. Raises InvalidRequest if it is no such thing."""
+    if isinstance(token_ids, torch.Tensor):
+        dtype = token_ids.dtype
+        integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    else:
+        integers = np.issubdtype(token_ids.dtype, np.integer)
+    if token_ids.ndim != 1 or not (integers or len(token_ids) == 0):
+        raise InvalidRequest(
+            f"{name} must be one flat sequence of int, got {token_ids.dtype} "
+            f"of shape {list(token_ids.shape)}"
+        )
+    return cast("list[int]", token_ids.tolist())
+
+
 def check_contexts(contexts: Sequence[TokenIds]) -> Sequence[TokenIds]:
     """Raises InvalidRequest if these are no contexts in a sequence; each is checked on its own."""
     given: object = contexts
-    if isinstance(given, str | bytes) or not isinstance(
-        given, Sequence | np.ndarray | torch.Tensor
+    scalar = isinstance(given, np.ndarray | torch.Tensor) and given.ndim == 0
+    if (
+        scalar
+        or isinstance(given, str | bytes)
+        or not isinstance(given, Sequence | np.ndarray | torch.Tensor)
     ):
         raise InvalidRequest(
             f"contexts must be a sequence of token-id sequences, got {type(contexts).__name__}"
@@ -165,8 +188,8 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
 
 def check_float(name: str, value: object, low: float, high: float) -> None:
     """Raises InvalidRequest unless ``value`` is a finite number from ``low`` to ``high``."""
-    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    if not (low <= value <= high) or math.isinf(value):
+    if not low <= value <= min(high, sys.float_info.max):
         bound = f"at least {low:g} and finite" if math.isinf(high) else f"from {low:g} to {high:g}"
         raise InvalidRequest(f"{name} must be {bound}, got {value}")

@@ -9,13 +9,17 @@ Rules:
     A request is in ``_entries`` from the question that queued it until it ends; it ends once.
     A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
     the queue at once, from the engine at the next turn, unless an equal question comes first.
-    A row is in the cache before its request leaves ``_entries``, so no question falls in between.
+    A row is in the cache before its request leaves ``_entries``, and a question looks at both under
+    the lock, so none falls in between.
+    A coroutine may be collected by any thread at any moment, the one that holds the lock included:
+    what runs then takes no lock.
     Every waiter gets storage (or an exception object) of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import sys
 import threading
@@ -38,6 +42,9 @@ from genrt.engine import (
 from genrt.errors import Closed, EngineFailed, GenrtError, OutOfMemory
 
 __all__ = ["Batcher", "BatcherStatistics"]
+
+PATIENCE = 100
+"""How many passes a loop that asks something new in each of them is waited for."""
 
 Outcome: TypeAlias = GenrtError | None
 """What a waiter's future gets: an error, or None for "your results are there"."""
@@ -73,13 +80,12 @@ class _Waiter:
     results: list[Result | None] = field(default_factory=list)
     missing: dict[Request, list[int]] = field(default_factory=dict)
 
-    def accept(self, request: Request, result: Result, *, own: bool) -> bool:
+    def accept(self, positions: Iterable[int], result: Result, *, own: bool) -> None:
         """Take a result for each place that asked for it; ``own`` says the first may keep the very
-        tensor. True when nothing is missing any more."""
-        for position in self.missing.pop(request, ()):
+        tensor."""
+        for position in positions:
             self.results[position] = result if own else _copy(result)
             own = False
-        return not self.missing
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +94,7 @@ class _Gathering:
 
     requests: dict[Request, None] = field(default_factory=dict)
     questions: int = 0
+    passes: int = 0
 
     def pop(self) -> dict[Request, None]:
         requests, self.requests = self.requests, {}
@@ -134,6 +141,7 @@ class Batcher:
         self._ready: dict[Request, None] = {}
         self._due = float("inf")
         self._withdrawn: dict[Request, None] = {}
+        self._abandoned: collections.deque[_Waiter] = collections.deque()
         self._in_flight = 0
         self._retired: list[Adapter] = []
         self._closed: GenrtError | None = None
@@ -162,9 +170,12 @@ class Batcher:
         try:
             if not self._join(waiter):
                 await cast("asyncio.Future[None]", waiter.future)
-        finally:
-            if waiter.missing:
-                self._leave(waiter)
+        except GeneratorExit:  # collected, as its loop ended without it; the next turn takes it off
+            self._abandoned.append(waiter)
+            raise
+        except BaseException:
+            self._leave(waiter)
+            raise
         return cast("list[Result]", waiter.results)
 
     def ask_sync(self, requests: Sequence[Request]) -> list[Result]:
@@ -173,31 +184,34 @@ class Batcher:
         try:
             if not self._join(waiter):
                 cast("concurrent.futures.Future[None]", waiter.future).result()
-        finally:
-            if waiter.missing:
-                self._leave(waiter)
+        except BaseException:
+            self._leave(waiter)
+            raise
         return cast("list[Result]", waiter.results)
 
     def _join(self, waiter: _Waiter) -> bool:
         """Give the waiter what the cache has and register it for the rest; True if that is nothing."""
-        requests = waiter.requests
-        for position, request in enumerate(requests):
-            row = self._cache.get(request) if isinstance(request, LogprobsRequest) else None
-            waiter.results.append(row)
-            if row is None:
-                waiter.missing.setdefault(request, []).append(position)
-        missing = sum(map(len, waiter.missing.values()))
+        borrowed: list[tuple[int, torch.Tensor]] = []
         with self._lock:
             if self._closed is not None:
-                waiter.missing.clear()
                 raise self._closed.fresh()
-            self._questions += len(requests)
-            self._cached += len(requests) - missing
-            self._deduplicated += missing - len(waiter.missing)
+            waiter.results = [None] * len(waiter.requests)
+            for position, request in enumerate(waiter.requests):
+                row = self._cache.borrow(request) if isinstance(request, LogprobsRequest) else None
+                if row is None:
+                    waiter.missing.setdefault(request, []).append(position)
+                else:
+                    borrowed.append((position, row))
+            complete = not waiter.missing
+            self._questions += len(waiter.requests)
+            self._cached += len(borrowed)
+            self._deduplicated += len(waiter.requests) - len(borrowed) - len(waiter.missing)
             wake = self._register(waiter)
         if wake:
             self._wake()
-        return not waiter.missing
+        for position, row in borrowed:
+            waiter.results[position] = row.clone()
+        return complete
 
     def _register(self, waiter: _Waiter) -> bool:
         """Under the lock: join or queue what is missing; True if the engine thread must look."""
@@ -232,7 +246,8 @@ class Batcher:
     def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: _Gathering, seen: int) -> None:
         """Once a pass of the loop brought no new question, what it asked is ready."""
         with self._lock:
-            if gathering.questions != seen:
+            gathering.passes += 1
+            if gathering.questions != seen and gathering.passes < PATIENCE:
                 loop.call_soon(self._quiet, loop, gathering, gathering.questions)
                 return
             self._gathering.pop(loop, None)
@@ -252,12 +267,16 @@ class Batcher:
 
     def _leave(self, waiter: _Waiter) -> None:
         with self._lock:
-            if waiter.missing:
-                self._cancelled += 1
-                self._drop(waiter)
-            wake = bool(self._withdrawn)
+            self._cancel(waiter)
+            wake = bool(self._withdrawn or self._retired)
         if wake:
             self._wake()
+
+    def _cancel(self, waiter: _Waiter) -> None:
+        """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
+        if waiter.missing:
+            self._cancelled += 1
+            self._drop(waiter)
 
     def _drop(self, waiter: _Waiter) -> None:
         """Under the lock: take a waiter off every request it still waits for."""
@@ -277,7 +296,7 @@ class Batcher:
     def seconds_until_due(self) -> float | None:
         """How long ``turn`` has nothing to do: 0.0 for now, ``None`` for until the next ``wake``."""
         with self._lock:
-            if self._in_flight or self._withdrawn or self._retired:
+            if self._in_flight or self._withdrawn or self._abandoned or self._unbound():
                 return 0.0
             if not self._ready:
                 return None
@@ -311,10 +330,11 @@ class Batcher:
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter]]:
         with self._lock:
+            while self._abandoned:
+                self._cancel(self._abandoned.popleft())
             for waiter in {w for r in self._ready for w in self._entries[r].waiters}:
                 if waiter.loop is not None and waiter.loop.is_closed():
-                    self._cancelled += 1
-                    self._drop(waiter)
+                    self._cancel(waiter)
             withdrawn = list(self._withdrawn)
             self._withdrawn.clear()
             for request in withdrawn:
@@ -332,19 +352,25 @@ class Batcher:
                 self._largest_flush = max(self._largest_flush, len(flush))
             if not self._ready:
                 self._due = float("inf")
-            retired = [a for a in self._retired if all(r.adapter != a for r in self._entries)]
+            retired = self._unbound()
             self._retired = [a for a in self._retired if a not in retired]
             return flush, withdrawn, retired
 
+    def _unbound(self) -> list[Adapter]:
+        """Under the lock: the retired adapters that no request is bound to any more."""
+        if not self._retired:
+            return []
+        bound = {request.adapter for request in self._entries}
+        return [adapter for adapter in self._retired if adapter not in bound]
+
     def _settle(self, finished: Sequence[Finished]) -> None:
         """End these requests: cache the rows, then hand every waiter its own."""
-        for end in finished:
-            if isinstance(end.request, LogprobsRequest) and isinstance(end.result, torch.Tensor):
-                self._cache.put(end.request, end.result)
-        done: list[tuple[_Waiter, Outcome]] = []
-        copies: list[tuple[_Waiter, Finished, bool]] = []
+        failed: list[tuple[_Waiter, Outcome]] = []
+        answered: list[tuple[_Waiter, Outcome]] = []
+        copies: list[tuple[_Waiter, list[int], Result, bool]] = []
+        kept = [self._kept(end) for end in finished]
         with self._lock:
-            for end in finished:
+            for end in kept:
                 entry = self._entries.get(end.request)
                 if entry is None or not entry.in_flight:
                     continue
@@ -355,13 +381,29 @@ class Batcher:
                 for number, waiter in enumerate(entry.waiters):
                     if end.error is not None:
                         self._drop(waiter)
-                        done.append((waiter, end.error.fresh()))
-                    else:
-                        copies.append((waiter, end, number == 0))
-        for waiter, end, own in copies:
-            if waiter.accept(end.request, cast("Result", end.result), own=own):
-                done.append((waiter, None))
-        _deliver(done)
+                        failed.append((waiter, end.error.fresh()))
+                        continue
+                    positions = waiter.missing.pop(end.request)
+                    copies.append((waiter, positions, cast("Result", end.result), number == 0))
+                    if not waiter.missing:
+                        answered.append((waiter, None))
+        for waiter, positions, result, own in copies:
+            try:
+                waiter.accept(positions, result, own=own)
+            except Exception as error:
+                with self._lock:
+                    self._drop(waiter)
+                failed.append((waiter, _translated(error)))
+        _deliver([*failed, *answered])
+
+    def _kept(self, end: Finished) -> Finished:
+        """The same end with its row in the cache; an error if there is no memory for a copy."""
+        if isinstance(end.request, LogprobsRequest) and isinstance(end.result, torch.Tensor):
+            try:
+                self._cache.put(end.request, end.result)
+            except Exception as error:
+                return Finished(end.request, error=_translated(error))
+        return end
 
     # -- the rest of a life -------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Rows we still have: least recently used out, bounded in bytes.
 
 Rules:
-    A stored row is nobody else's: it is copied in, and copied out for every caller.
+    A stored row is nobody else's: it is copied in, and never written to. Who borrows one copies it
+    before anybody else sees it.
     The bound counts the storage that is really held, not the tensor's own length.
     The lock is held for dictionary work only, never while a row is copied.
 """
@@ -48,15 +49,15 @@ class RowCache:
         with self._lock:
             return request in self._rows
 
-    def get(self, request: LogprobsRequest) -> torch.Tensor | None:
-        """A copy of the request's row, or ``None``; counts a hit or a miss."""
+    def borrow(self, request: LogprobsRequest) -> torch.Tensor | None:
+        """The stored row itself, to be copied and not written to, or ``None``; counts a hit or a miss."""
         with self._lock:
             row = self._rows.get(request)
             if row is None:
                 self._misses += 1
-                return None
-            self._hits += 1
-        return row.clone()
+            else:
+                self._hits += 1
+            return row
 
     def put(self, request: LogprobsRequest, row: torch.Tensor) -> None:
         """Keep a copy of the row; one that is larger than the whole cache is not kept."""

@@ -18,10 +18,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -107,7 +108,7 @@ def masks(states: Sequence[ConstraintState]) -> Tensor:
         InvalidConstraint: a grammar exceeded llguidance's limits on memory or work.
     """
     words, vocab_size = _words(states)
-    bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
     return torch.from_numpy(np.ascontiguousarray(bits[:, :vocab_size]).view(np.bool_))
 
 
@@ -119,10 +120,14 @@ def bitmasks(states: Sequence[ConstraintState]) -> Tensor:
         InvalidRequest: there are no states, or they are over vocabularies of different sizes.
         InvalidConstraint: a grammar exceeded llguidance's limits on memory or work.
     """
-    return _words(states)[0]
+    return torch.from_numpy(_words(states)[0])
 
 
-def _words(states: Sequence[ConstraintState]) -> tuple[Tensor, int]:
+# Masks are made with NumPy: torch would start its own team of threads in every thread that asks.
+_Words: TypeAlias = NDArray[np.int32]
+
+
+def _words(states: Sequence[ConstraintState]) -> tuple[_Words, int]:
     """The packed masks and the vocabulary's size."""
     if not states:
         raise InvalidRequest("masks of no states have no width; give at least one state")
@@ -139,19 +144,19 @@ def _words(states: Sequence[ConstraintState]) -> tuple[Tensor, int]:
             sizes.add(len(state.vocabulary.tokens))
         else:
             mask = state.mask()
-            rows.append(_pack(mask))
+            rows.append(_packed(mask))
             sizes.add(len(mask))
     if len(sizes) != 1:
         raise InvalidRequest(
             f"the states are over vocabularies of {sorted(sizes)} tokens; ask for one lm's at a time"
         )
-    return torch.stack(rows), sizes.pop()
+    return np.stack(rows), sizes.pop()
 
 
-def _pack(mask: Tensor) -> Tensor:
+def _packed(mask: Tensor) -> _Words:
     padded = np.zeros(-(-len(mask) // 32) * 32, dtype=np.bool_)
     padded[: len(mask)] = mask.cpu().numpy()
-    return torch.from_numpy(np.packbits(padded, bitorder="little").view(np.int32))
+    return np.packbits(padded, bitorder="little").view(np.int32)
 
 
 class _Vocabulary:
@@ -180,28 +185,28 @@ class _Vocabulary:
 
     def fill(self, states: Sequence[_GrammarState]) -> None:
         """Compute the packed masks of distinct states, in parallel, and leave them there."""
-        words = torch.zeros(len(states), -(-len(self.tokens) // 32), dtype=torch.int32)
         with self.lock:
+            # Another thread may have been here while this one waited.
+            unfilled = [state for state in states if not len(state.words)]
+            words: _Words = np.zeros((len(unfilled), -(-len(self.tokens) // 32)), dtype=np.int32)
             self.executor.unsafe_compute_mask_ptr(
-                [(state.matcher, row) for row, state in enumerate(states)],
-                words.data_ptr(),
-                words.shape[1] * words.element_size(),
-                len(states),
+                [(state.matcher, row) for row, state in enumerate(unfilled)],
+                words.ctypes.data,
+                words.shape[1] * words.itemsize,
+                len(unfilled),
             )
-            errors = [state.matcher.get_error() for state in states]
-        word, bit = divmod(self.eos_token_id, 32)
-        end = int(np.uint32(1 << bit).view(np.int32))
-        for row, state, error in zip(words, states, errors, strict=True):
-            if error:
+            for row, state in zip(words, unfilled, strict=True):
+                error = state.matcher.get_error()
                 # A dead end is an error state of this name, in which only the end token may pass.
-                if not error.startswith("NoExtension"):
+                if error and not error.startswith("NoExtension"):
                     raise InvalidConstraint(
                         "the constraint is too complex to compute which tokens may follow, "
                         f"simplify it: {_brief(error)}"
                     )
-                row.zero_()
-            row[word] = (row[word] | end) if state.accepting else (row[word] & ~end)
-            state.words = row.clone()
+                word, bit = divmod(self.eos_token_id, 32)
+                end = np.uint32(1 << bit).view(np.int32)
+                row[word] = row[word] | end if state.accepting else row[word] & ~end
+                state.words = row.copy()
 
 
 class _Tokens:
@@ -270,7 +275,7 @@ class _GrammarState:
         self.vocabulary = vocabulary
         self.matcher = matcher
         self.accepting: bool = matcher.is_accepting()
-        self.words = torch.empty(0, dtype=torch.int32)
+        self.words: _Words = np.empty(0, dtype=np.int32)
 
     def mask(self) -> Tensor:
         return masks([self])[0]

@@ -4,13 +4,17 @@ Rules:
     The engine is opened, used and closed on this thread and nowhere else.
     Between turns the thread sleeps until it is woken; it never polls.
     When the thread ends, for whatever reason, every waiter has been told.
+    A runtime may be collected, and so closed, by any thread at any moment, this one included in the
+    middle of a turn: then ``close`` takes no lock and waits for nobody.
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -56,20 +60,19 @@ class EngineThread:
             tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
         ] = collections.deque()
         self._calls_lock = threading.Lock()
-        self._calls_closed = False
-        self._woken = threading.Event()
+        self._ended: GenrtError | None = None
+        # Not an Event, whose lock a finalizer could find held by its own thread.
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = False
         self._process = os.getpid()
+        self.opened.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
         self._thread = threading.Thread(target=self._run, name="genrt-engine", daemon=True)
         self._thread.start()
 
     @property
     def batcher(self) -> Batcher:
         """The batcher, once ``opened`` has resolved to an engine."""
-        if os.getpid() != self._process:
-            raise Closed(
-                "this runtime belongs to the process that loaded it; a forked child must load its own"
-            )
+        self._check_process()
         if self._batcher is None:
             raise Closed("the engine is not open")
         return self._batcher
@@ -77,15 +80,20 @@ class EngineThread:
     def call(self, function: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
         """Have ``function(engine)`` run on the thread between two turns.
 
-        The future can be cancelled until the function starts; it gets ``Closed`` when the thread ends
-        before that."""
+        The future can be cancelled until the function starts; it gets ``Closed``, or why the engine
+        can't go on, when the thread ends before that.
+
+        Raises:
+            Closed: in a forked child, where there is no such thread.
+        """
+        self._check_process()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._calls_lock:
-            if self._calls_closed:
-                future.set_exception(_closed())
+            if self._ended is not None:
+                future.set_exception(self._ended.fresh())
                 return future
             self._calls.append((future, function))
-        self._woken.set()
+        self._wake()
         return future
 
     def close(self, *, wait: bool = True) -> None:
@@ -96,15 +104,28 @@ class EngineThread:
         if os.getpid() != self._process:
             return
         self._closing = True
+        self._wake()
+        if threading.current_thread() is self._thread:
+            return  # to the turn in progress, after which it tells everyone and ends
         if self._batcher is not None:
             self._batcher.close()
-        self._woken.set()
-        if wait and threading.current_thread() is not self._thread:
+        if wait:
             self._thread.join(CLOSE_SECONDS)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether the thread runs, in this process, and has not been told to end."""
+        return self._thread.is_alive() and not self._closing
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise Closed(
+                "this runtime belongs to the process that loaded it; a forked child must load its own"
+            )
+
+    def _wake(self) -> None:
+        if self._signals.empty():  # one that is still there will be seen, and after it this state
+            self._signals.put(None)
 
     def _run(self) -> None:
         try:
@@ -117,7 +138,7 @@ class EngineThread:
             self._cache,
             max_batch_size=self._max_batch_size,
             max_wait_seconds=self._max_wait_seconds,
-            wake=self._woken.set,
+            wake=self._wake,
         )
         self.opened.set_result(engine)
         reason: GenrtError = _closed()
@@ -139,19 +160,24 @@ class EngineThread:
                 future, function = self._calls.popleft()
                 if future.set_running_or_notify_cancel():
                     try:
-                        future.set_result(function(engine))
-                    except Exception as error:
+                        result = function(engine)
+                    except BaseException as error:
                         future.set_exception(error)
+                        if not isinstance(error, Exception):
+                            raise
+                    else:
+                        future.set_result(result)
             seconds = batcher.seconds_until_due()
             if seconds == 0.0:
                 batcher.turn(engine)
             elif not self._calls and not self._closing:
-                self._woken.wait(seconds)
-                self._woken.clear()
+                longest = threading.TIMEOUT_MAX if seconds is None else seconds
+                with contextlib.suppress(queue.Empty):
+                    self._signals.get(timeout=min(longest, threading.TIMEOUT_MAX))
 
     def _end_calls(self, reason: GenrtError) -> None:
         with self._calls_lock:
-            self._calls_closed = True
+            self._ended = reason
         while self._calls:
             future, _ = self._calls.popleft()
             if future.set_running_or_notify_cancel():

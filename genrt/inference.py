@@ -451,17 +451,24 @@ class SMC:
     ) -> tuple[list[Particle], Floats]:
         if self._temperature != 1:
             rows = sampling.truncate(rows, temperature=self._temperature)
+        columns = torch.arange(rows.shape[1])
+        if mask is not None:
+            # What no particle may draw needs no noise: most of the vocabulary, under most constraints.
+            columns = (mask.any(dim=0) | (columns == self._eos_token_id)).nonzero()[:, 0]
+            mask = mask[:, columns]
+            rows = rows[:, columns.to(rows.device)]
         generator = torch.Generator(device=rows.device)
         generator.manual_seed(seed)
         drawn = sampling.draw(rows, mask=mask, generators=generator)
         # Equal prefixes share their constraint's state, and so the computation of its mask.
         advanced: dict[tuple[int, int], ConstraintState] = {}
         grown = []
-        for particle, token_id in zip(particles, drawn.token_ids.tolist(), strict=True):
+        for particle, column in zip(particles, drawn.token_ids.tolist(), strict=True):
             state = particle.constraint_state
-            if token_id == -1:
+            if column == -1:
                 grown.append(particle)
                 continue
+            token_id = int(columns[column])
             if token_id == self._eos_token_id:
                 grown.append(Particle(particle.token_ids, state, True))
                 continue

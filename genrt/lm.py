@@ -12,6 +12,7 @@ import concurrent.futures
 import itertools
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +76,7 @@ def load(
         model: a checkpoint directory, a model's name, or ``None`` for the embedded
             SmolLM2-135M-Instruct; for the exact engine, an ``NGram`` or the directory of a saved one.
         engine: ``"vllm"``, ``"transformers"``, ``"exact"``, or a function that makes an Engine of your
-            own; it is called on the thread that will own it.
+            own; it is called on the thread that will own it, and takes no model or options here.
         engine_options: to vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, as they are.
         cache_bytes: the bound of the row cache, on the engine's device; 0 is no cache.
         max_batch_size: the most requests in one flush, however many the engine takes to a step;
@@ -130,6 +131,11 @@ def _start(
         raise InvalidRequest(
             f"engine_options must be a mapping of option names to values, got {engine_options!r}"
         )
+    if callable(engine) and (model is not None or engine_options):
+        raise InvalidRequest(
+            "model and engine_options are for engines opened by name: a function that makes an engine "
+            "must bring its own"
+        )
     open_engine = (
         engine
         if callable(engine)
@@ -159,6 +165,7 @@ class AsyncLM:
         self._engine = engine
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
         self._adapters: dict[str, Adapter] = {}
+        self._adapters_lock = threading.Lock()
         self._versions = itertools.count(1)
         self._nonces = itertools.count(1)
         self._finalizer = weakref.finalize(self, thread.close)
@@ -337,40 +344,43 @@ class AsyncLM:
             InvalidAdapter: the directory holds no safetensors adapter, it does not fit the model, or
                 the engine was opened without adapters.
         """
-        adapter, future = self._adding(name, path)
-        await asyncio.wrap_future(future)
-        self._bind(adapter)
+        await asyncio.wrap_future(self._adding(name, path))
 
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
         """``add_adapter``, blocking."""
-        adapter, future = self._adding(name, path)
-        future.result()
-        self._bind(adapter)
+        self._adding(name, path).result()
 
     def remove_adapter(self, name: str) -> None:
         """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before
         are answered; then its weights and its cached rows go. Returns at once."""
-        adapter = self._bound(name)
-        if adapter is None:
-            raise InvalidRequest("the base model is no adapter: give the name of one")
-        del self._adapters[adapter.name]
-        self._batcher.retire(adapter)
+        batcher = self._batcher
+        with self._adapters_lock:
+            adapter = self._bound(name)
+            if adapter is None:
+                raise InvalidRequest("the base model is no adapter: give the name of one")
+            del self._adapters[adapter.name]
+        batcher.retire(adapter)
 
-    def _adding(
-        self, name: str, path: str | os.PathLike[str]
-    ) -> tuple[Adapter, concurrent.futures.Future[None]]:
+    def _adding(self, name: str, path: str | os.PathLike[str]) -> concurrent.futures.Future[None]:
+        """Loads and binds on the engine thread, so that the last call wins, and an adapter whose caller
+        left meanwhile is bound or was never loaded."""
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"an adapter's name must be a non-empty str, got {name!r}")
+        if not isinstance(path, str | os.PathLike):
+            raise InvalidRequest(f"an adapter's path must be a str or a Path, got {path!r}")
         directory = Path(path).expanduser()
         check_adapter_directory(directory)
         adapter = Adapter(name, next(self._versions))
-        return adapter, self._thread.call(lambda engine: engine.add_adapter(adapter, directory))
 
-    def _bind(self, adapter: Adapter) -> None:
-        previous = self._adapters.get(adapter.name)
-        self._adapters[adapter.name] = adapter
-        if previous is not None:
-            self._batcher.retire(previous)
+        def load_and_bind(engine: Engine) -> None:
+            engine.add_adapter(adapter, directory)
+            with self._adapters_lock:
+                previous = self._adapters.get(name)
+                self._adapters[name] = adapter
+            if previous is not None:
+                self._batcher.retire(previous)
+
+        return self._thread.call(load_and_bind)
 
     def _bound(self, name: str | None) -> Adapter | None:
         if name is None:
@@ -401,7 +411,8 @@ class AsyncLM:
         """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread.
 
         Returns when the step in progress has ended, or after 5 seconds if it takes longer."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._thread.close()
 
     async def aclose(self) -> None:
         """``close`` without holding up the event loop."""
@@ -420,9 +431,10 @@ class AsyncLM:
         await self.aclose()
 
     def __repr__(self) -> str:
-        state = "open" if self._thread.alive and self._finalizer.alive else "closed"
+        if not self._thread.alive:
+            return f"AsyncLM(closed, {type(self._engine).__name__}, vocab_size={self.vocab_size})"
         return (
-            f"AsyncLM({state}, {type(self._engine).__name__}, vocab_size={self.vocab_size}, "
+            f"AsyncLM(open, {type(self._engine).__name__}, vocab_size={self.vocab_size}, "
             f"max_model_len={self.max_model_len}, adapters={list(self._adapters)}, "
             f"{self._thread.batcher!r}, {self._cache!r})"
         )

@@ -352,21 +352,22 @@ def test_constraints_of_ones_own_mix_with_the_compiled_ones(size: int) -> None:
 
 
 def test_states_are_shared_by_threads() -> None:
-    lm = lm_over(b"a", b"b", b"ab")
-    start = regex("(a|b)*ab", lm).start()
+    lm = lm_over(b"a", b"b", *[b"%c%c%c" % (i, j, i) for i in b"abcdefghij" for j in range(256)])
+    start = regex("(a|b)*[a-j]?", lm).start()
     failures: list[BaseException] = []
+    everyone = threading.Barrier(4)
 
-    def walk() -> None:
+    def use(states: list[ConstraintState]) -> None:
+        everyone.wait()
         try:
-            for _ in range(50):
-                state = start
-                for token_id in (1, 2, 3, 1):
-                    masks([start, state])
-                    state = state.advance(token_id)
+            for state in states:
+                masks([state])
+                state.advance(1)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=walk) for _ in range(4)]
+    states = [start.advance(1 + i % 2) for i in range(200)]
+    threads = [threading.Thread(target=use, args=(states,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -291,7 +291,8 @@ def an_smc(lm: AsyncLM, **options: Any) -> SMC:
 @pytest.mark.parametrize("resample", RESAMPLERS)
 async def test_a_seed_makes_a_run(resample: Resampler) -> None:
     results = []
-    for options in ({}, {"cache_bytes": 0}, {"max_batch_size": 1}, {"cache_bytes": 40}):
+    runtimes: list[dict[str, Any]] = [{}, {"cache_bytes": 0}, {"max_batch_size": 1}]
+    for options in [*runtimes, {"cache_bytes": 40}]:
         with genrt.load(MODEL, engine="exact", **options) as lm:
             results.append(await an_smc(lm, resample=resample).run(7))
     assert all(same(result, results[0]) for result in results[1:])
@@ -488,8 +489,9 @@ def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
     ],
 )
 def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"prompt_token_ids": PROMPT, "num_particles": 2, "max_tokens": 2}
     with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match=message):
-        SMC(lm, **({"prompt_token_ids": PROMPT, "num_particles": 2, "max_tokens": 2} | options))
+        SMC(lm, **(right | options))
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, None])
@@ -544,6 +546,27 @@ def test_ancestors_are_valid_and_the_dead_have_no_children(
     assert np.array_equal(log_weights, given_weights)
     again = resample(np.random.default_rng(seed), log_weights)
     assert np.array_equal(ancestors, again)
+
+
+class Constant(np.random.Generator):
+    """A generator whose every uniform is the same number."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.value = value
+
+    def random(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+        return self.value if size is None else np.full(size, self.value)
+
+
+@pytest.mark.parametrize("resample", RESAMPLERS)
+@pytest.mark.parametrize("uniform", [0.0, 0.5, float(np.nextafter(1.0, 0.0))])
+def test_extreme_uniforms_draw_no_dead_ancestor(resample: Resampler, uniform: float) -> None:
+    for weights in ([0.0, 1.0, 0.0], [0.0, 0.3, 0.3, 0.0, 0.7, 0.0], [0.0, *[0.1] * 10, 0.0]):
+        with np.errstate(divide="ignore"):
+            ancestors = resample(Constant(uniform), np.log(weights))
+        assert len(ancestors) == len(weights)
+        assert np.all(np.array(weights)[ancestors] > 0)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_truncation_of_a_batch_is_that_of_each_row(
         **{name: torch.tensor([how[name] for _, how in cases]) for name in cases[0][1]},
     )
     for row, (_, how), found in zip(rows, cases, together, strict=True):
-        assert torch.equal(found, truncate(row, **how))
+        assert torch.equal(found, truncate(row, **how))  # type: ignore[arg-type]
 
 
 @quick

@@ -44,7 +44,10 @@ def rows(witness: Witness) -> None:
             f"the row of {request} is not normalised: logsumexp is {total:.2g}",
         )
     before = [row.clone() for row in answers]
-    answers[0].fill_(1.0)
+    try:
+        answers[0].fill_(1.0)
+    except RuntimeError as error:
+        raise AssertionError(f"a row cannot be written to by its owner: {error}") from error
     for row, kept in zip(answers[1:], before[1:], strict=True):
         expect(torch.equal(row, kept), "rows share storage: writing to one has changed another")
     for row, kept in zip(witness.rows_of(asked), before, strict=True):

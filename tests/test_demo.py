@@ -1,0 +1,140 @@
+"""The demo: what it prints is what inference found, and errors are one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from genrt import demo
+from genrt.engines.exact import NGram
+
+PATTERN = "(a|b){2,4}"
+MODEL = NGram.random([b"a", b"b", b"\x1b[2J", b""], seed=5, eos_token_id=3)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    MODEL.save(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def run(*options: str) -> int:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return demo.run(parser.parse_args(options))
+
+
+def run_exact(model: str, *options: str) -> int:
+    return run(
+        "--engine", "exact", "--model", model, "--prompt", "a", "--max-tokens", "5", *options
+    )
+
+
+def printed_posterior(out: str) -> dict[str, float]:
+    return {text: float(weight) for weight, text in re.findall(r"(?m)^ +(\d\.\d{4})  (.*)$", out)}
+
+
+def figure(out: str, name: str) -> float:
+    found = re.search(rf"(?m)^{name} +(\S+)  ", out)
+    if found is None:
+        raise LookupError(f"no {name} in\n{out}")
+    return float(found[1].replace(",", ""))
+
+
+def test_the_table_is_the_posterior(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_exact(model, "--pattern", PATTERN, "--particles", "2000") == 0
+    out = capsys.readouterr().out
+    law: dict[str, float] = {}
+    for token_ids, logprob in MODEL.enumerate(MODEL.tokenizer.encode("a"), 5):
+        text = MODEL.tokenizer.decode(token_ids)
+        if re.fullmatch(PATTERN, text):
+            law[text] = law.get(text, 0.0) + math.exp(logprob)
+    evidence = sum(law.values())
+    posterior = printed_posterior(out)
+    assert sum(posterior.values()) == pytest.approx(1, abs=0.01)
+    assert figure(out, "log evidence") == pytest.approx(math.log(evidence), abs=0.2)
+    # Five standard errors at ESS >= 500, and the rounding.
+    assert figure(out, "ESS") > 500
+    for text, weight in posterior.items():
+        if not text.startswith("("):
+            assert weight == pytest.approx(law[text] / evidence, abs=5 * 0.5 / 500**0.5)
+
+
+def test_the_runtimes_figures_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_exact(model, "--pattern", PATTERN, "--particles", "50") == 0
+    captured = capsys.readouterr()
+    asked, joined, hits, rows = (
+        figure(captured.out, name)
+        for name in ("questions", "deduplicated", "cache hits", "engine rows")
+    )
+    assert asked == joined + hits + rows
+    assert 50 <= asked <= 250
+    assert rows <= 1 + 2 + 4 + 8 + 16
+    assert 1 <= figure(captured.out, "engine steps") <= 5
+    assert "of 50 particles going, ESS" in captured.err
+    assert "Loading" in captured.err
+
+
+def test_equal_seeds_print_equal_tables(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = []
+    for seed in ("1", "1", "2"):
+        assert run_exact(model, "--pattern", PATTERN, "--particles", "20", "--seed", seed) == 0
+        tables.append(printed_posterior(capsys.readouterr().out))
+    assert tables[0] == tables[1] != tables[2]
+
+
+def test_a_run_in_which_all_particles_die_says_so(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_exact(model, "--pattern", "a{9}", "--particles", "4") == 0
+    out = capsys.readouterr().out
+    assert "Every particle died" in out
+    assert figure(out, "log evidence") == -math.inf
+
+
+def test_control_characters_do_not_reach_the_terminal(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_exact(model, "--pattern", r"(a|\x1b\[2J)+", "--particles", "50") == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert r"\x1b[2J" in "".join(printed_posterior(out))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pattern", "("), "unclosed group"),
+        (("--pattern", "a", "--particles", "0"), "num_particles"),
+        (("--pattern", "a", "--max-tokens", "5000"), "max_model_len|context"),
+        (("--pattern", "a", "--prompt", "?"), "spell"),
+        (("--pattern", "a", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
+    ],
+)
+def test_errors_are_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    assert run_exact(model, *options) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = [line for line in captured.err.splitlines() if line.startswith("genrt demo: ")]
+    assert re.search(message, line)
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--particles", "8", "--max-tokens", "24") == 0
+    out = capsys.readouterr().out
+    posterior = printed_posterior(out)
+    assert posterior
+    assert all(re.fullmatch(demo.PATTERN, text) for text in posterior)
+    assert sum(posterior.values()) == pytest.approx(1, abs=0.01)
+    assert -15 < figure(out, "log evidence") < -3
+    assert figure(out, "engine rows") < figure(out, "questions") <= 8 * 24
+    assert figure(out, "engine steps") <= 24

@@ -1,0 +1,277 @@
+"""The exact engine: its model is a probability distribution, and its samples are drawn from it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from scipy.stats import chi2
+
+from genrt.engine import Adapter, LogprobsRequest, Request, Result, SampleRequest
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
+from genrt.sampling import truncate
+from genrt.testing import check_engine
+
+LEVEL = 1e-4
+"""Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""
+
+models = st.builds(
+    NGram.random,
+    st.integers(1, 4),
+    order=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+    zeros=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+    eos_token_id=st.sampled_from([None, 0]),
+)
+quick = settings(max_examples=60, deadline=None)
+
+
+def adapter_directory(path: Path, table: torch.Tensor, *, name: str = "table") -> Path:
+    path.mkdir()
+    save_file({name: table}, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text("{}")
+    return path
+
+
+def ask(engine: ExactEngine, requests: list[Request]) -> list[Result | None]:
+    engine.submit(requests)
+    results: dict[Request, Result | None] = {}
+    while len(results) < len(requests):
+        for end in engine.step():
+            assert end.error is None
+            results[end.request] = end.result
+    return [results[request] for request in requests]
+
+
+@quick
+@given(models)
+def test_every_row_is_normalised(model: NGram) -> None:
+    rows = model.table.reshape(-1, model.vocab_size)
+    assert rows.double().logsumexp(-1).abs().max() < 1e-6
+    assert model.table.dtype == torch.float32
+
+
+@quick
+@given(models, st.lists(st.just(0), max_size=3), st.integers(0, 3))
+def test_texts_ended_and_unfinished_have_probability_one(
+    model: NGram, prompt: list[int], max_tokens: int
+) -> None:
+    texts = dict(model.enumerate(prompt, max_tokens, unfinished=True))
+    assert sum(map(math.exp, texts.values())) == pytest.approx(1.0, abs=1e-5)
+    ended = dict(model.enumerate(prompt, max_tokens))
+    eos = model.eos_token_id
+    assert ended == {text: lp for text, lp in texts.items() if text and text[-1] == eos}
+    for text, logprob in texts.items():
+        assert len(text) <= max_tokens
+        assert eos not in text[:-1]
+        assert len(text) == max_tokens or text in ended
+        rows = [model.row([*prompt, *text[:index]]) for index in range(len(text))]
+        steps = [float(row[token]) for row, token in zip(rows, text, strict=True)]
+        assert logprob == pytest.approx(sum(steps), abs=1e-6)
+        assert logprob > -math.inf
+
+
+def test_texts_come_in_order_of_ids_and_each_once() -> None:
+    model = NGram.random(3, seed=1, eos_token_id=1)
+    texts = [text for text, _ in model.enumerate([0], 3, unfinished=True)]
+    assert texts == sorted(set(texts))
+
+
+def test_only_the_last_k_tokens_count_and_short_contexts_are_padded() -> None:
+    model = NGram.random(5, order=2, seed=2)
+    assert torch.equal(model.row([4, 4, 1, 3]), model.row([0, 1, 3]))
+    assert not torch.equal(model.row([1, 3]), model.row([2, 3]))
+    assert torch.equal(model.row([3]), model.row([0, 3]))
+    assert torch.equal(model.row([]), model.row([0, 0]))
+    assert torch.equal(NGram.random(5, order=0).row([1]), NGram.random(5, order=0).row([]))
+
+
+def test_rows_are_copies() -> None:
+    model = NGram.random(3)
+    model.row([1]).fill_(0.0)
+    model.table.fill_(0.0)
+    assert model.row([1]).logsumexp(-1).item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("zeros", "impossible"), [(0.0, 0), (0.5, 2), (0.99, 3), (1.0, 3)])
+def test_random_models_have_the_zeros_asked_for(zeros: float, impossible: int) -> None:
+    table = NGram.random(4, order=2, zeros=zeros).table
+    assert set((table == -math.inf).sum(-1).flatten().tolist()) == {impossible}
+
+
+def test_random_models_name_their_tokens_apart_and_repeat_by_seed() -> None:
+    model = NGram.random(300, order=0, seed=5, eos_token_id=299)
+    assert len(set(model.vocabulary)) == 300
+    assert model.vocabulary[:2] == (b"a", b"b")
+    assert model.vocabulary[299] == b""
+    assert torch.equal(model.table, NGram.random(300, order=0, seed=5).table)
+    assert not torch.equal(model.table, NGram.random(300, order=0, seed=6).table)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        torch.zeros(2, 3),
+        torch.zeros(2, 2),
+        torch.tensor(0.0),
+        torch.tensor([0.0, math.nan, 0.0]),
+        torch.tensor([0.0, math.inf, 0.0]),
+        torch.full((3,), -math.inf),
+        torch.tensor([[0.0, 0.0, 0.0], [-math.inf] * 3, [0.0, 0.0, 0.0]]),
+    ],
+)
+def test_tables_without_a_distribution_are_refused(table: torch.Tensor) -> None:
+    with pytest.raises(InvalidRequest, match="table"):
+        NGram([b"a", b"b", b"c"], table)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        NGram([b"a"], torch.zeros(1), eos_token_id=1)
+    with pytest.raises(InvalidRequest, match="order"):
+        NGram.random(3, order=-1)
+    with pytest.raises(InvalidRequest, match="zeros"):
+        NGram.random(3, zeros=1.5)
+    with pytest.raises(InvalidRequest, match="outside"):
+        NGram.random(3).row([3])
+
+
+@quick
+@given(model=models)
+def test_a_saved_model_loads_as_it_was(
+    model: NGram, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    model.save(directory)
+    loaded = NGram.load(directory)
+    assert loaded.vocabulary == model.vocabulary
+    assert loaded.eos_token_id == model.eos_token_id
+    torch.testing.assert_close(loaded.table, model.table, atol=1e-6, rtol=0.0)
+
+
+def test_loading_what_is_not_there_says_so(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    save_file({"weights": torch.zeros(1)}, tmp_path / "other" / "ngram.safetensors")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "ngram.safetensors").write_bytes(b"torn")
+    for name in ("nowhere", "other", "torn"):
+        with pytest.raises(ModelNotFound, match=r"NGram\.save"):
+            NGram.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_rows_are_the_tables(order: int) -> None:
+    model = NGram.random(7, order=order, seed=order, zeros=0.4)
+    engine = ExactEngine(model, max_batch_size=5)
+    asked: list[Request] = [
+        LogprobsRequest(tuple(torch.randint(7, (length,)).tolist())) for length in range(1, 13)
+    ]
+    for request, row in zip(asked, ask(engine, asked), strict=True):
+        assert isinstance(row, torch.Tensor)
+        torch.testing.assert_close(row, model.row(request.token_ids), atol=1e-6, rtol=0.0)
+
+
+def g_test(outcomes: list[Result | None], logprobs: dict[tuple[int, ...], float]) -> float:
+    """The p-value of samples under a law, cells of fewer than 5 expected ones taken together."""
+    total = len(outcomes)
+    rare = [text for text, logprob in logprobs.items() if total * math.exp(logprob) < 5]
+    cells = [[text] for text in logprobs if text not in rare] + ([rare] if rare else [])
+    assert all(outcome in logprobs for outcome in outcomes)
+    statistic = 0.0
+    for cell in cells:
+        found = sum(outcome in cell for outcome in outcomes)
+        if found:
+            expected = total * sum(math.exp(logprobs[text]) for text in cell)
+            statistic += 2 * found * math.log(found / expected)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+def test_two_thousand_samples_are_drawn_from_the_model() -> None:
+    model = NGram.random(5, order=1, seed=4, zeros=0.2, eos_token_id=0)
+    engine = ExactEngine(model, max_batch_size=500)
+    asked: list[Request] = [
+        SampleRequest((1, 2), max_tokens=3, stop_token_ids=frozenset({0}), seed=seed)
+        for seed in range(2000)
+    ]
+    law = {
+        text[:-1] if text[-1] == 0 else text: logprob
+        for text, logprob in model.enumerate([1, 2], 3, unfinished=True)
+    }
+    assert g_test(ask(engine, asked), law) > LEVEL
+
+
+def test_truncated_samples_are_drawn_from_the_truncated_rows() -> None:
+    model = NGram.random(12, seed=6)
+    engine = ExactEngine(model, max_batch_size=500)
+    ways: list[dict[str, float]] = [
+        {"temperature": 0.6},
+        {"temperature": 1.5, "top_k": 4},
+        {"top_p": 0.7},
+        {"temperature": 2.0, "min_p": 0.2, "top_p": 0.9},
+    ]
+    asked: list[Request] = [
+        SampleRequest((3,), max_tokens=1, seed=seed, **way)  # type: ignore[arg-type]
+        for seed in range(2000)
+        for way in ways
+    ]
+    outcomes = ask(engine, asked)
+    for index, way in enumerate(ways):
+        row = truncate(model.row([3]), **way).tolist()  # type: ignore[arg-type]
+        law: dict[tuple[int, ...], float] = {
+            (token,): logprob for token, logprob in enumerate(row) if logprob > -math.inf
+        }
+        assert g_test(outcomes[index :: len(ways)], law) > LEVEL
+
+
+def test_the_engine_keeps_the_protocol(tmp_path: Path) -> None:
+    model = NGram.random(50, order=2)
+    paths = [
+        adapter_directory(tmp_path / str(seed), NGram.random(50, order=2, seed=seed).table)
+        for seed in (1, 2)
+    ]
+    check_engine(lambda: ExactEngine(model), adapter_paths=paths)
+
+
+def test_the_smallest_engine_keeps_the_protocol() -> None:
+    model = NGram.random(3, zeros=0.4)
+    check_engine(lambda: ExactEngine(model, max_model_len=16, max_batch_size=1))
+
+
+def test_an_adapter_replaces_the_table(tmp_path: Path) -> None:
+    other = NGram.random(4, seed=9)
+    engine = ExactEngine(NGram.random(4))
+    adapter = Adapter("a", 1)
+    engine.add_adapter(adapter, adapter_directory(tmp_path / "a", other.table))
+    [row] = ask(engine, [LogprobsRequest((2,), adapter)])
+    torch.testing.assert_close(row, other.row([2]), atol=1e-6, rtol=0.0)
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    engine = ExactEngine(NGram.random(4))
+    torn = adapter_directory(tmp_path / "torn", torch.zeros(1))
+    (torn / "adapter_model.safetensors").write_bytes(b"torn")
+    wrong = [
+        adapter_directory(tmp_path / "shape", torch.zeros(3, 3)),
+        adapter_directory(tmp_path / "order", torch.zeros(4)),
+        adapter_directory(tmp_path / "name", torch.zeros(4, 4), name="weights"),
+        adapter_directory(tmp_path / "dead", torch.full((4, 4), -math.inf)),
+        torn,
+        tmp_path / "nowhere",
+    ]
+    for path in wrong:
+        with pytest.raises(InvalidAdapter, match=path.name):
+            engine.add_adapter(Adapter("a", 1), path)
+    assert "0 adapters" in repr(engine)
+
+
+def test_the_tokenizer_spells_the_vocabulary() -> None:
+    engine = ExactEngine(NGram.random(3, eos_token_id=2))
+    assert engine.tokenizer.decode([0, 1, 2]) == "ab"
+    assert engine.tokenizer.encode("ba") == [1, 0]
+    assert engine.tokenizer.eos_token_id == 2
