@@ -11,15 +11,14 @@ Rules:
     the queue at once, from the engine at the next turn, unless an equal question comes first.
     A row is in the cache before its request leaves ``_entries``, and a question looks at both under
     the lock, so none falls in between.
-    A coroutine may be collected by any thread at any moment, the one that holds the lock included:
-    what runs then takes no lock.
+    A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
+    one that holds the lock included, waits for nothing any more and takes no lock.
     Every waiter gets storage (or an exception object) of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
 import sys
 import threading
@@ -141,7 +140,6 @@ class Batcher:
         self._ready: dict[Request, None] = {}
         self._due = float("inf")
         self._withdrawn: dict[Request, None] = {}
-        self._abandoned: collections.deque[_Waiter] = collections.deque()
         self._in_flight = 0
         self._retired: list[Adapter] = []
         self._closed: GenrtError | None = None
@@ -170,12 +168,9 @@ class Batcher:
         try:
             if not self._join(waiter):
                 await cast("asyncio.Future[None]", waiter.future)
-        except GeneratorExit:  # collected, as its loop ended without it; the next turn takes it off
-            self._abandoned.append(waiter)
-            raise
-        except BaseException:
-            self._leave(waiter)
-            raise
+        finally:
+            if waiter.missing:
+                self._leave(waiter)
         return cast("list[Result]", waiter.results)
 
     def ask_sync(self, requests: Sequence[Request]) -> list[Result]:
@@ -184,9 +179,9 @@ class Batcher:
         try:
             if not self._join(waiter):
                 cast("concurrent.futures.Future[None]", waiter.future).result()
-        except BaseException:
-            self._leave(waiter)
-            raise
+        finally:
+            if waiter.missing:
+                self._leave(waiter)
         return cast("list[Result]", waiter.results)
 
     def _join(self, waiter: _Waiter) -> bool:
@@ -234,9 +229,9 @@ class Batcher:
         gathering = self._gathering.get(waiter.loop)
         if gathering is None:
             for loop in [loop for loop in self._gathering if loop.is_closed()]:
-                del self._gathering[loop]
+                self._sweep(self._gathering.pop(loop).requests)
             gathering = self._gathering[waiter.loop] = _Gathering()
-            waiter.loop.call_soon(self._quiet, waiter.loop, gathering, 1)
+            waiter.loop.call_soon(self._quiet, waiter.loop, gathering, 0)
         gathering.questions += 1
         gathering.requests.update(dict.fromkeys(queued))
         if len(gathering.requests) < self._max_batch_size:
@@ -244,7 +239,8 @@ class Batcher:
         return self._make_ready(gathering.pop())
 
     def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: _Gathering, seen: int) -> None:
-        """Once a pass of the loop brought no new question, what it asked is ready."""
+        """Once a pass of the loop brought no new question, what it asked is ready. The pass that brought
+        the first one counts as one that did, so tasks that others started in it are waited for too."""
         with self._lock:
             gathering.passes += 1
             if gathering.questions != seen and gathering.passes < PATIENCE:
@@ -291,12 +287,19 @@ class Batcher:
                 self._ready.pop(request, None)
         waiter.missing.clear()
 
+    def _sweep(self, requests: Iterable[Request]) -> None:
+        """Under the lock: take off these requests the waiters whose loop was closed under them."""
+        entries = [self._entries[request] for request in requests if request in self._entries]
+        for waiter in {waiter for entry in entries for waiter in entry.waiters}:
+            if waiter.loop is not None and waiter.loop.is_closed():
+                self._cancel(waiter)
+
     # -- turning: the engine thread -----------------------------------------------------------
 
     def seconds_until_due(self) -> float | None:
         """How long ``turn`` has nothing to do: 0.0 for now, ``None`` for until the next ``wake``."""
         with self._lock:
-            if self._in_flight or self._withdrawn or self._abandoned or self._unbound():
+            if self._in_flight or self._withdrawn or self._unbound():
                 return 0.0
             if not self._ready:
                 return None
@@ -330,11 +333,7 @@ class Batcher:
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter]]:
         with self._lock:
-            while self._abandoned:
-                self._cancel(self._abandoned.popleft())
-            for waiter in {w for r in self._ready for w in self._entries[r].waiters}:
-                if waiter.loop is not None and waiter.loop.is_closed():
-                    self._cancel(waiter)
+            self._sweep(self._ready)
             withdrawn = list(self._withdrawn)
             self._withdrawn.clear()
             for request in withdrawn:

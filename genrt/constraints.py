@@ -188,6 +188,8 @@ class _Vocabulary:
         with self.lock:
             # Another thread may have been here while this one waited.
             unfilled = [state for state in states if not len(state.words)]
+            if not unfilled:
+                return
             words: _Words = np.zeros((len(unfilled), -(-len(self.tokens) // 32)), dtype=np.int32)
             self.executor.unsafe_compute_mask_ptr(
                 [(state.matcher, row) for row, state in enumerate(unfilled)],

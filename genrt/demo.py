@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    name = "the embedded model" if args.model is None else args.model
-    _tell(f"Loading {name} on engine {args.engine} (the embedded one is unpacked the first time) …")
+    name = args.model or "the embedded model, which is unpacked the first time,"
+    _tell(f"Loading {name} on engine {args.engine} …")
     began = time.perf_counter()
     with genrt.load(args.model, engine=args.engine) as lm:
         _tell(f"Loaded in {time.perf_counter() - began:.1f} s.")

@@ -359,7 +359,8 @@ class SMC:
         resampled = bool(unfinished) and state.ess < self._ess_threshold * len(before)
         particles = state.particles
         if resampled:
-            ancestors = self._resample(np.random.default_rng(for_resampling), before)
+            chosen = self._resample(np.random.default_rng(for_resampling), before)
+            ancestors = np.array(chosen, dtype=np.int64)
             particles = tuple(particles[ancestor] for ancestor in ancestors)
             before = np.full(len(before), state.log_evidence)
             unfinished = State(particles, before, state.step, state.seed).unfinished

@@ -8,7 +8,8 @@ import re
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Tokens:
     def __init__(self, *tokens: bytes, eos_token_id: int | None = EOS) -> None:
         self.byte_vocab = [b"<eos>", *tokens]
         self.vocab_size = len(self.byte_vocab)
-        self.tokenizer = BytesTokenizer(self.byte_vocab, eos_token_id=eos_token_id)
+        self.tokenizer: Any = BytesTokenizer(self.byte_vocab, eos_token_id=eos_token_id)
 
 
 def lm_over(*tokens: bytes, eos_token_id: int | None = EOS) -> AsyncLM:
@@ -352,27 +353,46 @@ def test_constraints_of_ones_own_mix_with_the_compiled_ones(size: int) -> None:
 
 
 def test_states_are_shared_by_threads() -> None:
-    lm = lm_over(b"a", b"b", *[b"%c%c%c" % (i, j, i) for i in b"abcdefghij" for j in range(256)])
-    start = regex("(a|b)*[a-j]?", lm).start()
-    failures: list[BaseException] = []
+    letters = [bytes([letter]) for letter in range(97, 123)]
+    tokens = [b"".join(triple) for triple in itertools.product(letters, repeat=3)]
+    start = regex(r"\w{1,40}( \w+){0,30}", lm_over(*letters, *tokens)).start()
+    states = [start.advance(1 + i % 26).advance(1 + i // 26) for i in range(100)]
     everyone = threading.Barrier(4)
+    failures: list[BaseException] = []
 
-    def use(states: list[ConstraintState]) -> None:
+    def use() -> None:
         everyone.wait()
         try:
+            masks(states)
             for state in states:
-                masks([state])
                 state.advance(1)
         except BaseException as error:
             failures.append(error)
 
-    states = [start.advance(1 + i % 2) for i in range(200)]
-    threads = [threading.Thread(target=use, args=(states,)) for _ in range(4)]
+    threads = [threading.Thread(target=use) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+class Marked:
+    """A tokenizer with special tokens, as transformers' tell them."""
+
+    eos_token_id = 0
+    all_special_ids = (0, 2)
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {3: SimpleNamespace(special=True)}
+
+
+def test_special_tokens_other_than_the_end_are_never_allowed() -> None:
+    lm = Tokens(b"a", b"a", b"a", b"a")
+    lm.tokenizer = Marked()
+    state = regex("[a<eos>]*", cast(AsyncLM, lm)).start()
+    assert allowed(state) == [EOS, 1, 4]
+    for token_id in (2, 3):
+        with pytest.raises(InvalidRequest, match="may not follow"):
+            state.advance(token_id)
 
 
 def test_a_runtime_is_not_kept_alive_by_its_constraints() -> None:

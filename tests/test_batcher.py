@@ -1,0 +1,908 @@
+"""batcher.py, turned by hand: what reaches the engine, who gets which answer, and who is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from genrt.batcher import PATIENCE, Batcher
+from genrt.cache import RowCache
+from genrt.engine import Adapter, LogprobsRequest, Request, Result
+from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory
+from tests.scripted import (
+    PATIENCE_SECONDS,
+    ByHand,
+    ScriptedEngine,
+    expected_row,
+    logprobs,
+    passes,
+    right,
+    sample,
+)
+
+A, B, C, D = logprobs(1), logprobs(2), logprobs(3, 1), logprobs(4, 1, 2)
+
+
+@pytest.fixture
+def hands() -> Iterator[list[ByHand]]:
+    """Batchers made by a test; afterwards each must account for every question."""
+    made: list[ByHand] = []
+    yield made
+    assert made
+    for hand in made:
+        hand.check()
+
+
+@pytest.fixture
+def by_hand(hands: list[ByHand]) -> Callable[..., ByHand]:
+    def make(*arguments: Any, **options: Any) -> ByHand:
+        hands.append(ByHand(*arguments, **options))
+        return hands[-1]
+
+    return make
+
+
+Make = Callable[..., ByHand]
+
+
+def by_tokens(steps: dict[Request, int]) -> ScriptedEngine:
+    """An engine whose requests take as many steps as the table says, or one."""
+    return ScriptedEngine(steps=lambda request: steps.get(request, 1))
+
+
+# -- deduplication and the flush --------------------------------------------------------------
+
+
+async def test_equal_questions_of_one_tick_are_one_request_and_each_gets_its_own_row(
+    by_hand: Make,
+) -> None:
+    hand = by_hand()
+    tasks = [hand.ask(A) for _ in range(5)]
+    await hand.finish()
+    rows = [(await task)[0] for task in tasks]
+    assert hand.engine.submitted == [[A]]
+    assert len({row.data_ptr() for row in rows if isinstance(row, torch.Tensor)}) == 5
+    for position, row in enumerate(rows):
+        assert right([A], [row])
+        assert isinstance(row, torch.Tensor)
+        row.fill_(position)
+    assert hand.batcher.statistics().deduplicated == 4
+
+
+async def test_a_thousand_questions_about_ten_prompts_are_ten_requests(by_hand: Make) -> None:
+    hand = by_hand()
+    prompts = [logprobs(5, number) for number in range(10)]
+    tasks = [hand.ask(prompts[number % 10]) for number in range(1000)]
+    await hand.finish()
+    assert hand.engine.submitted == [prompts]
+    for number, task in enumerate(tasks):
+        assert right([prompts[number % 10]], await task)
+    assert hand.batcher.statistics().deduplicated == 990
+
+
+async def test_equal_samples_join_only_if_they_are_decided_by_their_seed(by_hand: Make) -> None:
+    hand = by_hand()
+    tasks = [hand.ask(sample(1, seed=3)) for _ in range(2)]
+    await hand.finish()
+    assert hand.engine.submitted == [[sample(1, seed=3)]]
+    assert [await task for task in tasks] == [[(await tasks[0])[0]]] * 2
+    again = hand.ask(sample(1, seed=3))
+    await hand.finish()
+    assert right([sample(1, seed=3)], await again)
+    assert len(hand.engine.submitted) == 2, "samples are not cached"
+
+
+async def test_a_question_equal_to_one_in_flight_joins_it(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 3}))
+    first = await hand.queued(A)
+    hand.turn()
+    second = await hand.queued(A)
+    hand.turn()
+    third = await hand.queued(A, B)
+    await hand.finish()
+    assert hand.engine.submitted == [[A], [B]]
+    assert right([A], await first)
+    assert right([A], await second)
+    assert right([A, B], await third)
+
+
+async def test_a_flush_joins_work_in_progress_between_two_steps(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 3}))
+    slow = await hand.queued(A)
+    hand.turn()
+    quick = await hand.queued(B)
+    hand.turn()
+    await passes()
+    assert quick.done()
+    assert not slow.done()
+    await hand.finish()
+    assert hand.engine.stepped == [[A], [A, B], [A]]
+    assert right([A], await slow)
+
+
+async def test_a_flush_holds_everything_that_is_asked_until_the_loop_is_quiet(
+    by_hand: Make,
+) -> None:
+    hand = by_hand()
+
+    async def after(count: int) -> list[Result]:
+        await passes(count)
+        return await hand.batcher.ask([logprobs(1, count)])
+
+    tasks = [asyncio.create_task(after(count)) for count in range(30)]
+    await passes(29)
+    assert hand.batcher.seconds_until_due() is None, "the loop was taken for quiet too early"
+    await hand.finish()
+    assert hand.engine.submitted == [[logprobs(1, count) for count in range(30)]]
+    for count, task in enumerate(tasks):
+        assert right([logprobs(1, count)], await task)
+
+
+async def test_a_loop_that_never_goes_quiet_is_not_waited_for_forever(by_hand: Make) -> None:
+    hand = by_hand()
+    tasks = []
+    for number in range(2 * PATIENCE):
+        tasks.append(hand.ask(logprobs(number)))
+        await passes(1)
+        if hand.batcher.seconds_until_due() == 0.0:
+            break
+    assert len(tasks) <= PATIENCE + 1
+    hand.turn()
+    await passes()
+    assert tasks[0].done(), "the oldest question is in the first flush"
+    await hand.finish()
+    assert sum(map(len, hand.engine.submitted)) == len(tasks)
+
+
+async def test_questions_answered_by_the_cache_alone_reach_no_engine(by_hand: Make) -> None:
+    hand = by_hand()
+    first = hand.ask(A)
+    await hand.finish()
+    again = hand.ask(A, A)
+    await passes(1)
+    assert again.done(), "a cached answer needs no engine, and no pass of the loop"
+    assert hand.wakes == 1
+    assert right([A, A], await again)
+    assert right([A], await first)
+    assert hand.engine.submitted == [[A]]
+    assert hand.batcher.statistics().cached == 2
+
+
+async def test_one_call_into_each_loop_delivers_everything_of_a_turn(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = by_hand()
+    tasks = [hand.ask(logprobs(number % 7), sample(number)) for number in range(50)]
+    await passes()
+    loop, calls = asyncio.get_running_loop(), 0
+    true_call = loop.call_soon_threadsafe
+
+    def counted(*arguments: Any, **options: Any) -> asyncio.Handle:
+        nonlocal calls
+        calls += 1
+        return true_call(*arguments, **options)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    hand.turn()
+    assert calls == 1
+    await passes()
+    assert all(task.done() for task in tasks)
+    hand.turn()
+    assert calls == 1, "a turn without answers calls into no loop"
+
+
+# -- batch questions --------------------------------------------------------------------------
+
+
+async def test_a_batch_question_keeps_its_order_and_its_duplicates(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 3, C: 2}))
+    asked: list[Request] = [C, A, B, A, sample(7), C, A]
+    task = await hand.queued(*asked)
+    await hand.finish()
+    assert hand.engine.submitted == [[C, A, B, sample(7)]]
+    results = await task
+    assert right(asked, results)
+    rows = [row for row in results if isinstance(row, torch.Tensor)]
+    assert len({row.data_ptr() for row in rows}) == len(rows), "duplicates share no storage"
+    s = hand.batcher.statistics()
+    assert (s.questions, s.deduplicated) == (7, 3)
+
+
+async def test_a_batch_question_asks_only_for_what_the_cache_lacks(by_hand: Make) -> None:
+    hand = by_hand()
+    await hand.queued(A, C)
+    await hand.finish()
+    task = await hand.queued(A, B, C, B)
+    await hand.finish()
+    assert hand.engine.submitted == [[A, C], [B]]
+    assert right([A, B, C, B], await task)
+    s = hand.batcher.statistics()
+    assert (s.questions, s.cached, s.deduplicated) == (6, 2, 1)
+
+
+async def test_an_empty_batch_is_answered_at_once(by_hand: Make) -> None:
+    hand = by_hand()
+    assert await hand.batcher.ask([]) == []
+    assert hand.batcher.ask_sync([]) == []
+    assert hand.wakes == 0
+
+
+async def test_an_error_withdraws_the_other_requests_of_its_batch_question(by_hand: Make) -> None:
+    poison = NotFinite("NaN")
+    engine = ScriptedEngine(steps=lambda r: 1 if r == A else 5, errors={A: poison})
+    hand = by_hand(engine)
+    batch = await hand.queued(A, B, C)
+    other = await hand.queued(B)
+    hand.turn()
+    late = await hand.queued(D, A)
+    await passes()
+    with pytest.raises(NotFinite):
+        await batch
+    hand.turn()
+    assert engine.cancelled == [[C]], "B has another waiter, C has none"
+    await hand.finish()
+    with pytest.raises(NotFinite):
+        await late
+    assert right([B], await other)
+    assert [D] in engine.cancelled
+
+
+# -- cancellation -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ready", [False, True])
+async def test_a_question_cancelled_while_it_is_queued_is_not_sent(
+    by_hand: Make, ready: bool
+) -> None:
+    hand = by_hand()
+    task = hand.ask(A, B)
+    await passes(5 if ready else 1)
+    other = hand.ask(B)
+    await passes(1)
+    task.cancel()
+    await passes(2)
+    assert hand.batcher.statistics().queued == 1, "withdrawn from the queue at once"
+    hand.dropped = 1
+    await hand.finish()
+    assert hand.engine.submitted == [[B]]
+    assert task.cancelled()
+    assert right([B], await other)
+    assert hand.batcher.statistics().cancelled == 1
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+@pytest.mark.parametrize("leaver", range(3))
+async def test_a_waiter_that_leaves_is_seen_by_no_other(
+    by_hand: Make, turns: int, leaver: int
+) -> None:
+    hand = by_hand(by_tokens({A: 3}))
+    tasks = [hand.ask(A) for _ in range(3)]
+    await passes()
+    for _ in range(turns):
+        hand.turn()
+    tasks[leaver].cancel()
+    await hand.finish()
+    assert tasks[leaver].cancelled()
+    for number, task in enumerate(tasks):
+        if number != leaver:
+            assert right([A], await task)
+    assert hand.engine.submitted == [[A]]
+    assert hand.engine.cancelled == []
+
+
+async def test_a_request_in_flight_dies_with_its_last_waiter_at_the_next_turn(
+    by_hand: Make,
+) -> None:
+    hand = by_hand(by_tokens({A: 5, B: 2}))
+    tasks = [await hand.queued(A), await hand.queued(A), await hand.queued(B)]
+    hand.turn()
+    tasks[0].cancel()
+    await passes()
+    hand.turn()
+    assert hand.engine.cancelled == []
+    third = await hand.queued(A)
+    third.cancel()
+    tasks[1].cancel()
+    await passes()
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    assert hand.engine.cancelled == [[A]]
+    assert A not in hand.engine.in_progress
+    await hand.finish()
+    assert right([B], await tasks[2])
+    assert hand.batcher.statistics().cancelled == 3
+
+
+async def test_the_last_waiter_of_all_wakes_the_engine_thread(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 5}))
+    task = await hand.queued(A)
+    hand.turn()
+    before = hand.wakes
+    task.cancel()
+    await passes()
+    assert hand.wakes == before + 1
+    hand.turn()
+    assert hand.engine.cancelled == [[A]]
+    assert hand.engine.stepped == [[A]], "no step is made for nobody"
+    assert hand.batcher.seconds_until_due() is None
+
+
+async def test_an_equal_question_before_the_turn_rescues_a_withdrawn_request(
+    by_hand: Make,
+) -> None:
+    hand = by_hand(by_tokens({A: 3}))
+    task = await hand.queued(A)
+    hand.turn()
+    task.cancel()
+    await passes()
+    rescuer = await hand.queued(A)
+    await hand.finish()
+    assert hand.engine.cancelled == []
+    assert hand.engine.submitted == [[A]]
+    assert right([A], await rescuer)
+
+
+async def test_a_request_asked_again_after_its_withdrawal_is_sent_again(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 3}))
+    task = await hand.queued(A)
+    hand.turn()
+    task.cancel()
+    await passes()
+    hand.turn()
+    again = await hand.queued(A)
+    await hand.finish()
+    assert hand.engine.submitted == [[A], [A]]
+    assert hand.engine.cancelled == [[A]]
+    assert right([A], await again)
+
+
+async def test_cancelled_between_the_result_and_its_delivery_only_the_canceller_notices(
+    by_hand: Make,
+) -> None:
+    hand = by_hand()
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+    tasks = [hand.ask(A), hand.ask(A), hand.ask(A)]
+    await passes()
+    hand.turn()
+    tasks[0].cancel()
+    await passes(1)
+    tasks[1].cancel()
+    await passes()
+    assert [task.cancelled() for task in tasks] == [True, tasks[1].cancelled(), False]
+    assert right([A], await tasks[2])
+    assert reports == []
+    assert hand.batcher.statistics().in_flight == 0
+
+
+async def test_a_result_that_arrives_with_the_cancellation_is_kept_in_the_cache(
+    by_hand: Make,
+) -> None:
+    hand = by_hand()
+    task = await hand.queued(A)
+    hand.turn()
+    task.cancel()
+    await passes()
+    assert task.cancelled()
+    again = await hand.queued(A)
+    assert right([A], await again)
+    assert hand.engine.submitted == [[A]]
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+@pytest.mark.parametrize("error", [RuntimeError("boom"), EngineFailed("boom")])
+async def test_a_failing_step_fails_its_requests_and_no_others(
+    by_hand: Make, step: int, error: Exception
+) -> None:
+    """At every step k of one program; the next flush works, and nothing of the step is cached."""
+    engine = ScriptedEngine(steps=lambda r: len(r.token_ids), fail_at={step: error})
+    hand = by_hand(engine)
+    program: list[list[Request]] = [[A, C], [B], [D, A], [sample(5, 6)], []]
+    tasks: list[tuple[list[Request], asyncio.Task[list[Result]]]] = []
+    for asked in program:
+        tasks += [(asked, await hand.queued(*asked)) for _ in range(2) if asked]
+        hand.turn()
+        if len(engine.stepped) == step:
+            assert not any(r in hand.cache for r in engine.stepped[-1])  # type: ignore[operator]
+        await passes()
+    await hand.finish()
+    lost = set(engine.stepped[step - 1]) if len(engine.stepped) >= step else set()
+    assert lost or step == 5
+    raised: list[BaseException] = []
+    for asked, task in tasks:
+        failure = task.exception()
+        if failure is None:
+            assert right(asked, task.result())
+        else:
+            assert isinstance(failure, EngineFailed)
+            assert set(asked) & lost
+            assert failure.__cause__ is (None if isinstance(error, EngineFailed) else error)
+            raised.append(failure)
+    assert bool(raised) == bool(lost)
+    assert len({id(failure) for failure in raised}) == len(raised), "each waiter has its own"
+    assert hand.batcher.statistics().failed == len(lost)
+    again = await hand.queued(*lost)
+    await hand.finish()
+    assert right(list(lost), await again)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), EngineFailed("no"), MemoryError()])
+async def test_a_failing_submit_fails_its_flush_and_leaves_the_rest(
+    by_hand: Make, error: Exception
+) -> None:
+    engine = ScriptedEngine(steps=lambda r: 3 if r == A else 1, fail_submit={2: error})
+    hand = by_hand(engine)
+    earlier = await hand.queued(A)
+    hand.turn()
+    refused = [await hand.queued(B), await hand.queued(B, C)]
+    hand.turn()
+    await passes()
+    wanted = OutOfMemory if isinstance(error, MemoryError) else EngineFailed
+    for task in refused:
+        with pytest.raises(wanted):
+            await task
+    again = await hand.queued(B, C)
+    await hand.finish()
+    assert right([A], await earlier)
+    assert right([B, C], await again)
+    assert engine.submitted == [[A], [B, C]]
+    s = hand.batcher.statistics()
+    assert (s.failed, s.flushes, s.in_flight) == (2, 3, 0)
+    hand.engine.submitted.insert(1, [B, C])  # what was refused counts as sent
+
+
+async def test_a_request_with_an_error_of_its_own_fails_alone_and_is_not_cached(
+    by_hand: Make,
+) -> None:
+    poison = NotFinite("the logits are NaN")
+    hand = by_hand(ScriptedEngine(errors={B: poison}))
+    tasks = [await hand.queued(request) for request in (A, B, B, C)]
+    await hand.finish()
+    assert right([A], await tasks[0])
+    assert right([C], await tasks[3])
+    failures = [task.exception() for task in tasks[1:3]]
+    assert all(isinstance(failure, NotFinite) for failure in failures)
+    assert len({id(failure) for failure in [poison, *failures]}) == 3
+    assert B not in hand.cache
+    assert hand.batcher.statistics().failed == 1
+
+
+async def test_no_memory_for_a_copy_fails_that_waiter_alone(by_hand: Make) -> None:
+    class Row(torch.Tensor):
+        def clone(self, **_: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no room")
+
+    def scarce(request: LogprobsRequest) -> torch.Tensor:
+        row = expected_row(request)
+        return row.as_subclass(Row) if request == A else row
+
+    hand = by_hand(ScriptedEngine(row=scarce), cache_bytes=0)
+    first, second = await hand.queued(A), await hand.queued(B, A, C)
+    await hand.finish()
+    assert torch.equal(torch.Tensor((await first)[0]), expected_row(A))
+    with pytest.raises(OutOfMemory, match="no room"):
+        await second
+    after = await hand.queued(B)
+    await hand.finish()
+    assert right([B], await after)
+
+
+async def test_no_memory_to_cache_a_row_fails_that_request_alone(by_hand: Make) -> None:
+    class Row(torch.Tensor):
+        def clone(self, **_: Any) -> torch.Tensor:
+            raise MemoryError
+
+    def scarce(request: LogprobsRequest) -> torch.Tensor:
+        row = expected_row(request)
+        return row.as_subclass(Row) if request == A else row
+
+    hand = by_hand(ScriptedEngine(row=scarce))
+    tasks = [await hand.queued(A), await hand.queued(B)]
+    await hand.finish()
+    with pytest.raises(OutOfMemory):
+        await tasks[0]
+    assert right([B], await tasks[1])
+
+
+# -- closing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["gathering", "ready", "in flight", "between steps"])
+async def test_close_ends_every_waiter_in_every_state(by_hand: Make, state: str) -> None:
+    hand = by_hand(by_tokens({A: 3, B: 3}))
+    tasks = [hand.ask(A), hand.ask(A, B), hand.ask(B)]
+    await passes(1 if state == "gathering" else 5)
+    if state in ("in flight", "between steps"):
+        hand.turn()
+    if state == "between steps":
+        tasks.append(hand.ask(C, A))
+        await passes(1)
+    hand.dropped = hand.batcher.statistics().queued
+    hand.batcher.close()
+    hand.batcher.close()
+    hand.engine.in_progress.clear()
+    await passes()
+    errors = [task.exception() for task in tasks]
+    assert all(isinstance(error, Closed) for error in errors), errors
+    assert len({id(error) for error in errors}) == len(tasks)
+    with pytest.raises(Closed, match="load it again"):
+        await hand.batcher.ask([A])
+    with pytest.raises(Closed):
+        hand.batcher.ask_sync([A])
+    assert hand.batcher.seconds_until_due() is None
+    s = hand.batcher.statistics()
+    assert (s.queued, s.in_flight, s.cancelled) == (0, 0, 0)
+    assert "closed" in repr(hand.batcher)
+
+
+async def test_an_answer_computed_before_close_is_delivered(by_hand: Make) -> None:
+    hand = by_hand()
+    task = await hand.queued(A)
+    hand.turn()
+    hand.batcher.close()
+    await passes()
+    assert right([A], await task)
+
+
+async def test_close_while_results_are_copied_leaves_no_batch_with_holes(by_hand: Make) -> None:
+    """A batch question that lacks one row is closed; one that lacks none is answered."""
+
+    class Row(torch.Tensor):
+        def clone(self, **options: Any) -> torch.Tensor:
+            hand.batcher.close()
+            return self.as_subclass(torch.Tensor).clone(**options)
+
+    engine = ScriptedEngine(
+        steps=lambda r: 5 if r == B else 1, row=lambda r: expected_row(r).as_subclass(Row)
+    )
+    hand = by_hand(engine, cache_bytes=0)
+    whole, partly = await hand.queued(A, A), await hand.queued(A, B)
+    hand.turn()
+    engine.in_progress.clear()
+    await passes()
+    assert [torch.equal(torch.Tensor(row), expected_row(A)) for row in await whole] == [True, True]
+    with pytest.raises(Closed):
+        await partly
+
+
+async def test_close_gives_its_reason_to_every_waiter(by_hand: Make) -> None:
+    hand = by_hand()
+    reason = EngineFailed("the engine is gone")
+    reason.__cause__ = cause = KeyError("x")
+    task = await hand.queued(A)
+    hand.batcher.close(reason)
+    hand.dropped = 1
+    with pytest.raises(EngineFailed, match="is gone") as caught:
+        await task
+    assert caught.value is not reason
+    assert caught.value.__cause__ is cause
+
+
+# -- the flush policy -------------------------------------------------------------------------
+
+
+async def test_max_batch_size_cuts_the_queue_and_the_oldest_go_first(by_hand: Make) -> None:
+    hand = by_hand(max_batch_size=3)
+    prompts = [logprobs(number) for number in range(8)]
+    tasks = [hand.ask(prompt) for prompt in prompts]
+    await hand.finish()
+    assert hand.engine.submitted == [prompts[:3], prompts[3:6], prompts[6:]]
+    for prompt, task in zip(prompts, tasks, strict=True):
+        assert right([prompt], await task)
+
+
+async def test_max_batch_size_queued_requests_wait_for_no_quiet_and_no_company(
+    by_hand: Make,
+) -> None:
+    hand = by_hand(max_batch_size=3, max_wait_seconds=1000.0)
+    for number in range(3):
+        assert hand.wakes == 0
+        assert hand.batcher.seconds_until_due() is None
+        hand.ask(logprobs(number))
+        await passes(1)
+    assert hand.wakes == 1
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    assert hand.engine.submitted == [[logprobs(number) for number in range(3)]]
+
+
+async def test_ready_requests_wait_for_company_as_long_as_they_are_told_to(by_hand: Make) -> None:
+    now = 100.0
+    hand = by_hand(max_wait_seconds=2.0, clock=lambda: now)
+    first = await hand.queued(A)
+    assert hand.batcher.seconds_until_due() == 2.0
+    hand.turn()
+    assert hand.engine.submitted == []
+    now = 101.5
+    second = await hand.queued(B)
+    assert hand.batcher.seconds_until_due() == 0.5, "the oldest decides"
+    now = 102.0
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    await passes()
+    assert hand.engine.submitted == [[A, B]]
+    assert right([A], await first)
+    assert right([B], await second)
+    await hand.queued(C)
+    assert hand.batcher.seconds_until_due() == 2.0, "and the wait begins anew"
+    now = 104.0
+    hand.turn()
+
+
+async def test_a_wait_starts_anew_when_the_queue_was_emptied_by_cancellation(
+    by_hand: Make,
+) -> None:
+    now = 0.0
+    hand = by_hand(max_wait_seconds=2.0, clock=lambda: now)
+    task = await hand.queued(A)
+    task.cancel()
+    await passes()
+    assert hand.batcher.seconds_until_due() is None
+    now, hand.dropped = 1.0, 1
+    other = await hand.queued(B)
+    assert hand.batcher.seconds_until_due() == 2.0
+    now = 3.0
+    await hand.finish()
+    assert right([B], await other)
+
+
+# -- several loops and threads ----------------------------------------------------------------
+
+
+def spin(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_until_complete(passes())
+
+
+def test_two_loops_share_a_request_and_each_gets_its_own_row(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 2}))
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    tasks = [loop.create_task(hand.batcher.ask([A, B])) for loop in loops]
+    for loop in loops:
+        spin(loop)
+    hand.turn()
+    tasks += [loops[0].create_task(hand.batcher.ask([A]))]
+    spin(loops[0])
+    hand.turn()
+    for loop in loops:
+        spin(loop)
+        loop.close()
+    assert hand.engine.submitted == [[A, B]]
+    assert all(right([A, B], task.result()) for task in tasks[:2])
+    assert right([A], tasks[2].result())
+
+
+def test_a_request_that_two_loops_queue_is_sent_when_the_first_is_quiet(by_hand: Make) -> None:
+    hand = by_hand()
+    busy, quiet = asyncio.new_event_loop(), asyncio.new_event_loop()
+    slow = busy.create_task(hand.batcher.ask([A]))
+    busy.run_until_complete(passes(1))
+    quick = quiet.create_task(hand.batcher.ask([A]))
+    spin(quiet)
+    hand.turn()
+    spin(quiet)
+    assert right([A], quick.result())
+    spin(busy)
+    assert hand.batcher.seconds_until_due() is None, "what is done is not sent again"
+    assert right([A], slow.result())
+    busy.close()
+    quiet.close()
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_what_a_closed_loop_queued_is_sent_only_for_others(by_hand: Make, ready: bool) -> None:
+    hand = by_hand()
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost = [ended.create_task(hand.batcher.ask([request])) for request in (A, B)]
+    if ready:
+        spin(ended)
+    else:
+        ended.call_soon(ended.stop)
+        ended.run_forever()
+    assert (hand.batcher.seconds_until_due() == 0.0) == ready
+    ended.close()
+    task = other.create_task(hand.batcher.ask([B]))
+    spin(other)
+    while hand.batcher.seconds_until_due() == 0.0:
+        hand.turn()
+        spin(other)
+    assert hand.engine.submitted == [[B]]
+    assert right([B], task.result())
+    assert not any(task.done() for task in lost)
+    other.close()
+    hand.dropped = 1
+    s = hand.batcher.statistics()
+    assert (s.queued, s.cancelled) == (0, 2)
+    abandon(lost)
+
+
+def abandon(tasks: list[asyncio.Task[Any]]) -> None:
+    """Let tasks of a closed loop be collected, without the loop's complaint that they are pending."""
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        del task
+    tasks.clear()
+    gc.collect()
+
+
+def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make) -> None:
+    hand = by_hand()
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost = [ended.create_task(hand.batcher.ask([A]))]
+    spin(ended)
+    kept = other.create_task(hand.batcher.ask([A]))
+    spin(other)
+    hand.turn()
+    ended.close()
+    spin(other)
+    assert right([A], kept.result())
+    other.close()
+    abandon(lost)
+
+
+def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock() -> None:
+    """The clock is read under the lock, so a clock that collects garbage does it there: here the tasks of
+    a closed loop, whose answer was computed but never delivered."""
+    lost: list[asyncio.Task[Any]] = []
+    alive: list[weakref.ref[asyncio.Task[Any]]] = []
+
+    def clock() -> float:
+        if lost:
+            abandon(lost)
+        return 0.0
+
+    def scenario() -> None:
+        hand = ByHand(clock=clock)
+        ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+        task = ended.create_task(hand.batcher.ask([B]))
+        spin(ended)
+        hand.turn()
+        ended.close()
+        lost.append(task)
+        alive.append(weakref.ref(task))
+        del task
+        asked = other.create_task(hand.batcher.ask([A]))
+        spin(other)
+        hand.turn()
+        spin(other)
+        assert right([A], asked.result())
+        other.close()
+
+    thread = threading.Thread(target=scenario, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive(), "deadlock: the collected waiter took the lock"
+    assert lost == []
+    assert [reference() for reference in alive] == [None], "it was collected"
+
+
+def test_ask_sync_blocks_a_thread_until_its_answer(by_hand: Make) -> None:
+    hand = by_hand(ScriptedEngine(errors={B: NotFinite("NaN")}))
+    woken = threading.Semaphore(0)
+    answers: list[list[Result]] = []
+    errors: list[NotFinite] = []
+    hand.batcher._wake = woken.release
+
+    def ask(request: Request) -> None:
+        try:
+            answers.append(hand.batcher.ask_sync([request, request]))
+        except NotFinite as error:
+            errors.append(error)
+
+    for request in (A, B):
+        thread = threading.Thread(target=ask, args=[request])
+        thread.start()
+        assert woken.acquire(timeout=PATIENCE_SECONDS)
+        hand.turn()
+        thread.join(PATIENCE_SECONDS)
+    assert right([A, A], answers[0])
+    assert [str(error) for error in errors] == ["NaN"]
+
+
+def test_an_interrupt_withdraws_a_sync_question(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = by_hand(by_tokens({A: 5}))
+
+    def interrupted(*_: Any) -> None:
+        hand.turn()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("concurrent.futures.Future.result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hand.batcher.ask_sync([A])
+    hand.turn()
+    assert hand.engine.cancelled == [[A]]
+    assert hand.batcher.statistics().cancelled == 1
+
+
+# -- adapters ---------------------------------------------------------------------------------
+
+OLD, NEW = Adapter("lora", 1), Adapter("lora", 2)
+
+
+async def test_an_adapter_is_removed_only_when_no_request_is_bound_to_it(by_hand: Make) -> None:
+    bound = logprobs(1, adapter=OLD)
+    hand = by_hand(by_tokens({bound: 3, A: 9}))
+    hand.engine.adapters = [OLD, NEW]
+    other = await hand.queued(A)
+    hand.turn()
+    task = await hand.queued(bound)
+    hand.batcher.retire(OLD)
+    assert hand.wakes == 3, "the engine thread is told"
+    for _ in range(3):
+        assert hand.engine.removed == []
+        hand.turn()
+    await passes()
+    assert right([bound], await task)
+    hand.turn()
+    assert hand.engine.removed == [OLD]
+    assert bound not in hand.cache, "its rows went with it"
+    await hand.finish()
+    assert right([A], await other)
+    assert hand.engine.adapters == [NEW]
+
+
+async def test_a_retired_adapter_that_is_still_bound_keeps_no_thread_busy(by_hand: Make) -> None:
+    bound, now = logprobs(1, adapter=OLD), 0.0
+    hand = by_hand(max_wait_seconds=3.0, clock=lambda: now)
+    hand.engine.adapters = [OLD]
+    task = await hand.queued(bound)
+    hand.batcher.retire(OLD)
+    assert hand.batcher.seconds_until_due() == 3.0, "not 0.0, which would make the thread spin"
+    before = hand.wakes
+    task.cancel()
+    await passes()
+    assert hand.wakes == before + 1, "and it is told when the last bound request is gone"
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    assert hand.engine.removed == [OLD]
+    assert hand.batcher.seconds_until_due() is None
+    hand.dropped = 1
+
+
+async def test_a_withdrawn_request_no_longer_holds_its_adapter(by_hand: Make) -> None:
+    bound = logprobs(1, adapter=OLD)
+    hand = by_hand(by_tokens({bound: 5}))
+    hand.engine.adapters = [OLD]
+    task = await hand.queued(bound)
+    hand.turn()
+    hand.batcher.retire(OLD)
+    task.cancel()
+    await passes()
+    hand.turn()
+    assert hand.engine.cancelled == [[bound]]
+    assert hand.engine.removed == [OLD]
+
+
+# -- what it says of itself -------------------------------------------------------------------
+
+
+async def test_statistics_are_frozen_and_repr_shows_live_state(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 2}))
+    await hand.queued(A)
+    assert repr(hand.batcher) == "Batcher(open, 1 queued, 0 in flight, 0 flushes)"
+    hand.turn()
+    await hand.queued(B)
+    assert repr(hand.batcher) == "Batcher(open, 1 queued, 1 in flight, 1 flushes)"
+    with pytest.raises(AttributeError):
+        hand.batcher.statistics().questions = 0  # type: ignore[misc]
+    await hand.finish()
+    assert repr(hand.batcher) == "Batcher(open, 0 queued, 0 in flight, 2 flushes)"
+
+
+def test_a_new_batcher_has_nothing_to_do() -> None:
+    batcher = Batcher(RowCache(0))
+    assert batcher.seconds_until_due() is None
+    engine = ScriptedEngine()
+    batcher.turn(engine)
+    assert engine.submitted == engine.stepped == []

@@ -1,0 +1,313 @@
+"""The capture against scripted batches, in both of vLLM's interfaces: moves, chunks, recycled places."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt.errors import EngineUnsupported
+
+pytestmark = pytest.mark.vllm
+
+VOCAB = 5
+
+
+def logits_of(*tickets: int | None) -> torch.Tensor:
+    """Logits of which each row tells whose it is; a ``None`` is a request that is not a logprobs one."""
+    rows = [
+        [float(ticket if ticket is not None else -99)] + [0.0] * (VOCAB - 1) for ticket in tickets
+    ]
+    return torch.tensor(rows).reshape(len(tickets), VOCAB)
+
+
+def row_of(ticket: int) -> torch.Tensor:
+    return logits_of(ticket)[0].log_softmax(dim=-1)
+
+
+def params(ticket: int | None) -> Any:
+    from genrt.engines.capture import TICKET
+
+    return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket})
+
+
+def taken(store: Any, *tickets: int) -> list[int]:
+    """Which tickets' rows these are, in the order in which they were taken."""
+    rows = store.take(tickets)
+    everyone = {ticket: row_of(ticket) for ticket in range(200)}
+    return [next(t for t, row in everyone.items() if torch.equal(row, r)) for r in rows]
+
+
+# -- V1: rows follow the moves of a persistent batch ------------------------------------------------
+
+
+def v1() -> Any:
+    from genrt.engines.capture import CaptureV1
+
+    return CaptureV1(None, torch.device("cpu"), False)
+
+
+def update(
+    size: int,
+    *,
+    removed: list[int] | None = None,
+    added: list[tuple[int, int | None]] | None = None,
+    moved: list[tuple[int, int, Any]] | None = None,
+) -> Any:
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
+    return BatchUpdate(
+        batch_size=size,
+        removed=removed or [],
+        added=[(index, params(ticket), [], []) for index, ticket in added or []],
+        moved=moved or [],
+    )
+
+
+def test_v1_runs_for_greedy_batches_and_before_the_temperature() -> None:
+    assert v1().is_argmax_invariant() is False
+
+
+def test_v1_gives_each_ticket_its_own_row_and_leaves_the_logits_alone() -> None:
+    capture = v1()
+    capture.update_state(update(3, added=[(0, 7), (1, None), (2, 8)]))
+    logits = logits_of(7, None, 8)
+    before = logits.clone()
+    assert capture.apply(logits) is logits
+    assert torch.equal(logits, before)
+    assert taken(capture.store, 8, 7) == [8, 7]
+    assert len(capture.store) == 0
+
+
+def test_v1_computes_nothing_for_a_batch_of_samples() -> None:
+    capture = v1()
+    capture.update_state(update(2, added=[(0, None), (1, None)]))
+    capture.apply(logits_of(None, None))
+    assert len(capture.store) == 0
+
+
+def test_v1_follows_removals_swaps_and_moves() -> None:
+    from vllm.v1.sample.logits_processor import MoveDirectionality
+
+    swap, one_way = MoveDirectionality.SWAP, MoveDirectionality.UNIDIRECTIONAL
+    capture = v1()
+    capture.update_state(update(4, added=[(0, 1), (1, 2), (2, None), (3, 4)]))
+    capture.update_state(update(3, removed=[1], moved=[(3, 1, one_way)]))
+    capture.apply(logits_of(1, 4, None))
+    assert taken(capture.store, 4, 1) == [4, 1]
+    capture.update_state(update(3, moved=[(0, 2, swap)]))
+    capture.apply(logits_of(None, 4, 1))
+    assert taken(capture.store, 1, 4) == [1, 4]
+
+
+def test_v1_a_recycled_place_belongs_to_its_new_request() -> None:
+    capture = v1()
+    capture.update_state(update(2, added=[(0, 1), (1, 2)]))
+    capture.apply(logits_of(1, 2))
+    capture.update_state(update(2, added=[(0, None), (1, 3)]))
+    capture.apply(logits_of(None, 3))
+    assert taken(capture.store, 3, 2, 1) == [3, 2, 1]
+    with pytest.raises(EngineUnsupported, match="without passing its logits"):
+        capture.store.take([1])
+
+
+def test_v1_the_last_row_of_a_chunked_prompt_is_the_right_one() -> None:
+    capture = v1()
+    capture.update_state(update(2, added=[(0, 1), (1, 2)]))
+    capture.apply(logits_of(99, 2))  # ticket 1's prompt is not whole yet
+    capture.update_state(None)
+    capture.apply(logits_of(1, 2))
+    assert taken(capture.store, 1) == [1]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_v1_against_vllms_own_persistent_batch_rules(data: st.DataObject) -> None:
+    """Random additions, removals, condensations and swaps, against a plain list of who is where."""
+    from vllm.v1.sample.logits_processor import MoveDirectionality
+
+    capture = v1()
+    batch: list[int | None] = []
+    ticket = 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        places: dict[int, int | None] = dict(enumerate(batch))
+        removed = data.draw(st.sets(st.sampled_from(range(len(batch))))) if batch else set()
+        for index in removed:
+            del places[index]
+        holes = sorted(removed)
+        added = []
+        for _ in range(data.draw(st.integers(0, 3))):
+            index = holes.pop(0) if holes else len(places)
+            ticket += 1
+            new = ticket if data.draw(st.booleans()) else None
+            places[index] = new
+            added.append((index, new))
+        moved: list[tuple[int, int, Any]] = []
+        while holes and holes[0] < max(places, default=-1):
+            last, hole = max(places), holes.pop(0)
+            places[hole] = places.pop(last)
+            moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
+        batch = [places[index] for index in range(len(places))]
+        if len(batch) > 1 and data.draw(st.booleans()):
+            i, j = data.draw(st.permutations(range(len(batch))))[:2]
+            batch[i], batch[j] = batch[j], batch[i]
+            moved.append((i, j, MoveDirectionality.SWAP))
+        capture.update_state(
+            update(len(batch), removed=sorted(removed, reverse=True), added=added, moved=moved)
+        )
+        capture.apply(logits_of(*batch))
+    last = [t for t in batch if t is not None]
+    assert taken(capture.store, *reversed(last)) == last[::-1]
+
+
+# -- V2: rows are re-sorted every step, requests keep their slot -------------------------------------
+
+
+def v2() -> Any:
+    from genrt.engines.capture import CaptureV2
+
+    return CaptureV2(None, None)
+
+
+def context(*slots: int) -> Any:
+    return SimpleNamespace(idx_mapping_np=np.array(slots, dtype=np.int32))
+
+
+def test_v2_says_which_requests_it_is_for() -> None:
+    capture = v2()
+    assert capture.add_request(3, params(1)) is True
+    assert capture.add_request(4, params(None)) is False
+
+
+def test_v2_rows_in_any_order_go_to_the_slots_they_belong_to() -> None:
+    capture = v2()
+    for slot, ticket in ((5, 1), (2, None), (9, 3), (0, 4)):
+        capture.add_request(slot, params(ticket))
+    logits = logits_of(3, None, 4, 1)
+    assert capture.apply(logits, context(9, 2, 0, 5)) is logits
+    assert taken(capture.store, 1, 3, 4) == [1, 3, 4]
+
+
+def test_v2_partly_prefilled_rows_are_replaced_and_absent_requests_left_alone() -> None:
+    capture = v2()
+    for slot, ticket in ((0, 1), (1, 2), (2, 3)):
+        capture.add_request(slot, params(ticket))
+    capture.apply(logits_of(150, 2), context(0, 1))  # slot 0's prompt is not whole; slot 2 waits
+    assert taken(capture.store, 2) == [2]
+    capture.apply(logits_of(3, 1), context(2, 0))
+    assert taken(capture.store, 1, 3) == [1, 3]
+
+
+def test_v2_a_recycled_slot_belongs_to_its_new_request() -> None:
+    capture = v2()
+    capture.add_request(0, params(1))
+    capture.add_request(1, params(2))
+    capture.apply(logits_of(1, 2), context(0, 1))
+    capture.add_request(0, params(3))
+    capture.add_request(1, params(None))
+    capture.apply(logits_of(None, 3), context(1, 0))
+    assert taken(capture.store, 1, 2, 3) == [1, 2, 3]
+
+
+def test_v2_computes_nothing_for_a_batch_of_samples() -> None:
+    capture = v2()
+    capture.add_request(0, params(None))
+    capture.apply(logits_of(None), context(0))
+    assert len(capture.store) == 0
+
+
+def test_v2_refuses_more_rows_than_requests() -> None:
+    capture = v2()
+    capture.add_request(0, params(1))
+    with pytest.raises(EngineUnsupported, match="speculative"):
+        capture.apply(logits_of(1, 1), context(0))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_v2_against_a_plain_list_of_who_is_in_which_slot(data: st.DataObject) -> None:
+    capture = v2()
+    slots: dict[int, int | None] = {}
+    wanted: set[int] = set()
+    for ticket in range(data.draw(st.integers(1, 12))):
+        slot = data.draw(st.integers(0, 5))
+        slots[slot] = ticket if data.draw(st.booleans()) else None
+        capture.add_request(slot, params(slots[slot]))
+        order = data.draw(st.permutations(sorted(slots)))[: data.draw(st.integers(1, 6))]
+        capture.apply(logits_of(*(slots[s] for s in order)), context(*order))
+        wanted |= {t for s in order if (t := slots[s]) is not None}
+    assert taken(capture.store, *sorted(wanted)) == sorted(wanted)
+
+
+# -- the store ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        [float("nan"), 0.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, float("inf")],
+        [float("-inf")] * VOCAB,
+    ],
+)
+def test_a_row_that_is_no_distribution_is_told_and_its_neighbours_are_right(
+    poison: list[float],
+) -> None:
+    from genrt.engines.capture import RowStore
+
+    store = RowStore()
+    logits = logits_of(1, 2, 3)
+    logits[1] = torch.tensor(poison)
+    store.put([1, 2, 3], logits)
+    first, second, third = store.take([1, 2, 3])
+    assert second is None
+    assert first is not None
+    assert third is not None
+    assert torch.equal(first, row_of(1))
+    assert torch.equal(third, row_of(3))
+
+
+def test_minus_infinity_for_some_tokens_is_a_distribution() -> None:
+    from genrt.engines.capture import RowStore
+
+    store = RowStore()
+    store.put([1], torch.tensor([[0.0, float("-inf"), 0.0]]))
+    [row] = store.take([1])
+    assert row is not None
+    torch.testing.assert_close(row.exp(), torch.tensor([0.5, 0.0, 0.5]))
+
+
+def test_taken_rows_hold_no_more_storage_than_they_need_and_share_none() -> None:
+    from genrt.engines.capture import RowStore
+
+    store = RowStore()
+    store.put([1, 2, 3], logits_of(1, 2, 3))
+    rows = [row for row in store.take([1, 2, 3]) if row is not None]
+    assert [row.untyped_storage().nbytes() for row in rows] == [VOCAB * 4] * 3
+    assert len({row.data_ptr() for row in rows}) == 3
+
+
+def test_rows_of_half_precision_logits_are_normalised_in_float32() -> None:
+    from genrt.engines.capture import RowStore
+
+    store = RowStore()
+    store.put([1], torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16())
+    [row] = store.take([1])
+    assert row is not None
+    assert row.dtype == torch.float32
+    assert abs(float(row.double().logsumexp(dim=-1))) < 1e-6
+
+
+def test_forgotten_rows_are_gone_and_unknown_tickets_ignored() -> None:
+    from genrt.engines.capture import RowStore
+
+    store = RowStore()
+    store.put([1, 2], logits_of(1, 2))
+    store.forget([1, 77])
+    assert len(store) == 1
+    assert taken(store, 2) == [2]

@@ -1,0 +1,629 @@
+"""engine_thread.py and what callers see of it: threads, loops, interrupts, and every way to end.
+
+A gate holds a step where a test needs one held; nothing sleeps, and whoever waits in vain fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt import engine_thread
+from genrt.cache import RowCache
+from genrt.engine import Engine, Request
+from genrt.engine_thread import EngineThread
+from genrt.errors import Closed, EngineFailed, EngineUnsupported
+from genrt.lm import AsyncLM
+from tests.scripted import (
+    PATIENCE_SECONDS,
+    Gate,
+    ScriptedEngine,
+    expected_row,
+    logprobs,
+    passes,
+    right,
+    sample,
+)
+
+A, B, C = logprobs(1), logprobs(2), logprobs(3)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., EngineThread]]:
+    threads: list[EngineThread] = []
+
+    def make(open_engine: Callable[[], Engine], **options: Any) -> EngineThread:
+        threads.append(EngineThread(open_engine, RowCache(2**20), **options))
+        return threads[-1]
+
+    yield make
+    for thread in threads:
+        thread.close()
+        assert not thread._thread.is_alive()
+
+
+Start = Callable[..., EngineThread]
+
+
+def opened(thread: EngineThread) -> Engine:
+    return thread.opened.result(PATIENCE_SECONDS)
+
+
+def joined(thread: EngineThread) -> None:
+    thread._thread.join(PATIENCE_SECONDS)
+    assert not thread._thread.is_alive()
+
+
+# -- opening ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [EngineUnsupported("not this one"), OSError("disk"), SystemExit()]
+)
+def test_what_opening_raises_reaches_who_waits_for_it(start: Start, error: BaseException) -> None:
+    def fail() -> Engine:
+        raise error
+
+    thread = start(fail)
+    with pytest.raises(type(error)) as caught:
+        opened(thread)
+    assert caught.value is error
+    joined(thread)
+    with pytest.raises(Closed, match="not open"):
+        _ = thread.batcher
+    with pytest.raises(Closed):
+        thread.call(lambda engine: None).result(PATIENCE_SECONDS)
+
+
+def test_load_raises_what_opening_raised() -> None:
+    def fail() -> Engine:
+        raise EngineUnsupported("not this one")
+
+    with pytest.raises(EngineUnsupported, match="not this one"):
+        genrt.load(engine=fail)
+
+
+def test_close_during_opening_closes_the_engine_once_it_is_open(start: Start) -> None:
+    gate, engine = Gate(), ScriptedEngine()
+
+    def slow() -> Engine:
+        gate.go_through()
+        return engine
+
+    thread = start(slow)
+    gate.wait_until_held()
+    thread.close(wait=False)
+    assert engine.closed == 0
+    gate.open()
+    joined(thread)
+    assert engine.closed == 1
+
+
+async def test_cancelling_aload_closes_the_engine_once_it_is_open() -> None:
+    gate, engine, closed = Gate(), ScriptedEngine(), threading.Event()
+
+    class Watched(ScriptedEngine):
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    def slow() -> Engine:
+        gate.go_through()
+        return engine
+
+    engine = Watched()
+    task = asyncio.create_task(genrt.aload(engine=slow))
+    await passes(2)
+    gate.wait_until_held()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.open()
+    assert closed.wait(PATIENCE_SECONDS)
+    assert engine.closed == 1
+
+
+def test_an_interrupt_while_loading_abandons_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, engine, closed = Gate(), ScriptedEngine(), threading.Event()
+
+    def slow() -> Engine:
+        gate.go_through()
+        return engine
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "close", closed.set)
+    with monkeypatch.context() as patched:
+        patched.setattr(concurrent.futures.Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            genrt.load(engine=slow)
+    gate.open()
+    assert closed.wait(PATIENCE_SECONDS)
+
+
+# -- one thread owns the engine ---------------------------------------------------------------
+
+
+def test_the_engine_is_used_on_its_own_thread_alone(start: Start, tmp_path: Path) -> None:
+    engine, used = ScriptedEngine(), []
+
+    def make() -> Engine:
+        used.append(threading.get_ident())
+        return engine
+
+    thread = start(make)
+    opened(thread)
+    assert right([A, B], thread.batcher.ask_sync([A, B]))
+    used.append(thread.call(lambda _: threading.get_ident()).result(PATIENCE_SECONDS))
+    assert engine.threads == set(used) != {threading.get_ident()}
+    assert len(engine.threads) == 1
+
+
+def test_calls_run_between_turns_and_give_back_what_they_raise(start: Start) -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate=gate)
+    thread = start(lambda: engine)
+    opened(thread)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(thread.batcher.ask_sync, [A])
+        gate.wait_until_held()
+        during = thread.call(lambda _: len(engine.stepped))
+        failing = thread.call(lambda _: 1 / 0)
+        unwanted = thread.call(lambda _: pytest.fail("it was cancelled"))
+        assert unwanted.cancel()
+        assert not during.done()
+        gate.open()
+        assert during.result(PATIENCE_SECONDS) == 1
+        with pytest.raises(ZeroDivisionError):
+            failing.result(PATIENCE_SECONDS)
+        assert right([A], asked.result(PATIENCE_SECONDS))
+    assert right([B], thread.batcher.ask_sync([B])), "a call's error harms nobody"
+
+
+def test_a_very_long_wait_for_company_is_no_error(start: Start) -> None:
+    thread = start(ScriptedEngine, max_batch_size=2, max_wait_seconds=1e300)
+    opened(thread)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(thread.batcher.ask_sync, [request]) for request in (A, B)]
+        results = [each.result(PATIENCE_SECONDS)[0] for each in asked]
+    assert right([A, B], results)
+
+
+# -- an engine that dies ----------------------------------------------------------------------
+
+
+class Fatal(BaseException):
+    """What no ``except Exception`` stops."""
+
+
+@pytest.mark.parametrize("how", ["step", "cancel", "call"])
+def test_an_engine_that_dies_ends_every_waiter_and_every_later_one(start: Start, how: str) -> None:
+    gate = Gate()
+    engine = ScriptedEngine(
+        gate=gate,
+        steps=lambda r: 1 if r == A else 100,
+        fail_at={1: Fatal("dead")} if how == "step" else {1: RuntimeError("mends")},
+        fail_cancel=OSError("dead") if how == "cancel" else None,
+    )
+    thread = start(lambda: engine)
+    opened(thread)
+
+    def die(_: Engine) -> None:
+        raise Fatal("dead")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(thread.batcher.ask_sync, [A])]
+        gate.wait_until_held()
+        waiting += [pool.submit(thread.batcher.ask_sync, [request]) for request in (A, B)]
+        call = thread.call(die if how == "call" else lambda _: None)
+        gate.open()
+        errors = [each.exception(PATIENCE_SECONDS) for each in waiting]
+        call_error = call.exception(PATIENCE_SECONDS)
+    joined(thread)
+    assert all(isinstance(error, EngineFailed) for error in errors)
+    if how == "call":
+        assert isinstance(call_error, Fatal)
+        assert any("mends" in str(error) for error in errors)
+    else:
+        assert isinstance(call_error, EngineFailed)
+        assert all("can't go on" in str(error) and "dead" in str(error) for error in errors)
+        assert isinstance(errors[0].__cause__, Fatal if how == "step" else OSError)  # type: ignore[union-attr]
+    assert len({id(error) for error in errors}) == 3
+    with pytest.raises(EngineFailed, match="can't go on"):
+        thread.batcher.ask_sync([C])
+    with pytest.raises(EngineFailed, match="can't go on"):
+        thread.call(lambda _: None).result(PATIENCE_SECONDS)
+    assert engine.closed == 1
+    assert not thread.alive
+
+
+# -- closing ----------------------------------------------------------------------------------
+
+
+async def test_close_ends_waiters_at_once_while_a_step_is_held(start: Start) -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate=gate)
+    thread = start(lambda: engine)
+    opened(thread)
+    in_flight = asyncio.create_task(thread.batcher.ask([A]))
+    await asyncio.to_thread(gate.wait_until_held)
+    queued = asyncio.create_task(thread.batcher.ask([B]))
+    await passes()
+    call = thread.call(lambda _: None)
+    thread.close(wait=False)
+    for task in (in_flight, queued):
+        with pytest.raises(Closed):
+            await asyncio.wait_for(task, PATIENCE_SECONDS)
+    with pytest.raises(Closed):
+        await thread.batcher.ask([C])
+    assert engine.closed == 0, "not under a step in progress"
+    gate.open()
+    joined(thread)
+    assert engine.closed == 1
+    assert isinstance(call.exception(PATIENCE_SECONDS), Closed)
+    assert engine.submitted == [[A]]
+
+
+def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "CLOSE_SECONDS", 0.01)
+    gate = Gate()
+    thread = start(lambda: ScriptedEngine(gate=gate))
+    opened(thread)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(thread.batcher.ask_sync, [A])
+        gate.wait_until_held()
+        thread.close()
+        assert isinstance(asked.exception(PATIENCE_SECONDS), Closed)
+        assert thread._thread.is_alive()
+    gate.open()
+    joined(thread)
+
+
+def test_close_is_idempotent_from_many_threads(start: Start) -> None:
+    engine = ScriptedEngine()
+    thread = start(lambda: engine)
+    opened(thread)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for closing in [pool.submit(thread.close) for _ in range(8)]:
+            closing.result(PATIENCE_SECONDS)
+    assert engine.closed == 1
+    assert not thread.alive
+
+
+def test_close_from_the_engines_own_thread_ends_it(start: Start) -> None:
+    engine = ScriptedEngine()
+    thread = start(lambda: engine)
+    opened(thread)
+    thread.call(lambda _: thread.close()).result(PATIENCE_SECONDS)
+    joined(thread)
+    assert engine.closed == 1
+    with pytest.raises(Closed):
+        thread.batcher.ask_sync([A])
+
+
+def collected_in(step: bool) -> tuple[ScriptedEngine, threading.Thread]:
+    """Drops the last reference to a runtime inside a step, or inside the batcher's lock (where its
+    clock is read), and collects it there, on the engine's own thread."""
+    holder: list[AsyncLM] = []
+
+    def collect() -> float:
+        if holder:
+            reference = weakref.ref(holder[0])
+            holder.clear()
+            gc.collect()
+            collected.append(reference() is None)
+        return 0.0
+
+    class Collecting(ScriptedEngine):
+        def step(self) -> list[Any]:
+            if step:
+                collect()
+            return super().step()
+
+    collected: list[bool] = []
+    engine = Collecting()
+    lm = genrt.load(engine=lambda: engine)
+    thread, batcher = lm._thread._thread, lm._thread.batcher
+    cycle: list[Any] = [lm]
+    cycle.append(cycle)
+    holder.append(lm)
+    del lm, cycle
+    if not step:
+        batcher._clock = collect
+    asker = threading.Thread(target=ask_and_be_closed, args=[batcher], daemon=True)
+    asker.start()
+    asker.join(PATIENCE_SECONDS)
+    assert not asker.is_alive(), "deadlock"
+    assert collected == [True]
+    return engine, thread
+
+
+def ask_and_be_closed(batcher: Any) -> None:
+    """Answered or closed: both are ends."""
+    try:
+        batcher.ask_sync([A])
+    except Closed:
+        return
+
+
+def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock() -> None:
+    engine, thread = collected_in(step=True)
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert engine.closed == 1
+
+
+def test_a_runtime_that_is_collected_closes_its_engine() -> None:
+    engine = ScriptedEngine()
+    lm = genrt.load(engine=lambda: engine)
+    thread = lm._thread._thread
+    assert right([A], [lm.next_token_logprobs_sync([1])])
+    del lm
+    gc.collect()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert engine.closed == 1
+
+
+# -- loops and threads ------------------------------------------------------------------------
+
+
+async def test_the_loop_goes_on_while_a_step_is_held() -> None:
+    """The loop itself opens the gate, after a hundred heartbeats: were it blocked, nobody would."""
+    gate = Gate()
+    lm = await genrt.aload(engine=lambda: ScriptedEngine(gate=gate))
+    async with lm:
+        task = asyncio.create_task(lm.next_token_logprobs([1]))
+        await asyncio.to_thread(gate.wait_until_held)
+        more = [asyncio.create_task(lm.next_token_logprobs([number])) for number in range(8)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not task.done()
+        gate.open()
+        assert right([A], [await task])
+        for number, other in enumerate(more):
+            assert right([logprobs(number)], [await other])
+
+
+def test_a_second_run_works_after_the_first_was_cancelled_in_flight() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate=gate, steps=lambda r: 1000 if r == A else 1)
+    with genrt.load(engine=lambda: engine) as lm:
+
+        async def cancelled() -> None:
+            task = asyncio.create_task(lm.next_token_logprobs([1]))
+            await asyncio.to_thread(gate.wait_until_held)
+            task.cancel()
+            await task
+
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(cancelled())
+        gate.open()
+        assert right([B], [asyncio.run(lm.next_token_logprobs([2]))])
+        assert lm._thread.call(lambda _: [A] in engine.cancelled).result(PATIENCE_SECONDS)
+        assert lm.statistics().batcher.in_flight == 0
+
+
+def test_a_second_run_works_after_the_first_left_tasks_behind() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate=gate, steps=lambda r: 1000 if r == A else 1)
+    with genrt.load(engine=lambda: engine) as lm:
+
+        async def leaves_tasks() -> list[asyncio.Task[Any]]:
+            tasks = [asyncio.create_task(lm.next_token_logprobs([1])) for _ in range(3)]
+            await asyncio.to_thread(gate.wait_until_held)
+            return tasks
+
+        assert all(task.cancelled() for task in asyncio.run(leaves_tasks()))
+        gate.open()
+        assert right([B], [asyncio.run(lm.next_token_logprobs([2]))])
+
+
+def test_four_threads_with_loops_of_their_own_share_requests() -> None:
+    engine, start = ScriptedEngine(), threading.Barrier(4)
+
+    async def program(lm: AsyncLM) -> None:
+        for length in range(1, 30):
+            asked: list[Request] = [logprobs(number, *[1] * length) for number in range(5)]
+            rows = await asyncio.gather(*(lm.next_token_logprobs(r.token_ids) for r in asked))
+            assert right(asked, rows)
+            rows[0].fill_(0.0)
+
+    def thread(lm: AsyncLM) -> None:
+        start.wait(PATIENCE_SECONDS)
+        asyncio.run(program(lm))
+
+    with genrt.load(engine=lambda: engine) as lm, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(thread, lm) for _ in range(4)]:
+            done.result(PATIENCE_SECONDS)
+        s = lm.statistics()
+    sent = [request for flush in engine.submitted for request in flush]
+    assert len(sent) == len(set(sent)) == 29 * 5, "no row is computed twice"
+    assert (
+        s.batcher.questions == 4 * 29 * 5 == s.batcher.cached + s.batcher.deduplicated + len(sent)
+    )
+
+
+def test_eight_threads_of_sync_calls_get_their_own_answers() -> None:
+    engine, start = ScriptedEngine(), threading.Barrier(8)
+
+    def thread(lm: AsyncLM, own: int) -> None:
+        start.wait(PATIENCE_SECONDS)
+        for number in range(40):
+            shared = logprobs(number // 8, number % 8)
+            asked: list[Request] = [shared, logprobs(own, *shared.token_ids), shared]
+            rows = lm.batch_next_token_logprobs_sync([r.token_ids for r in asked])
+            assert right(asked, list(rows))
+
+    with genrt.load(engine=lambda: engine) as lm, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(thread, lm, own) for own in range(8)]:
+            done.result(PATIENCE_SECONDS)
+    sent = [request for flush in engine.submitted for request in flush]
+    assert len(sent) == len(set(sent)) == 40 + 8 * 40
+
+
+async def test_a_sync_call_works_inside_a_running_loop() -> None:
+    async with await genrt.aload(engine=ScriptedEngine) as lm:
+        waiting = asyncio.create_task(lm.next_token_logprobs([1]))
+        await passes(1)
+        assert right([A], [lm.next_token_logprobs_sync([1])]), "though its equal waits for the loop"
+        assert right([sample(2, seed=5)], [tuple(lm.sample_sync([2], max_tokens=3, seed=5))])
+        assert right([A], [await waiting])
+
+
+async def test_cancelled_waiters_leave_no_ghosts_behind(start: Start) -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate=gate, steps=lambda r: 10**9)
+    thread = start(lambda: engine)
+    opened(thread)
+    tasks = [asyncio.create_task(thread.batcher.ask([logprobs(n % 4)])) for n in range(20)]
+    await asyncio.to_thread(gate.wait_until_held)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    gate.open()
+    for _ in range(3):  # a call runs before a turn: after the second, a whole turn has passed
+        left = thread.call(lambda _: len(engine.in_progress)).result(PATIENCE_SECONDS)
+    assert left == 0
+    assert all(task.cancelled() for task in tasks)
+    assert thread.batcher.statistics().cancelled == 20
+
+
+# -- the end of the process -------------------------------------------------------------------
+
+PROGRAMS = {
+    "open": "lm.next_token_logprobs_sync([1])",
+    "closed": "lm.next_token_logprobs_sync([1]); lm.close()",
+    "mid-call": """
+        asker = threading.Thread(target=ask, args=[lm], daemon=True)
+        asker.start()
+        started.acquire()
+    """,
+    "mid-step": """
+        engine_thread.CLOSE_SECONDS = 0.1
+        held.acquire()
+        asker = threading.Thread(target=ask, args=[lm], daemon=True)
+        asker.start()
+        started.acquire()
+    """,
+    "mid-call on a loop": """
+        async def main():
+            asyncio.get_running_loop().create_task(lm.next_token_logprobs([1] * 3))
+            await asyncio.to_thread(started.acquire)
+        asyncio.run(main())
+    """,
+    "collected": "lm.next_token_logprobs_sync([1]); del lm; gc.collect()",
+    "collected in a cycle": "cycle = [lm]; cycle.append(cycle); del cycle, lm",
+    "abandoned while opening": """
+        threading.Thread(target=lambda: genrt.load(engine=threading.Event().wait), daemon=True).start()
+    """,
+    "forked": """
+        lm.next_token_logprobs_sync([1])
+        child = os.fork()
+        if child == 0:
+            for forbidden in (
+                lambda: lm.next_token_logprobs_sync([1]),
+                lambda: lm.sample_sync([1], max_tokens=2),
+                lambda: asyncio.run(lm.next_token_logprobs([1])),
+                lambda: lm._thread.call(lambda engine: None),
+                lambda: lm.statistics(),
+            ):
+                try:
+                    forbidden()
+                except genrt.Closed as error:
+                    assert "forked child must load its own" in str(error)
+                else:
+                    os._exit(1)
+            assert "closed" in repr(lm)
+            lm.close()
+            sys.exit(7)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7, status
+        lm.next_token_logprobs_sync([2])
+    """,
+}
+
+SERVER = """
+import asyncio, gc, json, os, signal, sys, tempfile, threading
+import genrt
+from genrt import engine_thread
+from tests.scripted import ScriptedEngine
+
+started, held = threading.Semaphore(0), threading.Semaphore(1)
+
+class Engine(ScriptedEngine):
+    def step(self):
+        started.release()
+        with held:
+            return super().step()
+
+def ask(lm):
+    try:
+        lm.next_token_logprobs_sync([1] * 3)
+    except genrt.Closed:
+        pass
+
+genrt.load(engine=Engine).close()
+ends = {}
+for name, program in json.load(sys.stdin).items():
+    with tempfile.TemporaryFile() as output:
+        process = os.fork()
+        if process == 0:
+            signal.alarm(30)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            lm = genrt.load(engine=lambda: Engine(steps=lambda r: 10**9 if r.token_ids[2:] else 1))
+            exec(program)
+            break
+        _, status = os.waitpid(process, 0)
+        output.seek(0)
+        ends[name] = (os.waitstatus_to_exitcode(status), output.read().decode())
+else:
+    print(json.dumps(ends))
+"""
+"""Runs each program in a fork of its own, which ends as any interpreter does; imports torch once."""
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[str, tuple[int, str]]:
+    """The exit status of each program (that of a signal is negative), and all it wrote."""
+    programs = {name: textwrap.dedent(program) for name, program in PROGRAMS.items()}
+    served = subprocess.run(
+        [sys.executable, "-c", SERVER],
+        input=json.dumps(programs),
+        capture_output=True,
+        text=True,
+        timeout=10 * PATIENCE_SECONDS,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert served.returncode == 0, served.stderr
+    return {name: tuple(end) for name, end in json.loads(served.stdout).items()}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_interpreter_exits_cleanly(ends: dict[str, tuple[int, str]], name: str) -> None:
+    assert ends[name] == (0, "")
+
+
+def test_rows_are_what_the_script_says() -> None:
+    """The comparison that these tests rest on tells rows apart."""
+    assert right([A], [expected_row(A)])
+    assert not right([A], [expected_row(B)])
+    assert not right([A, B], [expected_row(A)])

@@ -1,0 +1,624 @@
+"""The whole way on the real engine: ``await`` to vLLM's rows, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+import genrt
+from genrt import sampling
+from genrt.engine import Engine, LogprobsRequest
+from genrt.errors import (
+    ContextTooLong,
+    EngineFailed,
+    EngineUnsupported,
+    InvalidAdapter,
+    InvalidRequest,
+    ModelNotFound,
+    NotFinite,
+)
+from genrt.lm import AsyncLM
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 2**28,
+}
+TOLERANCE = 5e-4
+
+
+def load(model: Path, *, cache_bytes: int = 256 * 2**20, **options: Any) -> AsyncLM:
+    return genrt.load(str(model), engine_options=OPTIONS | options, cache_bytes=cache_bytes)
+
+
+@pytest.fixture(scope="module")
+def shared(llama: Path) -> Iterator[AsyncLM]:
+    with load(llama) as lm:
+        yield lm
+
+
+@pytest.fixture
+def lm(shared: AsyncLM) -> AsyncLM:
+    """One engine for the file, with an empty cache for each test."""
+    shared.clear_cache()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+
+    def row(token_ids: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
+        return logits.log_softmax(dim=-1)
+
+    return row
+
+
+def mixed_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of 1 to ``longest`` tokens, both lengths included, every eighth a repetition."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = []
+    for number in range(count):
+        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+        length = {0: 1, 1: longest}.get(number, length)
+        prompt = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+        prompts.append(list(prompts[number // 2]) if number % 8 == 7 else prompt)
+    return prompts
+
+
+def worst(rows: Sequence[torch.Tensor] | torch.Tensor, expected: Sequence[torch.Tensor]) -> float:
+    return max(float((row - e).abs().max()) for row, e in zip(rows, expected, strict=True))
+
+
+def engine_of(lm: AsyncLM) -> Any:
+    return lm._engine
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+async def test_256_mixed_prompts_in_one_flush_have_transformers_rows(
+    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    prompts = mixed_prompts(256, 400, lm.vocab_size)
+    distinct = len({tuple(p) for p in prompts})
+    before = lm.statistics()
+    rows = await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts))
+    after = lm.statistics()
+    assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
+    assert after.batcher.flushes - before.batcher.flushes == 1
+    assert after.engine.rows - before.engine.rows == distinct < 256
+    assert after.batcher.deduplicated - before.batcher.deduplicated == 256 - distinct
+    assert after.engine.steps - before.engine.steps > 256 // 32
+
+
+async def test_a_batch_question_has_the_rows_of_single_ones(lm: AsyncLM) -> None:
+    prompts = mixed_prompts(40, 60, lm.vocab_size, seed=1)
+    single = [await lm.next_token_logprobs(p) for p in prompts[:10]]
+    lm.clear_cache()
+    batch = await lm.batch_next_token_logprobs(prompts)
+    assert batch.shape == (40, lm.vocab_size)
+    assert worst(batch[:10], single) < TOLERANCE
+
+
+def test_rows_are_float32_normalised_and_on_the_device(lm: AsyncLM) -> None:
+    row = lm.next_token_logprobs_sync([1, 2, 3])
+    assert (row.dtype, row.shape, row.device) == (torch.float32, (lm.vocab_size,), lm.device)
+    assert abs(float(row.double().logsumexp(dim=-1))) < 1e-5
+
+
+def test_rows_are_right_when_vllm_preempts_for_want_of_kv_blocks(
+    llama: Path,
+    oracle: Callable[[Sequence[int]], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of 20 blocks of 32 tokens, eight sequences of 202 tokens would need 56.
+    block = 2 * 2 * 32 * 2 * 4 * 32  # layers, KV heads, head size, K and V, bytes, tokens
+    options = {"block_size": 32, "kv_cache_memory_bytes": 20 * block, "max_model_len": 400}
+    with load(llama, **options, max_num_seqs=8) as lm:
+        scheduler = engine_of(lm)._core.engine_core.scheduler
+        assert scheduler.kv_cache_manager.block_pool.num_gpu_blocks == 20
+        preempt, preempted = scheduler._preempt_request, []
+
+        def counted(request: Any, *rest: Any, **named: Any) -> None:
+            preempted.append(request.request_id)
+            preempt(request, *rest, **named)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", counted)
+        prompts = mixed_prompts(24, 390, lm.vocab_size, seed=2)
+
+        async def both() -> tuple[list[list[int]], torch.Tensor]:
+            samples = asyncio.create_task(
+                lm.batch_sample([[7, n] for n in range(8)], max_tokens=200, temperature=0.0)
+            )
+            rows = await lm.batch_next_token_logprobs(prompts)
+            return await samples, rows
+
+        samples, rows = asyncio.run(both())
+    assert preempted
+    assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
+    for number, sample in enumerate(samples):
+        greedy = oracle([7, number, *sample[:199]])
+        assert float(greedy.max() - greedy[sample[199]]) < TOLERANCE
+
+
+async def test_a_thousand_questions_about_ten_prompts_are_ten_engine_rows(lm: AsyncLM) -> None:
+    prompts = [*mixed_prompts(7, 50, lm.vocab_size, seed=3), [1], [2], [3]]
+    before = lm.statistics()
+    rows = await asyncio.gather(*(lm.next_token_logprobs(prompts[n % 10]) for n in range(1000)))
+    after = lm.statistics()
+    assert after.engine.rows - before.engine.rows == 10
+    assert len({row.data_ptr() for row in rows}) == 1000
+    assert all(torch.equal(row, rows[n % 10]) for n, row in enumerate(rows))
+
+
+def test_the_longest_context_has_a_row_and_one_token_more_an_error(
+    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    context = mixed_prompts(2, lm.max_model_len, lm.vocab_size, seed=4)[1]
+    assert len(context) == lm.max_model_len == 511
+    before = lm.statistics().batcher.questions
+    for length in (lm.max_model_len - 1, lm.max_model_len):
+        row = lm.next_token_logprobs_sync(context[:length])
+        assert worst([row], [oracle(context[:length])]) < TOLERANCE
+    with pytest.raises(ContextTooLong, match="over max_model_len=511"):
+        lm.next_token_logprobs_sync([*context, 1])
+    assert lm.statistics().batcher.questions - before == 2
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_waiters_cancelled_at_any_time_leave_the_others_their_rows(
+    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = mixed_prompts(60, 120, lm.vocab_size, seed=10 + seed)
+    tasks = [asyncio.create_task(lm.next_token_logprobs(p)) for p in prompts]
+    victims = torch.randperm(60, generator=generator)[:30].tolist()
+    for victim in victims:
+        for _ in range(int(torch.randint(0, 4, (1,), generator=generator))):
+            await asyncio.sleep(0)
+        tasks[victim].cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, (prompt, end) in enumerate(zip(prompts, ended, strict=True)):
+        if isinstance(end, torch.Tensor):
+            assert worst([end], [oracle(prompt)]) < TOLERANCE
+        else:
+            assert isinstance(end, asyncio.CancelledError)
+            assert number in victims
+    await lm.next_token_logprobs([9])
+    statistics = lm.statistics().batcher
+    assert (statistics.queued, statistics.in_flight) == (0, 0)
+    assert not engine_of(lm)._by_core_id
+
+
+async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
+    lm: AsyncLM,
+    oracle: Callable[[Sequence[int]], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = mixed_prompts(20, 300, lm.vocab_size, seed=5)
+    # The forward fails before it has written the keys and values of the blocks it was given: what
+    # vLLM's prefix cache then says of them is not true.
+    runner = engine_of(lm)._core.engine_core.model_executor.driver_worker.worker.model_runner
+    before = lm.statistics()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("scripted failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_model_forward", fails)
+        ended = await asyncio.gather(
+            *(lm.next_token_logprobs(p) for p in prompts), return_exceptions=True
+        )
+    assert all(isinstance(end, EngineFailed) for end in ended)
+    assert len({id(end) for end in ended}) == 20
+    assert "scripted failure" in str(ended[0])
+    assert isinstance(ended[0].__cause__, RuntimeError)  # type: ignore[union-attr]
+    assert lm.statistics().engine.failed - before.engine.failed == len({tuple(p) for p in prompts})
+    rows = await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts))
+    assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
+
+
+async def test_poisoned_logits_fail_alone_and_are_not_cached(
+    lm: AsyncLM,
+    oracle: Callable[[Sequence[int]], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from genrt.engines.capture import RowStore
+
+    put = RowStore.put
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    poisoned = prompts[1]
+
+    def poison(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
+        by_ticket = {p.ticket: p.request.token_ids for p in engine_of(lm)._by_core_id.values()}
+        logits = logits.clone()
+        for position, ticket in enumerate(tickets):
+            if by_ticket[ticket] == tuple(poisoned):
+                logits[position, 0] = float("nan")
+        put(store, tickets, logits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowStore, "put", poison)
+        first, second, third = await asyncio.gather(
+            *(lm.next_token_logprobs(p) for p in prompts), return_exceptions=True
+        )
+    assert isinstance(second, NotFinite)
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(third, torch.Tensor)
+    assert worst([first, third], [oracle(prompts[0]), oracle(prompts[2])]) < TOLERANCE
+    assert worst([await lm.next_token_logprobs(poisoned)], [oracle(poisoned)]) < TOLERANCE
+
+
+# -- loops and threads ----------------------------------------------------------------------------
+
+
+async def test_the_loop_goes_on_during_a_long_sample_and_logprobs_return_before_it_ends(
+    lm: AsyncLM,
+) -> None:
+    """Between two beats of a 1 ms heartbeat the engine makes only a few of its steps, each of which
+    takes milliseconds: a loop that was held up for longer would have missed more of them."""
+    loop = asyncio.get_running_loop()
+    beats: list[int] = []
+
+    def beat() -> None:
+        beats.append(lm.statistics().engine.steps)
+        if not sample.done():
+            loop.call_later(0.001, beat)
+
+    sample = asyncio.create_task(lm.sample([1, 2, 3], max_tokens=400, seed=1))
+    beat()
+    answered = 0
+    while not sample.done() and answered < 20:
+        await lm.next_token_logprobs([4, answered])
+        assert not sample.done()
+        answered += 1
+    assert len(await sample) == 400
+    assert answered == 20
+    jumps = sorted(b - a for a, b in itertools.pairwise(beats))
+    assert len(beats) > 50
+    assert jumps[-1] <= 10, jumps[-10:]
+
+
+def test_two_runs_of_the_loop_the_first_cancelled_in_flight(
+    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    async def cancelled() -> None:
+        sample = asyncio.create_task(lm.sample([1], max_tokens=400))
+        rows = [asyncio.create_task(lm.next_token_logprobs([n] * 200)) for n in range(40)]
+        await lm.next_token_logprobs([1])
+        for task in (sample, *rows):
+            task.cancel()
+        raise RuntimeError("leaves with work in flight")
+
+    with pytest.raises(RuntimeError, match="in flight"):
+        asyncio.run(cancelled())
+
+    async def again() -> list[torch.Tensor]:
+        return await asyncio.gather(*(lm.next_token_logprobs([n] * 200) for n in range(40)))
+
+    rows = asyncio.run(again())
+    assert worst(rows, [oracle([n] * 200) for n in range(40)]) < TOLERANCE
+
+
+def test_four_threads_with_loops_of_their_own(
+    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    prompts = [mixed_prompts(24, 100, lm.vocab_size, seed=20 + n % 2) for n in range(4)]
+    rows: dict[int, list[torch.Tensor]] = {}
+
+    def thread(number: int) -> None:
+        async def ask() -> list[torch.Tensor]:
+            return await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts[number]))
+
+        rows[number] = asyncio.run(ask())
+
+    threads = [threading.Thread(target=thread, args=(number,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    for number in range(4):
+        assert worst(rows[number], [oracle(p) for p in prompts[number]]) < TOLERANCE
+
+
+async def test_a_sync_call_inside_a_running_loop(lm: AsyncLM) -> None:
+    pending = asyncio.create_task(lm.next_token_logprobs([1, 2, 3]))
+    await asyncio.sleep(0)
+    row = lm.next_token_logprobs_sync([1, 2, 3])
+    assert torch.equal(row, await pending)
+    assert len(lm.sample_sync([1], max_tokens=3)) == 3
+
+
+# -- samples --------------------------------------------------------------------------------------
+
+
+async def test_a_seeded_sample_does_not_depend_on_its_company(lm: AsyncLM) -> None:
+    alone = [
+        await lm.sample([5, n], max_tokens=20, seed=n, top_p=0.9, temperature=0.8) for n in range(8)
+    ]
+    together = await asyncio.gather(
+        *(lm.sample([5, n], max_tokens=20, seed=n, top_p=0.9, temperature=0.8) for n in range(8)),
+        *(lm.sample([6, n], max_tokens=30, temperature=1.5) for n in range(8)),
+        *(lm.next_token_logprobs([7, n]) for n in range(8)),
+    )
+    assert [list(sample) for sample in together[:8]] == alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+    ],
+    ids=str,
+)
+async def test_frequencies_of_2000_samples_are_the_rows(
+    lm: AsyncLM, options: dict[str, Any]
+) -> None:
+    """A G-test of first and second tokens at level 1e-4, with fixed seeds."""
+    context = [11, 12]
+    samples = await lm.batch_sample([context] * 2000, max_tokens=2, seed=1234, **options)
+    first = sampling.truncate(await lm.next_token_logprobs(context), **options)
+    likely = int(first.argmax())
+    second = sampling.truncate(await lm.next_token_logprobs([*context, likely]), **options)
+    seconds = [s[1] for s in samples if s[0] == likely]
+    for row, tokens in ((first, [s[0] for s in samples]), (second, seconds)):
+        assert len(tokens) > 100
+        assert g_test(row, tokens) > 1e-4
+
+
+def g_test(row: torch.Tensor, tokens: Sequence[int]) -> float:
+    """The p-value of draws against a row, tokens that are expected fewer than 5 times in one bin."""
+    expected = row.double().exp() * len(tokens)
+    observed = torch.bincount(torch.tensor(tokens), minlength=len(row)).double()
+    assert not observed[expected == 0].any()
+    kept = expected >= 5
+    e = [*expected[kept].tolist(), float(expected[~kept].sum())]
+    o = [*observed[kept].tolist(), float(observed[~kept].sum())]
+    if e[-1] < 1e-9:
+        e, o = e[:-1], o[:-1]
+    e = [each * sum(o) / sum(e) for each in e]  # a row sums to 1 only as far as float32 goes
+    return float(stats.power_divergence(o, e, lambda_="log-likelihood").pvalue)
+
+
+async def test_the_engines_draws_match_the_exact_engines(tmp_path: Path) -> None:
+    """2,000 draws each of two tokens by vLLM and by the exact engine over the same law: the table of a
+    Llama whose next token depends on the last one alone. A G-test of homogeneity at level 1e-4."""
+    from genrt.engines.exact import NGram
+    from tests.small_models import make_llama
+
+    model = make_llama(tmp_path / "m", vocab_size=32, layers=1, tokenizer=False)
+    with load(model, skip_tokenizer_init=True) as lm:
+        rows = lm.batch_next_token_logprobs_sync([[t] for t in range(32)])
+        drawn = [s[0] for s in lm.batch_sample_sync([[3]] * 2000, max_tokens=1, seed=5)]
+    table = NGram([bytes([t]) for t in range(32)], rows)
+    with genrt.load(table, engine="exact") as exact:
+        expected = [s[0] for s in exact.batch_sample_sync([[3]] * 2000, max_tokens=1, seed=6)]
+        assert g_test(exact.next_token_logprobs_sync([3]), drawn) > 1e-4
+    counts = [torch.bincount(torch.tensor(d), minlength=32) for d in (drawn, expected)]
+    often = counts[0] + counts[1] >= 10
+    contingency = torch.stack([c[often] for c in counts]).numpy()
+    assert stats.chi2_contingency(contingency, lambda_="log-likelihood").pvalue > 1e-4
+
+
+async def test_samples_cost_the_capture_nothing(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genrt.engines.capture import RowStore
+
+    def put(*_: Any) -> None:
+        raise AssertionError("a row was computed for a sample")
+
+    monkeypatch.setattr(RowStore, "put", put)
+    assert len(await lm.sample([1, 2], max_tokens=10)) == 10
+    runner = engine_of(lm)._core.engine_core.model_executor.driver_worker.worker.model_runner
+    assert runner.input_batch.logitsprocs_need_output_token_ids is False
+
+
+async def test_the_stop_token_is_not_returned_and_greedy_is_the_argmax(lm: AsyncLM) -> None:
+    greedy = await lm.sample([1, 2], max_tokens=8, temperature=0.0)
+    row = await lm.next_token_logprobs([1, 2])
+    assert greedy[0] == int(row.argmax())
+    stop = greedy[4]
+    assert (
+        await lm.sample([1, 2], max_tokens=8, temperature=0.0, stop_token_ids=[stop])
+        == (greedy[: greedy.index(stop)])
+    )
+
+
+# -- adapters -------------------------------------------------------------------------------------
+
+
+async def test_two_adapters_and_the_base_in_one_flush_match_peft(
+    llama: Path, loras: tuple[Path, Path]
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(network, loras[0], adapter_name="a")
+    adapted.load_adapter(loras[1], adapter_name="b")
+    adapted.eval()
+
+    def row(prompt: Sequence[int], name: str | None) -> torch.Tensor:
+        with torch.no_grad():
+            if name is None:
+                with adapted.disable_adapter():
+                    logits = adapted(torch.tensor([prompt])).logits[0, -1]
+            else:
+                adapted.set_adapter(name)
+                logits = adapted(torch.tensor([prompt])).logits[0, -1]
+        out: torch.Tensor = logits.log_softmax(dim=-1)
+        return out
+
+    with load(llama, enable_lora=True, max_loras=2, max_lora_rank=8) as lm:
+        prompts = mixed_prompts(30, 150, lm.vocab_size, seed=6)
+        base_before = await lm.next_token_logprobs([1, 2])
+        for name, path in zip("ab", loras, strict=True):
+            await lm.add_adapter(name, path)
+        names: list[str | None] = ["a", None, "b"]
+        before = lm.statistics().batcher.flushes
+        rows = await asyncio.gather(
+            *(lm.next_token_logprobs(p, adapter=names[n % 3]) for n, p in enumerate(prompts)),
+            *(lm.next_token_logprobs(prompts[0], adapter=name) for name in names),
+        )
+        assert lm.statistics().batcher.flushes - before == 1
+        expected = [row(p, names[n % 3]) for n, p in enumerate(prompts)]
+        expected += [row(prompts[0], name) for name in names]
+        assert worst(rows, expected) < TOLERANCE
+        assert float((rows[-1] - rows[-3]).abs().max()) > 0.1
+        lm.clear_cache()
+        assert worst([await lm.next_token_logprobs([1, 2])], [base_before]) < TOLERANCE
+
+        # Another set of weights under a name that is in use: never a stale row.
+        asked_before = asyncio.create_task(lm.next_token_logprobs(prompts[1], adapter="a"))
+        await asyncio.sleep(0)
+        await lm.add_adapter("a", loras[1])
+        new = await lm.next_token_logprobs(prompts[1], adapter="a")
+        assert worst([await asked_before, new], [row(prompts[1], "a"), row(prompts[1], "b")]) < (
+            TOLERANCE
+        )
+        lm.remove_adapter("b")
+        with pytest.raises(genrt.UnknownAdapter):
+            await lm.next_token_logprobs([1], adapter="b")
+        sampled = await lm.sample([1], max_tokens=4, temperature=0.0, adapter="a")
+        assert sampled[0] == int(row([1], "b").argmax())
+
+
+def test_directories_that_are_no_adapter_and_engines_that_take_none(
+    lm: AsyncLM, llama: Path, loras: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidAdapter, match="enable_lora"):
+        lm.add_adapter_sync("a", loras[0])
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    (pickled / "adapter_config.json").write_text("{}")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_bytes((loras[0] / "adapter_config.json").read_bytes())
+    (broken / "adapter_model.safetensors").write_bytes(b"not safetensors")
+    with load(llama, enable_lora=True, max_lora_rank=8) as with_lora:
+        for path in (pickled, broken, tmp_path / "absent"):
+            with pytest.raises(InvalidAdapter):
+                with_lora.add_adapter_sync("a", path)
+        assert with_lora.adapters == ()
+        with_lora.add_adapter_sync("a", loras[0])
+        assert with_lora.adapters == ("a",)
+        assert with_lora.next_token_logprobs_sync([1], adapter="a").shape == (lm.vocab_size,)
+
+
+# -- opening and closing --------------------------------------------------------------------------
+
+
+def test_the_conformance_suite_passes(llama: Path, loras: tuple[Path, Path]) -> None:
+    from genrt.engines.vllm import open_vllm
+    from genrt.testing import check_engine
+
+    options = OPTIONS | {"max_num_seqs": 8, "max_model_len": 128, "enable_lora": True}
+    options |= {"max_loras": 2, "max_lora_rank": 8}
+
+    def open_engine() -> Engine:
+        return open_vllm(str(llama), options=dict(options))
+
+    check_engine(open_engine, adapter_paths=loras)
+
+
+def test_closing_one_of_two_runtimes_leaves_the_other_working(lm: AsyncLM, llama: Path) -> None:
+    expected = lm.next_token_logprobs_sync([1, 2, 3])
+    with load(llama) as other:
+        assert worst([other.next_token_logprobs_sync([1, 2, 3])], [expected]) < TOLERANCE
+    lm.clear_cache()
+    assert worst([lm.next_token_logprobs_sync([1, 2, 3])], [expected]) < TOLERANCE
+
+
+def test_what_cannot_be_opened_is_refused_with_the_reason(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequest, match="no_such_option"):
+        load(llama, no_such_option=1)
+    with pytest.raises(EngineUnsupported, match="speculative"):
+        load(llama, speculative_config={"method": "ngram"})
+    with pytest.raises(ModelNotFound):
+        load(tmp_path / "absent")
+    with pytest.raises(ModelNotFound):
+        genrt.load("nobody/no-such-model")
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with pytest.raises(EngineUnsupported, match=r"0\.99\.0"):
+        load(llama)
+
+
+def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genrt.engines.capture import RowStore
+
+    put = RowStore.put
+    monkeypatch.setattr(
+        RowStore, "put", lambda store, tickets, logits: put(store, tickets[::-1], logits)
+    )
+    with pytest.raises(EngineUnsupported, match="did not come back"):
+        load(llama)
+
+
+def test_the_self_test_refuses_a_vllm_that_skips_the_processor(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genrt.engines.capture import RowStore
+
+    monkeypatch.setattr(RowStore, "put", lambda *_: None)
+    with pytest.raises(EngineUnsupported, match="without passing its logits"):
+        load(llama)
+
+
+def test_a_closed_engine_is_idle_and_frees_its_requests(llama: Path) -> None:
+    from genrt.engines.vllm import open_vllm
+
+    engine = open_vllm(str(llama), options=dict(OPTIONS))
+    engine.submit([LogprobsRequest((1, 2))])
+    engine.close()
+    engine.close()
+    assert engine.step() == []
+
+
+# -- the embedded model ---------------------------------------------------------------------------
+
+
+@pytest.mark.embedded
+def test_the_embedded_model_has_transformers_rows_and_knows_paris() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from genrt import models
+
+    network = AutoModelForCausalLM.from_pretrained(models.resolve(None), dtype=torch.float32)
+    texts = ["The capital of France is", "def fib(n):\n    return", "Once upon a time, 日本", "1"]
+    with genrt.load(engine_options={"dtype": "float32", "max_model_len": 256}) as lm:
+        prompts = [lm.encode(text) for text in texts]
+        rows = lm.batch_next_token_logprobs_sync(prompts)
+        with torch.no_grad():
+            logits = [network(torch.tensor([p])).logits[0, -1] for p in prompts]
+        assert worst(rows, [row.log_softmax(dim=-1) for row in logits]) < TOLERANCE
+        assert lm.decode(lm.sample_sync(prompts[0], max_tokens=2, temperature=0.0)) == " Paris."
