@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: the arguments are not understood, or asked for help or the version.
     """
+    _hush()
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="genrt",
@@ -66,6 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 1
+
+
+def _hush() -> None:
+    """Have vLLM and torch say what is wrong, and nothing else. Whoever set this otherwise keeps it."""
+    for name in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"):
+        os.environ.setdefault(name, "ERROR")
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 @dataclass(slots=True)

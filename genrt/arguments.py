@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Required, TypedDict, cast
@@ -190,6 +189,10 @@ def check_float(name: str, value: object, low: float, high: float) -> None:
     """Raises InvalidRequest unless ``value`` is a finite number from ``low`` to ``high``."""
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    if not low <= value <= min(high, sys.float_info.max):
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        number = math.inf
+    if not low <= number <= high or math.isinf(number):
         bound = f"at least {low:g} and finite" if math.isinf(high) else f"from {low:g} to {high:g}"
         raise InvalidRequest(f"{name} must be {bound}, got {value}")

@@ -161,8 +161,8 @@ def test_v1_against_vllms_own_persistent_batch_rules(data: st.DataObject) -> Non
             update(len(batch), removed=sorted(removed, reverse=True), added=added, moved=moved)
         )
         capture.apply(logits_of(*batch))
-    last = [t for t in batch if t is not None]
-    assert taken(capture.store, *reversed(last)) == last[::-1]
+    present = [t for t in batch if t is not None]
+    assert taken(capture.store, *reversed(present)) == present[::-1]
 
 
 # -- V2: rows are re-sorted every step, requests keep their slot -------------------------------------

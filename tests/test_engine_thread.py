@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import json
 import os
@@ -23,8 +24,9 @@ import pytest
 
 import genrt
 from genrt import engine_thread
+from genrt.batcher import Batcher
 from genrt.cache import RowCache
-from genrt.engine import Engine, Request
+from genrt.engine import Engine, Finished, Request
 from genrt.engine_thread import EngineThread
 from genrt.errors import Closed, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
@@ -317,13 +319,15 @@ def test_close_from_the_engines_own_thread_ends_it(start: Start) -> None:
         thread.batcher.ask_sync([A])
 
 
-def collected_in(step: bool) -> tuple[ScriptedEngine, threading.Thread]:
-    """Drops the last reference to a runtime inside a step, or inside the batcher's lock (where its
-    clock is read), and collects it there, on the engine's own thread."""
+@pytest.mark.parametrize("where", ["in a step", "in the batcher's lock"])
+def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock(where: str) -> None:
+    """The last reference goes, and is collected, inside a step, or where the batcher reads its clock,
+    which is under its lock."""
     holder: list[AsyncLM] = []
+    collected: list[bool] = []
 
     def collect() -> float:
-        if holder:
+        if holder and threading.current_thread() is thread:
             reference = weakref.ref(holder[0])
             holder.clear()
             gc.collect()
@@ -331,42 +335,32 @@ def collected_in(step: bool) -> tuple[ScriptedEngine, threading.Thread]:
         return 0.0
 
     class Collecting(ScriptedEngine):
-        def step(self) -> list[Any]:
-            if step:
+        def step(self) -> list[Finished]:
+            if where == "in a step":
                 collect()
             return super().step()
 
-    collected: list[bool] = []
     engine = Collecting()
     lm = genrt.load(engine=lambda: engine)
     thread, batcher = lm._thread._thread, lm._thread.batcher
-    cycle: list[Any] = [lm]
-    cycle.append(cycle)
+    lm.__dict__["itself"] = lm  # so that only the garbage collector finds it
     holder.append(lm)
-    del lm, cycle
-    if not step:
+    del lm
+    if where == "in the batcher's lock":
         batcher._clock = collect
-    asker = threading.Thread(target=ask_and_be_closed, args=[batcher], daemon=True)
+    asker = threading.Thread(target=answered_or_closed, args=[batcher], daemon=True)
     asker.start()
     asker.join(PATIENCE_SECONDS)
-    assert not asker.is_alive(), "deadlock"
-    assert collected == [True]
-    return engine, thread
-
-
-def ask_and_be_closed(batcher: Any) -> None:
-    """Answered or closed: both are ends."""
-    try:
-        batcher.ask_sync([A])
-    except Closed:
-        return
-
-
-def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock() -> None:
-    engine, thread = collected_in(step=True)
     thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
+    assert not asker.is_alive(), "deadlock"
+    assert not thread.is_alive(), "deadlock"
+    assert collected == [True]
     assert engine.closed == 1
+
+
+def answered_or_closed(batcher: Batcher) -> None:
+    with contextlib.suppress(Closed):
+        batcher.ask_sync([A])
 
 
 def test_a_runtime_that_is_collected_closes_its_engine() -> None:

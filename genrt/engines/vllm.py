@@ -32,6 +32,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engine import (
     Adapter,
@@ -117,7 +118,7 @@ class VLLMEngine:
         with self._on_stream():
             self._core.collective_rpc("genrt_prepare", args=(own_processors,))
         self._store: RowStore | RemoteStore
-        if config.parallel_config.world_size == 1:
+        if isinstance(llm_engine.model_executor, UniProcExecutor):
             [self._store] = self._core.collective_rpc("genrt_store")
         else:
             self._store = RemoteStore(self._core.collective_rpc, self._device)

@@ -1,0 +1,207 @@
+"""arguments.py: what is taken, what is refused, and that the message says what to do."""
+
+from __future__ import annotations
+
+import array
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genrt.arguments import Limits, check_contexts, check_float, check_int
+from genrt.engine import Adapter, SampleRequest
+from genrt.errors import ContextTooLong, InvalidRequest
+
+LIMITS = Limits(vocab_size=10, max_model_len=8)
+
+SAME: list[Callable[[list[int]], Any]] = [
+    list,
+    tuple,
+    lambda ids: range(ids[0], ids[-1] + 1),
+    lambda ids: [np.int64(i) for i in ids],
+    lambda ids: [torch.tensor(i) for i in ids],
+    lambda ids: array.array("q", ids),
+    *(
+        lambda ids, dtype=dtype: np.array(ids, dtype)
+        for dtype in ("int8", "uint8", "int32", "int64", "uint64")
+    ),
+    *(
+        lambda ids, dtype=dtype: torch.tensor(ids, dtype=dtype)
+        for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
+    ),
+    lambda ids: torch.tensor(ids).repeat_interleave(2)[::2],
+    lambda ids: np.array(ids)[::-1][::-1],
+]
+
+BAD_IDS: list[tuple[Any, str]] = [
+    ("text", r"got str; for text, give encode\(text\)"),
+    (b"\x01", "got bytes"),
+    (bytearray(b"\x01"), "got bytearray"),
+    (memoryview(b"\x01"), "got memoryview"),
+    (None, "got NoneType"),
+    (3, "got int"),
+    ({1, 2}, "got set"),
+    ({1: 2}, "got dict"),
+    (iter([1]), "got list_iterator"),
+    ([1, 2.0], "position 1 there is a float"),
+    ([None], "position 0 there is a NoneType"),
+    (["1"], "position 0 there is a str"),
+    ([[1], [2]], "position 0 there is a list"),
+    ([np.float32(1)], "position 0 there is a float32"),
+    ([1, -1], "from 0 to 9, but at position 1 there is -1"),
+    ([10], "from 0 to 9, but at position 0 there is 10"),
+    ([1, 2**32], "position 1 there is 4294967296"),
+    ([1, 10**30], "position 1 there is 10{30}"),
+    (np.array([1, -1]), "position 1 there is -1"),
+    (np.array([1.0]), r"got float64 of shape \[1\]"),
+    (np.array([True]), "got bool"),
+    (np.array(["1"]), "got <U1"),
+    (np.array(5), r"of shape \[\]"),
+    (np.array([[1, 2]]), r"flat.*of shape \[1, 2\]"),
+    (torch.tensor([1.0]), r"got torch.float32 of shape \[1\]"),
+    (torch.tensor([1.0], dtype=torch.bfloat16), "got torch.bfloat16"),
+    (torch.tensor([1.0], requires_grad=True), "got torch.float32"),
+    (torch.tensor([1], dtype=torch.complex64), "got torch.complex64"),
+    (torch.tensor([True]), "got torch.bool"),
+    (torch.tensor(5), r"of shape \[\]"),
+    (torch.tensor([[1, 2]]), r"of shape \[1, 2\]"),
+    (torch.tensor([11]), "position 0 there is 11"),
+]
+
+EMPTY: list[Any] = [[], (), range(0), np.array([], int), np.array([]), torch.tensor([])]
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_token_ids_of_any_form_are_one_tuple_of_int(form: Callable[[list[int]], Any]) -> None:
+    ids = LIMITS.token_ids(form([3, 4, 5]))
+    assert ids == (3, 4, 5)
+    assert {type(token_id) for token_id in ids} == {int}
+
+
+@pytest.mark.parametrize(("token_ids", "message"), BAD_IDS)
+def test_bad_token_ids_are_refused_with_what_is_wrong(token_ids: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        LIMITS.token_ids(token_ids, name="these ids")
+    assert type(caught.value) is InvalidRequest
+    assert "these ids must be" in str(caught.value)
+
+
+@pytest.mark.parametrize("token_ids", EMPTY)
+def test_an_empty_prompt_is_refused_where_one_is_needed(token_ids: Any) -> None:
+    assert LIMITS.token_ids(token_ids, allow_empty=True) == ()
+    with pytest.raises(InvalidRequest, match="at least one token id"):
+        LIMITS.token_ids(token_ids)
+
+
+@given(st.lists(st.integers(-3, 13), min_size=1), st.sampled_from([list, np.array, torch.tensor]))
+def test_the_vocabulary_is_the_bound(token_ids: list[int], form: Callable[[Any], Any]) -> None:
+    if all(0 <= token_id < 10 for token_id in token_ids):
+        assert LIMITS.token_ids(form(token_ids)) == tuple(token_ids)
+    else:
+        with pytest.raises(InvalidRequest, match="from 0 to 9"):
+            LIMITS.token_ids(form(token_ids))
+
+
+def test_a_context_may_be_as_long_as_the_model_takes() -> None:
+    adapter = Adapter("a", 1)
+    request = LIMITS.logprobs_request([1] * 8, adapter)
+    assert (request.token_ids, request.adapter) == ((1,) * 8, adapter)
+    with pytest.raises(ContextTooLong, match=r"9 tokens is over max_model_len=8.*max_model_len"):
+        LIMITS.logprobs_request([1] * 9, None)
+
+
+def request(**options: Any) -> SampleRequest:
+    return LIMITS.sample_request([1, 2], None, 77, **{"max_tokens": 3, **options})
+
+
+def test_a_sample_request_holds_what_was_asked_in_plain_types() -> None:
+    made = request(
+        max_tokens=np.int32(4),
+        stop_token_ids=torch.tensor([5, 5, 6]),
+        temperature=np.float32(0.5),
+        top_p=1,
+        top_k=np.int64(3),
+        min_p=np.float64(0.25),
+        seed=np.uint8(9),
+    )
+    assert made == SampleRequest((1, 2), 4, frozenset({5, 6}), 0.5, 1.0, 3, 0.25, 9)
+    kinds = [made.max_tokens, made.temperature, made.top_p, made.top_k, made.min_p, made.seed]
+    assert [type(kind) for kind in kinds] == [int, float, float, int, float, int]
+
+
+def test_only_undecided_samples_are_set_apart() -> None:
+    assert request().nonce == 77
+    assert request(seed=0).nonce is None
+    assert request(temperature=0).nonce is None
+    assert request(temperature=0, seed=1) == request(temperature=0.0, seed=2), "greedy has no seed"
+
+
+BAD_OPTIONS: list[tuple[str, Any, str]] = [
+    *(("max_tokens", value, "an int") for value in (None, "3", 2.0, True, [1])),
+    *(("max_tokens", value, "at least 1, got") for value in (0, -1)),
+    *(
+        ("temperature", value, "a number")
+        for value in (None, "1", True, [1.0], 1j, np.complex64(1))
+    ),
+    *(("temperature", value, "at least 0 and finite") for value in (-0.1, math.nan, math.inf)),
+    ("temperature", 10**400, "at least 0 and finite"),
+    *(("top_p", value, "a number") for value in (None, "1", False)),
+    *(("top_p", value, "from 0 to 1") for value in (-0.1, 1.1, math.nan, math.inf, -math.inf)),
+    ("top_p", 0.0, "over 0"),
+    ("top_p", 0, "over 0"),
+    *(("top_k", value, "an int") for value in (None, 1.0, "1", True)),
+    ("top_k", -1, "at least 0"),
+    *(("min_p", value, "a number") for value in (None, "1")),
+    *(("min_p", value, "from 0 to 1") for value in (-0.1, 1.1, math.nan)),
+    *(("seed", value, "an int") for value in (1.0, "1", True)),
+    *(("seed", value, "from 0 to 9223372036854775807") for value in (-1, 2**63)),
+    *(("stop_token_ids", value, "must be") for value in (None, 3, "a", {3}, [10], [-1], [1.5])),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD_OPTIONS)
+def test_a_bad_option_is_refused_by_name(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        request(**{name: value})
+    assert str(caught.value).startswith(name)
+
+
+def test_context_and_new_tokens_fit_together() -> None:
+    assert request(max_tokens=6).max_tokens == 6
+    with pytest.raises(ContextTooLong, match="max_tokens can be 6 here"):
+        request(max_tokens=7)
+    for length in (8, 9):
+        with pytest.raises(ContextTooLong, match="shorten the context"):
+            LIMITS.sample_request([1] * length, None, 1, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "contexts", ["text", b"bytes", None, 3, {1, 2}, iter([]), np.array(3), torch.tensor(3)]
+)
+def test_contexts_that_are_no_sequence_are_refused(contexts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="sequence of token-id sequences"):
+        check_contexts(contexts)
+
+
+@pytest.mark.parametrize("contexts", [[], [[1], [2]], np.array([[1]]), torch.tensor([[1], [2]])])
+def test_contexts_in_any_sequence_are_taken(contexts: Any) -> None:
+    assert check_contexts(contexts) is contexts
+
+
+@given(st.one_of(st.integers(), st.floats()), st.integers(-5, 5), st.integers(0, 10))
+def test_bounds_are_inclusive(value: float, low: int, width: int) -> None:
+    def refused(check: Callable[..., None]) -> bool:
+        try:
+            check("it", value, low, low + width)
+        except InvalidRequest:
+            return True
+        return False
+
+    inside = low <= value <= low + width
+    assert refused(check_float) == (not inside)
+    assert refused(check_int) == (not (inside and isinstance(value, int)))

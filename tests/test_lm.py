@@ -1,0 +1,680 @@
+"""lm.py, on the exact engine: what users hold, from wrong arguments to the end of a runtime's life."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Required, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import genrt
+from genrt.arguments import SampleOptions
+from genrt.engine import Engine, LogprobsRequest, Request, SampleRequest
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    GenrtError,
+    InvalidAdapter,
+    InvalidRequest,
+    ModelNotFound,
+    NotFinite,
+    UnknownAdapter,
+)
+from genrt.lm import AsyncLM
+from tests.scripted import ScriptedEngine, logprobs, passes
+
+VOCAB_SIZE, MAX_MODEL_LEN = 12, 20
+MODEL = NGram.random(VOCAB_SIZE, order=2, seed=1, eos_token_id=0)
+ADAPTED = {
+    name: NGram.random(VOCAB_SIZE, order=2, seed=seed) for name, seed in [("a", 2), ("b", 3)]
+}
+ENGINE_OPTIONS = {"max_model_len": MAX_MODEL_LEN}
+
+
+@pytest.fixture
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", engine_options=ENGINE_OPTIONS) as lm:
+        yield lm
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> dict[str, Path]:
+    """Directories of adapters, each of which makes the model another one."""
+    paths = {}
+    for name, model in ADAPTED.items():
+        paths[name] = path = tmp_path / name
+        path.mkdir()
+        save_file({"table": model.table}, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text("{}")
+    return paths
+
+
+def same(row: torch.Tensor, token_ids: Sequence[int], model: NGram = MODEL) -> bool:
+    """The engine normalises once more, so the last bit may differ."""
+    return torch.allclose(row, model.row(token_ids), atol=1e-6)
+
+
+async def answered(call: Callable[[], Any]) -> Any:
+    """What a method returns, or its await."""
+    answer = call()
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+# -- rows -------------------------------------------------------------------------------------
+
+
+async def test_rows_are_the_models_own_in_every_way_of_asking(lm: AsyncLM) -> None:
+    contexts = [[1], [2, 3], [4, 5, 6], [2, 3], [1] * MAX_MODEL_LEN]
+    one = [await lm.next_token_logprobs(ids) for ids in contexts]
+    sync = [lm.next_token_logprobs_sync(ids) for ids in contexts]
+    for rows in (
+        torch.stack(one),
+        torch.stack(sync),
+        await lm.batch_next_token_logprobs(contexts),
+        lm.batch_next_token_logprobs_sync(contexts),
+    ):
+        assert rows.shape == (5, VOCAB_SIZE)
+        assert (rows.dtype, rows.device) == (torch.float32, lm.device)
+        assert all(same(row, ids) for row, ids in zip(rows, contexts, strict=True))
+    assert lm.statistics().engine.rows == 4, "each context was computed once"
+
+
+@pytest.mark.parametrize(
+    "form", [tuple, np.array, torch.tensor, lambda ids: [np.int32(i) for i in ids]]
+)
+def test_token_ids_of_any_form_are_the_same_question(
+    lm: AsyncLM, form: Callable[[list[int]], Any]
+) -> None:
+    row = lm.next_token_logprobs_sync([3, 4])
+    assert torch.equal(lm.next_token_logprobs_sync(form([3, 4])), row)
+    assert torch.equal(lm.batch_next_token_logprobs_sync([form([3, 4]), form([3, 4])])[1], row)
+    assert lm.statistics().engine.rows == 1
+
+
+def test_no_contexts_have_no_rows(lm: AsyncLM) -> None:
+    rows = lm.batch_next_token_logprobs_sync([])
+    assert (rows.shape, rows.dtype, rows.device) == ((0, VOCAB_SIZE), torch.float32, lm.device)
+    assert lm.batch_sample_sync([], max_tokens=1) == []
+    assert lm.statistics().engine.requests == 0
+
+
+async def test_rows_are_the_callers_own_and_the_cache_survives_what_is_done_to_them(
+    lm: AsyncLM,
+) -> None:
+    wanted = MODEL.row([1, 2])
+    for _ in range(2):
+        rows = [
+            *await asyncio.gather(*(lm.next_token_logprobs([1, 2]) for _ in range(3))),
+            lm.next_token_logprobs_sync([1, 2]),
+            *lm.batch_next_token_logprobs_sync([[1, 2], [1, 2], [3]])[:2],
+            *await lm.batch_next_token_logprobs([[1, 2], [1, 2]]),
+        ]
+        for position, row in enumerate(rows):
+            assert torch.allclose(row, wanted, atol=1e-6), f"spoilt by another: {position}"
+            row.fill_(math.nan)
+    assert lm.statistics().engine.rows == 2
+
+
+def test_a_cache_hit_is_bit_identical_and_clearing_asks_again(lm: AsyncLM) -> None:
+    row = lm.next_token_logprobs_sync([5])
+    assert torch.equal(lm.next_token_logprobs_sync([5]), row)
+    assert lm.statistics().cache.hits == 1
+    lm.clear_cache()
+    assert lm.statistics().cache.rows == 0
+    assert torch.equal(lm.next_token_logprobs_sync([5]), row)
+    assert lm.statistics().engine.rows == 2
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1, 4 * VOCAB_SIZE, 10 * 4 * VOCAB_SIZE + 3])
+def test_the_cache_never_holds_more_than_its_bound(cache_bytes: int) -> None:
+    with genrt.load(MODEL, engine="exact", cache_bytes=cache_bytes) as lm:
+        for first in range(VOCAB_SIZE):
+            lm.batch_next_token_logprobs_sync([[first, second] for second in range(4)])
+            s = lm.statistics().cache
+            assert s.bytes <= s.max_bytes == cache_bytes
+        assert s.rows == cache_bytes // (4 * VOCAB_SIZE)
+        assert s.evictions == max(0, 4 * VOCAB_SIZE - s.rows) * (s.rows > 0)
+
+
+async def test_cancelling_one_question_disturbs_no_other(lm: AsyncLM) -> None:
+    tasks = [asyncio.create_task(lm.next_token_logprobs([n % 4, 1])) for n in range(12)]
+    await passes(1)
+    for task in tasks[::3]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, result in enumerate(results):
+        if number % 3 == 0:
+            assert isinstance(result, asyncio.CancelledError)
+        else:
+            assert isinstance(result, torch.Tensor)
+            assert same(result, [number % 4, 1])
+
+
+# -- wrong arguments --------------------------------------------------------------------------
+
+WRONG_IDS: list[tuple[Any, type[Exception], str]] = [
+    ("text", InvalidRequest, "encode"),
+    ([], InvalidRequest, "at least one token id"),
+    ([1.5], InvalidRequest, "position 0 there is a float"),
+    ([-1], InvalidRequest, "from 0 to 11"),
+    ([VOCAB_SIZE], InvalidRequest, "from 0 to 11"),
+    (torch.tensor(3), InvalidRequest, "flat sequence"),
+    ([1] * (MAX_MODEL_LEN + 1), ContextTooLong, "max_model_len"),
+]
+WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"max_tokens": 0}, InvalidRequest, "max_tokens must be at least 1"),
+    ({"max_tokens": "3"}, InvalidRequest, "max_tokens must be an int"),
+    ({"max_tokens": MAX_MODEL_LEN}, ContextTooLong, f"max_tokens can be {MAX_MODEL_LEN - 1} here"),
+    ({"max_tokens": 2, "temperature": -1}, InvalidRequest, "temperature must be at least 0"),
+    ({"max_tokens": 2, "top_p": 0}, InvalidRequest, "top_p must be over 0"),
+    ({"max_tokens": 2, "top_k": 1.0}, InvalidRequest, "top_k must be an int"),
+    ({"max_tokens": 2, "min_p": 2}, InvalidRequest, "min_p must be from 0 to 1"),
+    ({"max_tokens": 2, "seed": -1}, InvalidRequest, "seed must be from 0"),
+    ({"max_tokens": 2, "stop_token_ids": [99]}, InvalidRequest, "stop_token_ids must be"),
+    ({"max_tokens": 2, "adapter": "x"}, UnknownAdapter, "add_adapter"),
+    ({"max_tokens": 2, "unheard_of": 1}, TypeError, "unheard_of"),
+    ({}, TypeError, "max_tokens"),
+]
+Call = Callable[[Any], Any]
+"""Of an AsyncLM, which the type checker must not know: these calls are wrong."""
+
+
+def wrong_calls() -> Iterator[tuple[str, Call, type[Exception], str]]:
+    """Every method that takes something, with everything that is wrong to give it."""
+    for ids, error, message in WRONG_IDS:
+        of: dict[str, Call] = {
+            "next_token_logprobs": lambda lm, ids=ids: lm.next_token_logprobs(ids),  # type: ignore[misc]
+            "batch_next_token_logprobs": lambda lm, ids=ids: lm.batch_next_token_logprobs(
+                [[1], ids]
+            ),  # type: ignore[misc]
+            "sample": lambda lm, ids=ids: lm.sample(ids, max_tokens=1),  # type: ignore[misc]
+            "batch_sample": lambda lm, ids=ids: lm.batch_sample([[1], ids], max_tokens=1),  # type: ignore[misc]
+            "next_token_logprobs_sync": lambda lm, ids=ids: lm.next_token_logprobs_sync(ids),  # type: ignore[misc]
+            "batch_next_token_logprobs_sync": lambda lm, ids=ids: lm.batch_next_token_logprobs_sync(
+                [[1], ids]
+            ),  # type: ignore[misc]
+            "sample_sync": lambda lm, ids=ids: lm.sample_sync(ids, max_tokens=1),  # type: ignore[misc]
+            "batch_sample_sync": lambda lm, ids=ids: lm.batch_sample_sync([[1], ids], max_tokens=1),  # type: ignore[misc]
+        }
+        for name, call in of.items():
+            said = "shorten|max_model_len" if error is ContextTooLong else message
+            yield f"{name}({str(ids)[:20]})", call, error, said
+    for options, error, message in WRONG_OPTIONS:
+        for name in ("sample", "sample_sync"):
+            call = lambda lm, n=name, o=options: getattr(lm, n)([1], **o)  # type: ignore[misc]
+            yield f"{name}({options})", call, error, message
+        for name in ("batch_sample", "batch_sample_sync"):
+            call = lambda lm, n=name, o=options: getattr(lm, n)([[1], [2]], **o)  # type: ignore[misc]
+            yield f"{name}({options})", call, error, message
+    for name in ("next_token_logprobs", "batch_next_token_logprobs"):
+        for suffix in ("", "_sync"):
+            for adapter in ("x", "", 3, ["x"]):
+                call = lambda lm, n=name + suffix, a=adapter: getattr(lm, n)(  # type: ignore[misc]
+                    [[1]] if "batch" in n else [1], adapter=a
+                )
+                yield f"{name}{suffix}(adapter={adapter!r})", call, UnknownAdapter, "loaded: none"
+    for name in ("batch_next_token_logprobs", "batch_next_token_logprobs_sync"):
+        for contexts in ("text", 3, None, {1}, torch.tensor(1)):
+            call = lambda lm, n=name, c=contexts: getattr(lm, n)(c)  # type: ignore[misc]
+            yield f"{name}({contexts!r})", call, InvalidRequest, "contexts must be a sequence"
+        call = lambda lm, n=name: getattr(lm, n)([1, 2])  # type: ignore[misc]
+        yield f"{name}(flat)", call, InvalidRequest, "got int"
+    others: list[tuple[Call, type[Exception], str]] = [
+        (lambda lm: lm.encode(3), InvalidRequest, "takes a str"),
+        (lambda lm: lm.decode([99]), InvalidRequest, "from 0 to 11"),
+        (lambda lm: lm.decode("text"), InvalidRequest, "sequence of int"),
+        (lambda lm: lm.remove_adapter("x"), UnknownAdapter, "no adapter is named 'x'"),
+        (lambda lm: lm.remove_adapter(None), InvalidRequest, "give the name of one"),
+        (lambda lm: lm.add_adapter("", "."), InvalidRequest, "non-empty str"),
+        (lambda lm: lm.add_adapter(3, "."), InvalidRequest, "non-empty str"),
+        (lambda lm: lm.add_adapter("x", 3), InvalidRequest, "path must be a str or a Path"),
+        (lambda lm: lm.add_adapter("x", "/no/such/place"), InvalidAdapter, "not a directory"),
+        (lambda lm: lm.add_adapter_sync("x", "/no/such/place"), InvalidAdapter, "not a directory"),
+        (lambda lm: lm.add_adapter_sync("x", None), InvalidRequest, "path must be"),
+    ]
+    for number, (call, error, message) in enumerate(others):
+        yield f"other {number}", call, error, message
+
+
+WRONG_CALLS = list(wrong_calls())
+
+
+async def test_every_wrong_call_raises_at_the_call_and_disturbs_nothing(lm: AsyncLM) -> None:
+    """The messages say what to do; the engine hears of none of them, nor does a neighbour."""
+    neighbour = asyncio.create_task(lm.next_token_logprobs([7]))
+    assert same(await neighbour, [7])
+    before = lm.statistics()
+    for name, call, error, message in WRONG_CALLS:
+        with pytest.raises(error, match=message) as caught:
+            await answered(lambda call=call: call(lm))  # type: ignore[misc]
+        assert type(caught.value) is error, name
+    assert lm.statistics() == before
+    assert lm.adapters == ()
+    assert same(await lm.next_token_logprobs([8]), [8])
+
+
+async def test_a_wrong_context_keeps_its_whole_batch_from_the_engine(lm: AsyncLM) -> None:
+    with pytest.raises(InvalidRequest):
+        await lm.batch_next_token_logprobs([[1], [2], [99]])
+    assert lm.statistics().batcher.questions == 0
+
+
+WRONG_LOADS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"engine": "excat"}, InvalidRequest, "'vllm', 'transformers', 'exact', or a function"),
+    ({"engine": None}, InvalidRequest, "or a function"),
+    ({"engine": "exact", "model": None}, InvalidRequest, "exact engine needs a model"),
+    (
+        {"engine": "exact", "engine_options": {"dtype": 1}},
+        InvalidRequest,
+        r"no options \['dtype'\]",
+    ),
+    ({"engine": "exact", "engine_options": {"max_model_len": 0}}, InvalidRequest, "at least 1"),
+    ({"engine_options": [1]}, InvalidRequest, "engine_options must be a mapping"),
+    ({"cache_bytes": -1}, InvalidRequest, "cache_bytes must be at least 0"),
+    ({"cache_bytes": 1.5}, InvalidRequest, "cache_bytes must be an int"),
+    ({"max_batch_size": 0}, InvalidRequest, "max_batch_size must be at least 1"),
+    ({"max_wait_seconds": -1}, InvalidRequest, "max_wait_seconds must be at least 0"),
+    ({"max_wait_seconds": math.inf}, InvalidRequest, "finite"),
+    ({"engine": "transformers", "model": 3}, InvalidRequest, "model must be a name, a directory"),
+    ({"engine": "transformers"}, InvalidRequest, "got NGram"),
+    ({"engine": "exact", "model": "/no/such/place"}, ModelNotFound, "NGram.save"),
+    ({"engine": "transformers", "model": "/no/such/place"}, ModelNotFound, "/no/such/place"),
+    ({"engine": ScriptedEngine}, InvalidRequest, "must bring its own"),
+    (
+        {"engine": ScriptedEngine, "model": None, "engine_options": {"a": 1}},
+        InvalidRequest,
+        "must bring its own",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG_LOADS)
+async def test_wrong_loads_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"model": MODEL, "engine": "exact", **arguments}
+    with pytest.raises(error, match=message) as caught:
+        genrt.load(**arguments)
+    assert type(caught.value) is error
+    with pytest.raises(error, match=message):
+        await genrt.aload(**arguments)
+
+
+# -- samples ----------------------------------------------------------------------------------
+
+
+async def test_a_seeded_sample_is_the_same_alone_and_in_company(lm: AsyncLM) -> None:
+    alone = lm.sample_sync([1, 2], max_tokens=8, seed=5)
+    together = await asyncio.gather(
+        *(lm.sample([3], max_tokens=4, seed=n, temperature=0.5 + n) for n in range(6)),
+        lm.sample([1, 2], max_tokens=8, seed=5),
+        lm.next_token_logprobs([4]),
+        lm.sample([1, 2], max_tokens=8, seed=5),
+    )
+    assert together[6] == together[8] == alone
+    assert isinstance(alone, list)
+    assert len(alone) == 8
+    assert together[6] is not together[8]
+
+
+async def test_equal_calls_without_a_seed_are_independent_draws(lm: AsyncLM) -> None:
+    calls = [lm.sample([1], max_tokens=12) for _ in range(8)]
+    drawn = await asyncio.gather(*calls)
+    assert len(set(map(tuple, drawn))) > 1, "the same eight times has a chance far below 1e-9"
+    assert lm.statistics().batcher.deduplicated == 0
+    batch = await lm.batch_sample([[1]] * 8, max_tokens=12)
+    assert len(set(map(tuple, batch))) > 1
+
+
+async def test_greedy_samples_are_the_likeliest_tokens_and_are_drawn_once(lm: AsyncLM) -> None:
+    drawn = await asyncio.gather(*(lm.sample([1], max_tokens=5, temperature=0) for _ in range(3)))
+    context = [1]
+    for token in drawn[0]:
+        assert token == int(MODEL.row(context).argmax())
+        context.append(token)
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert lm.statistics().engine.sampled_tokens == 5
+
+
+async def test_a_seeded_batch_draws_each_context_with_a_seed_of_its_own(lm: AsyncLM) -> None:
+    contexts = [[1], [1], [2, 3], [1]]
+    batch = await lm.batch_sample(contexts, max_tokens=6, seed=40)
+    each = [lm.sample_sync(ids, max_tokens=6, seed=40 + n) for n, ids in enumerate(contexts)]
+    assert batch == each == lm.batch_sample_sync(contexts, max_tokens=6, seed=40)
+    assert len(set(map(tuple, [batch[0], batch[1], batch[3]]))) > 1
+    last = 2**63 - 1
+    around = lm.batch_sample_sync([[1], [1]], max_tokens=6, seed=last)
+    assert around == [lm.sample_sync([1], max_tokens=6, seed=seed) for seed in (last, 0)]
+
+
+def test_stop_tokens_end_a_sample_and_stay_out_of_it(lm: AsyncLM) -> None:
+    whole = lm.sample_sync([1], max_tokens=10, temperature=0.0)
+    for stop in set(whole):
+        stopped = lm.sample_sync([1], max_tokens=10, temperature=0.0, stop_token_ids=[stop])
+        assert stopped == whole[: whole.index(stop)]
+    unheard = next(token for token in range(VOCAB_SIZE) if token not in whole)
+    assert lm.sample_sync([1], max_tokens=10, temperature=0.0, stop_token_ids=[unheard]) == whole
+
+
+def test_a_sample_may_fill_the_context(lm: AsyncLM) -> None:
+    assert len(lm.sample_sync([1], max_tokens=MAX_MODEL_LEN - 1)) == MAX_MODEL_LEN - 1
+
+
+# -- adapters ---------------------------------------------------------------------------------
+
+
+async def test_adapters_never_share_a_row(lm: AsyncLM, adapters: dict[str, Path]) -> None:
+    await lm.add_adapter("a", adapters["a"])
+    lm.add_adapter_sync("b", str(adapters["b"]))
+    assert lm.adapters == ("a", "b")
+    for _ in range(2):
+        rows = await asyncio.gather(
+            *(lm.next_token_logprobs([n, 1], adapter=a) for n in range(4) for a in (None, "a", "b"))
+        )
+        for position, row in enumerate(rows):
+            model = (MODEL, ADAPTED["a"], ADAPTED["b"])[position % 3]
+            assert same(row, [position // 3, 1], model)
+    assert lm.statistics().engine.rows == 12
+    greedy = lm.sample_sync([1], max_tokens=1, temperature=0, adapter="a")
+    assert greedy == [int(ADAPTED["a"].row([1]).argmax())]
+
+
+async def test_a_name_that_is_loaded_again_gives_no_stale_row(
+    lm: AsyncLM, adapters: dict[str, Path]
+) -> None:
+    await lm.add_adapter("x", adapters["a"])
+    assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED["a"])
+    await lm.add_adapter("x", adapters["b"])
+    assert list(lm.adapters) == ["x"]
+    assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED["b"])
+    lm.remove_adapter("x")
+    assert list(lm.adapters) == []
+    with pytest.raises(UnknownAdapter):
+        await lm.next_token_logprobs([1], adapter="x")
+    await lm.add_adapter("x", adapters["a"])
+    assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED["a"])
+
+
+async def test_a_question_keeps_the_adapter_that_was_bound_when_it_was_asked(
+    lm: AsyncLM, adapters: dict[str, Path]
+) -> None:
+    await lm.add_adapter("x", adapters["a"])
+    before = asyncio.create_task(lm.batch_next_token_logprobs([[1], [2]], adapter="x"))
+    await passes(1)
+    lm.remove_adapter("x")
+    assert same((await before)[1], [2], ADAPTED["a"])
+
+
+async def test_adapters_of_one_name_loaded_at_once_are_bound_in_the_order_of_the_calls(
+    lm: AsyncLM, adapters: dict[str, Path]
+) -> None:
+    for first, last in (("a", "b"), ("b", "a")):
+        await asyncio.gather(
+            lm.add_adapter("x", adapters[first]), lm.add_adapter("x", adapters[last])
+        )
+        assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED[last])
+
+
+async def test_an_adapter_whose_loading_was_cancelled_is_bound_or_not_loaded(
+    tmp_path: Path, adapters: dict[str, Path]
+) -> None:
+    """Whatever the moment of the cancellation, the engine holds exactly the bound adapters."""
+    engine = ScriptedEngine()
+    async with await genrt.aload(engine=lambda: engine) as lm:
+        for count in range(6):
+            task = asyncio.create_task(lm.add_adapter(f"x{count}", adapters["a"]))
+            await passes(count)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        held = lm._thread.call(lambda _: [adapter.name for adapter in engine.adapters])
+        assert await asyncio.wrap_future(held) == list(lm.adapters)
+
+
+async def test_a_replaced_adapter_leaves_the_engine_and_the_cache(
+    adapters: dict[str, Path],
+) -> None:
+    engine = ScriptedEngine()
+    async with await genrt.aload(engine=lambda: engine) as lm:
+        for _ in range(3):
+            await lm.add_adapter("x", adapters["a"])
+            await lm.next_token_logprobs([1], adapter="x")
+        lm.remove_adapter("x")
+        await lm.next_token_logprobs([2])
+        await lm.next_token_logprobs([3])
+        assert [adapter.version for adapter in engine.removed] == [1, 2, 3]
+        assert engine.adapters == []
+        assert lm.statistics().cache.rows == 2
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_not_bound(
+    lm: AsyncLM, adapters: dict[str, Path]
+) -> None:
+    save_file({"other": torch.zeros(3)}, adapters["a"] / "adapter_model.safetensors")
+    with pytest.raises(InvalidAdapter, match="does not fit"):
+        lm.add_adapter_sync("x", adapters["a"])
+    assert lm.adapters == ()
+
+
+# -- the model --------------------------------------------------------------------------------
+
+
+def test_what_a_runtime_says_of_its_model(lm: AsyncLM) -> None:
+    assert (lm.vocab_size, lm.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
+    assert lm.byte_vocab == list(MODEL.vocabulary)
+    assert lm.str_vocab == [token.decode() for token in MODEL.vocabulary]
+    text = lm.str_vocab[3] + lm.str_vocab[1]
+    assert lm.encode(text) == [3, 1]
+    assert lm.decode(np.array([3, 1])) == text
+    assert lm.decode([]) == lm.decode(lm.encode("")) == ""
+
+
+def test_a_model_without_a_tokenizer_says_so() -> None:
+    with genrt.load(engine=ScriptedEngine) as lm:
+        for need in (lambda: lm.tokenizer, lambda: lm.encode("a"), lambda: lm.byte_vocab):
+            with pytest.raises(InvalidRequest, match="ask with token ids"):
+                need()
+
+
+def test_a_saved_model_and_an_engine_of_ones_own_load(tmp_path: Path) -> None:
+    MODEL.save(tmp_path)
+    with genrt.load(tmp_path, engine="exact") as saved:
+        assert same(saved.next_token_logprobs_sync([1]), [1])
+    with genrt.load(engine=lambda: ExactEngine(MODEL)) as own:
+        assert same(own.next_token_logprobs_sync([1]), [1])
+
+
+def test_an_engines_error_reaches_the_caller_and_no_one_else() -> None:
+    errors: dict[Request, GenrtError] = {logprobs(1): NotFinite("the logits are NaN")}
+    with genrt.load(engine=lambda: ScriptedEngine(errors=errors)) as lm:
+        with pytest.raises(NotFinite):
+            lm.batch_next_token_logprobs_sync([[2], [1]])
+        assert lm.next_token_logprobs_sync([2]).shape == (8,)
+        assert lm.statistics().batcher.failed == 1
+
+
+# -- a runtime's life -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["with", "async with", "close", "aclose", "twice"])
+async def test_a_closed_runtime_answers_nothing_more(way: str) -> None:
+    lm = await genrt.aload(MODEL, engine="exact")
+    assert repr(lm).startswith("AsyncLM(open, ExactEngine, vocab_size=12")
+    await lm.next_token_logprobs([1])
+    if way == "with":
+        with lm as entered:
+            assert entered is lm
+    elif way == "async with":
+        async with lm as entered:
+            assert entered is lm
+    elif way == "aclose":
+        await lm.aclose()
+    else:
+        lm.close()
+    if way == "twice":
+        lm.close()
+        await lm.aclose()
+    assert repr(lm) == "AsyncLM(closed, ExactEngine, vocab_size=12)"
+    asked: list[Callable[[], Any]] = [
+        lambda: lm.next_token_logprobs([2]),
+        lambda: lm.next_token_logprobs_sync([2]),
+        lambda: lm.next_token_logprobs_sync([1]),
+        lambda: lm.batch_sample([[2]], max_tokens=1),
+        lambda: lm.sample_sync([2], max_tokens=1),
+    ]
+    for ask in asked:
+        with pytest.raises(Closed, match="load it again"):
+            await answered(ask)
+    s = lm.statistics()
+    assert (s.batcher.questions, s.engine.rows) == (1, 1), "counters outlive the runtime"
+    assert lm.vocab_size == VOCAB_SIZE
+    lm.clear_cache()
+
+
+async def test_adapters_of_a_closed_runtime(adapters: dict[str, Path]) -> None:
+    lm = genrt.load(MODEL, engine="exact")
+    lm.add_adapter_sync("x", adapters["a"])
+    lm.close()
+    with pytest.raises(Closed):
+        await lm.add_adapter("y", adapters["b"])
+    with pytest.raises(Closed):
+        lm.add_adapter_sync("y", adapters["b"])
+    lm.remove_adapter("x")
+    assert lm.adapters == ()
+
+
+def test_two_runtimes_know_nothing_of_each_other(lm: AsyncLM) -> None:
+    with genrt.load(ADAPTED["a"], engine="exact") as other:
+        assert same(lm.next_token_logprobs_sync([1]), [1])
+        assert same(other.next_token_logprobs_sync([1]), [1], ADAPTED["a"])
+    assert same(lm.next_token_logprobs_sync([2]), [2])
+
+
+def test_repr_tells_live_state(lm: AsyncLM, adapters: dict[str, Path]) -> None:
+    lm.add_adapter_sync("x", adapters["a"])
+    lm.next_token_logprobs_sync([1])
+    for part in (
+        "AsyncLM(open, ExactEngine, vocab_size=12, max_model_len=20, adapters=['x']",
+        "Batcher(open, 0 queued, 0 in flight, 1 flushes)",
+        "RowCache(1 rows, 48 of",
+    ):
+        assert part in repr(lm)
+
+
+def test_statistics_are_frozen_and_add_up(lm: AsyncLM) -> None:
+    lm.batch_next_token_logprobs_sync([[1], [2], [1]])
+    lm.batch_next_token_logprobs_sync([[1], [3]])
+    s = lm.statistics()
+    for part in (s, s.batcher, s.cache, s.engine):
+        name = next(iter(type(part).__dataclass_fields__))
+        with pytest.raises(AttributeError):
+            setattr(part, name, None)
+    assert s.batcher.questions == 5
+    assert s.batcher.questions == s.batcher.cached + s.batcher.deduplicated + s.engine.requests
+    assert s.cache.hits == s.batcher.cached == 1
+    assert s.cache.rows == s.engine.rows == 3
+
+
+def test_max_batch_size_bounds_the_flushes() -> None:
+    with genrt.load(MODEL, engine="exact", max_batch_size=3) as lm:
+        lm.batch_next_token_logprobs_sync([[n] for n in range(10)])
+        s = lm.statistics().batcher
+        assert (s.flushes, s.largest_flush) == (4, 3)
+
+
+async def test_an_exception_inside_the_context_manager_passes_and_closes() -> None:
+    with pytest.raises(KeyError):
+        async with await genrt.aload(MODEL, engine="exact") as lm:
+            raise KeyError
+    with pytest.raises(Closed):
+        lm.next_token_logprobs_sync([1])
+
+
+# -- the public signatures --------------------------------------------------------------------
+
+TWINS = [
+    "next_token_logprobs",
+    "batch_next_token_logprobs",
+    "sample",
+    "batch_sample",
+    "add_adapter",
+]
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool, bool]]:
+    """By name: the annotation, whether it is keyword-only, whether it must be given; with the options
+    of ``sample`` spelled out where they are given together."""
+    hints = get_type_hints(function)
+    found: dict[str, tuple[Any, bool, bool]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            assert get_args(hints[name]) == (SampleOptions,)
+            for option, hint in get_type_hints(SampleOptions, include_extras=True).items():
+                required = get_origin(hint) is Required
+                found[option] = (get_args(hint)[0] if required else hint, True, required)
+        else:
+            keyword = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            found[name] = (hints.get(name), keyword, parameter.default is inspect.Parameter.empty)
+    return found
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_sync_twin_takes_and_returns_what_its_twin_does(name: str) -> None:
+    twin, sync = getattr(AsyncLM, name), getattr(AsyncLM, f"{name}_sync")
+    assert inspect.iscoroutinefunction(twin)
+    assert not inspect.iscoroutinefunction(sync)
+    assert parameters(twin) == parameters(sync)
+    assert get_type_hints(twin)["return"] == get_type_hints(sync)["return"]
+    assert sync.__doc__.startswith(f"``{name}``, blocking")
+
+
+def test_load_and_aload_take_the_same() -> None:
+    assert inspect.signature(genrt.load).parameters == inspect.signature(genrt.aload).parameters
+
+
+def test_the_options_of_sample_have_the_requests_defaults() -> None:
+    fields = SampleRequest.__dataclass_fields__
+    for name, parameter in inspect.signature(AsyncLM.sample).parameters.items():
+        if name in fields and parameter.default is not inspect.Parameter.empty:
+            default = parameter.default
+            assert fields[name].default == (frozenset(default) if default == () else default), name
+
+
+def test_every_default_is_keyword_only() -> None:
+    for function in (genrt.load, genrt.aload, *(getattr(AsyncLM, name) for name in TWINS)):
+        for name, parameter in inspect.signature(function).parameters.items():
+            keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            required = parameter.default is inspect.Parameter.empty
+            assert required or keyword_only or name == "model", (function, name)
+
+
+def test_requests_are_bound_to_versions_not_names(lm: AsyncLM, adapters: dict[str, Path]) -> None:
+    asked: list[LogprobsRequest] = []
+    for _ in range(2):
+        lm.add_adapter_sync("x", adapters["a"])
+        asked.append(lm._logprobs_request([1], "x"))
+    assert len(set(asked)) == 2
+    assert [request.adapter.name for request in asked if request.adapter] == ["x", "x"]
+
+
+def engine_of_ones_own() -> Engine:
+    """That ExactEngine and ScriptedEngine are Engines is checked by the type checker here."""
+    return ScriptedEngine() if MODEL.order > 2 else ExactEngine(MODEL)
+
+
+def test_a_function_that_makes_an_engine_is_called_once_per_runtime() -> None:
+    calls: list[int] = []
+
+    def make() -> Engine:
+        calls.append(1)
+        return engine_of_ones_own()
+
+    with genrt.load(engine=make), genrt.load(engine=make):
+        assert calls == [1, 1]

@@ -1,0 +1,91 @@
+"""The notebooks run from top to bottom, in a kernel of their own, and arrive at their results."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def stored(name: str) -> Any:
+    return nbformat.read(ROOT / "notebooks" / name, as_version=4)
+
+
+@cache
+def executed(name: str) -> Any:
+    """The notebook after a run; a cell that raises is raised here, with its traceback."""
+    notebook = stored(name)
+    NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(ROOT)}},
+    ).execute()
+    return notebook
+
+
+def printed(notebook: Any) -> str:
+    """Everything the cells wrote to standard output."""
+    return "".join(
+        output.text
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
+
+
+def test_there_are_notebooks() -> None:
+    assert "first_smc.ipynb" in NOTEBOOKS
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_committed_with_its_outputs_and_nothing_of_the_machine(name: str) -> None:
+    notebook = stored(name)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs
+    assert {output.output_type for output in outputs} <= {
+        "stream",
+        "execute_result",
+        "display_data",
+    }
+    assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
+    assert not re.search(r"/(home|root|tmp|usr|opt|work|Users)\b", nbformat.writes(notebook))
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs(name: str) -> None:
+    notebook = executed(name)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    errors = [o for cell in code for o in cell.outputs if o.output_type == "error"]
+    assert errors == []
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_first_notebook_arrives_at_its_result() -> None:
+    text = printed(executed("first_smc.ipynb"))
+    assert re.search(r"0\.7\d\d  ' Paris'", text)
+    assert "100 answers: 5 rows, 1 engine step" in text
+    exact, estimate, _ = map(
+        float, re.findall(r"Z: exact (\S+), SMC (\S+), rejection (\S+)", text)[0]
+    )
+    assert exact == pytest.approx(0.118, abs=0.005)
+    assert estimate == pytest.approx(exact, abs=0.05)
+    mean, error = map(float, re.findall(r"8 runs: +(\S+) \+- (\S+)", text)[0])
+    # Eight runs, fixed seeds, one comparison at five standard errors.
+    assert abs(mean - exact) < 5 * error
