@@ -42,7 +42,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layering.py
+	$(BIN)/python -m pytest -q tests/test_house.py
 
 notebooks: $(READY)
 	@for notebook in notebooks/*.ipynb; do \

@@ -50,7 +50,9 @@ TINY = LLAMA_1B | {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="tiny", help="tiny, 1b, embedded, or a directory")
-    parser.add_argument("--runner", action="append", choices=["V1", "V2"], help="default: vLLM's own")
+    parser.add_argument(
+        "--runner", action="append", choices=["V1", "V2"], help="default: vLLM's own"
+    )
     parser.add_argument("--dtype", default="float32", help="of vLLM; the reference is float32")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--longest", type=int, default=400)

@@ -10,6 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+__all__ = [
+    "Adapter",
+    "Engine",
+    "EngineStatistics",
+    "Finished",
+    "LogprobsRequest",
+    "Request",
+    "Result",
+    "SampleRequest",
+    "abbreviated",
+]
+
 if TYPE_CHECKING:
     from pathlib import Path
 

@@ -37,7 +37,7 @@ import operator
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +48,18 @@ from genrt import sampling
 from genrt.constraints import Constraint, ConstraintState, masks
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.lm import AsyncLM
+from genrt.resampling import (
+    Ancestors,
+    Floats,
+    Resampler,
+    effective_sample_size,
+    log_mean_exp,
+    multinomial,
+    normalised,
+    residual,
+    stratified,
+    systematic,
+)
 
 __all__ = [
     "SMC",
@@ -64,76 +76,6 @@ __all__ = [
     "stratified",
     "systematic",
 ]
-
-Floats: TypeAlias = NDArray[np.float64]
-Ancestors: TypeAlias = NDArray[np.int64]
-
-Resampler: TypeAlias = Callable[[np.random.Generator, Floats], Ancestors]
-"""``resample(rng, log_weights) -> ancestors``: for N unnormalised log-weights, at least one of them
-above -inf, N indices, index i in expectation N w_i / sum_j w_j times. Weights of 0 have no children."""
-
-
-def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """N independent ancestors: the simplest, and the most random (Gordon et al. 1993).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
-    return _inverse(_weights(log_weights), np.sort(rng.random(len(log_weights))))
-
-
-def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """One uniform in each of N equal strata of the cumulative weights (Kitagawa 1996).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
-    n = len(log_weights)
-    return _inverse(_weights(log_weights), (np.arange(n) + rng.random(n)) / n)
-
-
-def systematic(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """One uniform, shifted into each of N equal strata: an ancestor of normalised weight w has
-    ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
-    n = len(log_weights)
-    return _inverse(_weights(log_weights), (np.arange(n) + rng.random()) / n)
-
-
-def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """``floor(N w)`` children for certain, the rest multinomial on the remainders (Liu & Chen 1998).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
-    expected = _weights(log_weights) * len(log_weights)
-    certain = np.floor(expected)
-    ancestors = np.repeat(np.arange(len(expected)), certain.astype(np.int64))
-    missing = len(expected) - len(ancestors)
-    if not missing:
-        return ancestors
-    drawn = _inverse(expected - certain, np.sort(rng.random(missing)))
-    return np.sort(np.concatenate([ancestors, drawn]))
-
-
-def effective_sample_size(log_weights: Floats) -> float:
-    """``(sum w)^2 / sum w^2``, from 1 to N (Kong 1992); 0 if every weight is 0."""
-    peak = log_weights.max()
-    if peak == -math.inf:
-        return 0.0
-    weights = np.exp(log_weights - peak)
-    return float(weights.sum() ** 2 / (weights**2).sum())
-
-
-def log_mean_exp(log_weights: Floats) -> float:
-    """The logarithm of the mean weight: ``log_evidence``; -inf if every weight is 0."""
-    peak = log_weights.max()
-    if peak == -math.inf:
-        return -math.inf
-    return float(peak + math.log(np.exp(log_weights - peak).mean()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +185,7 @@ class Result:
         if self.log_evidence == -math.inf:
             return []
         total: defaultdict[str, float] = defaultdict(float)
-        for text, weight in zip(self.texts, _weights(self.log_weights), strict=True):
+        for text, weight in zip(self.texts, normalised(self.log_weights), strict=True):
             if weight > 0:
                 total[text] += float(weight)
         return sorted(total.items(), key=lambda entry: (-entry[1], entry[0]))
@@ -511,28 +453,6 @@ def importance_sampling(
         temperature=temperature,
         adapter=adapter,
     )
-
-
-def _weights(log_weights: Floats) -> Floats:
-    """The normalised weights."""
-    peak = log_weights.max() if len(log_weights) else -math.inf
-    if not math.isfinite(peak):
-        raise InvalidRequest(
-            f"the largest log-weight is {peak}: resampling needs a positive weight, and finite ones"
-        )
-    weights: Floats = np.exp(log_weights - peak)
-    weights /= weights.sum()
-    return weights
-
-
-def _inverse(weights: Floats, uniforms: Floats) -> Ancestors:
-    """The indices at which the cumulative weights pass the uniforms, given in ascending order."""
-    cumulative = np.cumsum(weights)
-    # Of equal cumulative weights ``side="right"`` takes the first, so a weight of 0 is never taken;
-    # rounding may bring a uniform up to 1, which would be past the end.
-    below_one = np.minimum(uniforms, np.nextafter(1.0, 0.0))
-    indices: Ancestors = np.searchsorted(cumulative / cumulative[-1], below_one, side="right")
-    return indices
 
 
 def _frozen(array: NDArray[np.generic]) -> Any:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import torch
 
-from genrt import vocabulary
+from genrt import models, vocabulary
 from genrt.arguments import (
     Limits,
     SampleOptions,
@@ -42,7 +42,7 @@ from genrt.engine import (
     SampleRequest,
 )
 from genrt.engine_thread import EngineThread
-from genrt.engines import open_by_name
+from genrt.engines import check_choice, open_engine
 from genrt.engines.adapters import check_adapter_directory
 from genrt.errors import InvalidRequest, UnknownAdapter
 
@@ -136,14 +136,20 @@ def _start(
             "model and engine_options are for engines opened by name: a function that makes an engine "
             "must bring its own"
         )
-    open_engine = (
-        engine
-        if callable(engine)
-        else open_by_name(engine, model, dict(engine_options or {}), reserve_bytes=cache_bytes)
-    )
+    options = dict(engine_options or {})
+    if not callable(engine):
+        check_choice(engine, model, options)
+
+    def open_by_name() -> Engine:
+        found = model if engine == "exact" else models.resolve(cast("Any", model))
+        return open_engine(cast("str", engine), found, options, reserve_bytes=cache_bytes)
+
     cache = RowCache(cache_bytes)
     thread = EngineThread(
-        open_engine, cache, max_batch_size=max_batch_size, max_wait_seconds=max_wait_seconds
+        engine if callable(engine) else open_by_name,
+        cache,
+        max_batch_size=max_batch_size,
+        max_wait_seconds=max_wait_seconds,
     )
     return thread, cache
 

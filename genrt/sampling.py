@@ -18,6 +18,8 @@ _RANGES = {
     "min_p": "a number between 0 and 1, where 0 is off",
 }
 
+__all__ = ["Draw", "check_parameters", "draw", "truncate"]
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 

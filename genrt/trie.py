@@ -76,6 +76,7 @@ class ByteTrie:
 
     @property
     def num_nodes(self) -> int:
+        """How many distinct prefixes the tokens have, the empty one included."""
         return len(self._depths)
 
     @property

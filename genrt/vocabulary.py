@@ -141,6 +141,7 @@ class BytesTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
+        """The token that ends a text, if there is one."""
         return self._eos_token_id
 
     def __len__(self) -> int:

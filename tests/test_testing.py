@@ -427,7 +427,7 @@ def test_an_unbroken_wrapper_passes(tmp_path: Path) -> None:
 def test_a_broken_engine_is_found_out(
     broken: type[Wrapper], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genrt.engines.witness._PATIENCE", 200)
+    monkeypatch.setattr("genrt.testing.witness._PATIENCE", 200)
     with pytest.raises(AssertionError, match=BROKEN[broken]):
         check_engine(lambda: cast(Engine, broken()), adapter_paths=adapter_directories(tmp_path))
 

@@ -366,6 +366,18 @@ async def test_a_seeded_sample_does_not_depend_on_its_company(lm: AsyncLM) -> No
     await company
 
 
+async def test_a_seeded_sample_does_not_depend_on_how_its_prompt_was_prefilled(
+    lm: AsyncLM, llama: Path
+) -> None:
+    prompt = mixed_prompts(2, 300, lm.vocab_size, seed=8)[1]
+    whole = await lm.sample(prompt, max_tokens=10, seed=7)
+    with load(llama, max_num_batched_tokens=64, max_num_seqs=4) as chunked:
+        company = [chunked.sample([n], max_tokens=30, seed=n) for n in range(3)]
+        again = await asyncio.gather(chunked.sample(prompt, max_tokens=10, seed=7), *company)
+    assert again[0] == whole
+    assert len({tuple(sample) for sample in again[1:]}) == 3
+
+
 @pytest.mark.parametrize(
     "options",
     [

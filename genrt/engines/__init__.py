@@ -3,69 +3,71 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from genrt.errors import InvalidRequest
+from genrt.errors import EngineNotInstalled, InvalidRequest
 
 if TYPE_CHECKING:
     from genrt.engine import Engine
 
-__all__ = ["ENGINES", "open_by_name"]
+__all__ = ["ENGINES", "check_choice", "open_engine"]
 
 ENGINES = ("vllm", "transformers", "exact")
 
 
-def open_by_name(
-    name: str, model: object, options: dict[str, Any], *, reserve_bytes: int
-) -> Callable[[], Engine]:
-    """A function that opens engine ``name`` over ``model``; what can be checked now raises now.
-
-    ``reserve_bytes`` of the device's memory are left for the row cache.
+def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
+    """What can be said before anything is loaded.
 
     Raises:
-        InvalidRequest: an unknown name, or a model that is not of the engine's kind.
-        ModelNotFound: a directory that does not exist or holds no checkpoint.
+        InvalidRequest: no engine has this name, or it does not take this model or these options.
     """
-    if name == "exact":
-        return _open_exact(model, options)
     if name not in ENGINES:
         known = ", ".join(map(repr, ENGINES))
         raise InvalidRequest(f"engine must be one of {known}, or a function, got {name!r}")
-    if model is not None and not isinstance(model, str | os.PathLike):
+    if name == "exact":
+        from genrt.engines.exact import NGram
+
+        if not isinstance(model, NGram | str | os.PathLike):
+            raise InvalidRequest(
+                "the exact engine needs a model: genrt.load(NGram(...), engine='exact'), or the "
+                f"directory of a saved one, got {type(model).__name__}"
+            )
+        unknown = sorted(set(options) - {"max_model_len", "max_batch_size"})
+        if unknown:
+            raise InvalidRequest(f"the exact engine has no options {unknown}")
+    elif model is not None and not isinstance(model, str | os.PathLike):
         raise InvalidRequest(
             f"model must be a name, a directory or None for engine {name!r}, "
             f"got {type(model).__name__}"
         )
 
-    def open_checkpoint() -> Engine:
-        from genrt import models
 
-        checkpoint = models.resolve(model)
-        if name == "transformers":
-            from genrt.engines.transformers import open_transformers
+def open_engine(
+    name: str, model: Any, options: dict[str, Any], *, reserve_bytes: int = 0
+) -> Engine:
+    """Open engine ``name`` over a checkpoint's directory or name, or for the exact engine an NGram.
 
-            return open_transformers(checkpoint, options=options)
+    ``reserve_bytes`` of the device's memory are left for the row cache.
+
+    Raises:
+        EngineNotInstalled: the engine's packages are missing; the message names the extra.
+        GenrtError: whatever else the engine's own opening raises.
+    """
+    if name == "exact":
+        from genrt.engines.exact import ExactEngine, NGram
+
+        table = model if isinstance(model, NGram) else NGram.load(Path(model))
+        return ExactEngine(table, **options)
+    if name == "transformers":
+        from genrt.engines.transformers import open_transformers
+
+        return open_transformers(model, options=options)
+    try:
         from genrt.engines.vllm import open_vllm
-
-        return open_vllm(checkpoint, options=options, reserve_bytes=reserve_bytes)
-
-    return open_checkpoint
-
-
-def _open_exact(model: object, options: dict[str, Any]) -> Callable[[], Engine]:
-    from genrt.engines.exact import ExactEngine, NGram
-
-    if isinstance(model, str | os.PathLike):
-        model = NGram.load(Path(model))
-    if not isinstance(model, NGram):
-        raise InvalidRequest(
-            "the exact engine needs a model: genrt.load(NGram(...), engine='exact'), "
-            f"got {type(model).__name__}"
-        )
-    unknown = set(options) - {"max_model_len", "max_batch_size"}
-    if unknown:
-        raise InvalidRequest(f"the exact engine has no options {sorted(unknown)}")
-    table = model
-    return lambda: ExactEngine(table, **options)
+    except ImportError as error:
+        raise EngineNotInstalled(
+            f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
+            "'genrt[cuda]' on a GPU machine; `genrt info` says what else is missing"
+        ) from error
+    return open_vllm(model, options=options, reserve_bytes=reserve_bytes)

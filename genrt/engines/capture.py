@@ -6,6 +6,10 @@ Rules:
     A prompt that is prefilled in several steps yields a row in each; the last one is the right one.
     Steps without a logprobs request compute nothing here.
 
+On the CPU, V1 also draws every token of a seeded sample from ``(seed, how many came before)``. vLLM's
+own generators go on from step to step there, the discarded draws of a chunked prompt included, and
+taking those back, which vLLM tries, fails: CPU generators have no offset.
+
 Private to vLLM and touched here: how a worker holds its processors (``_find``). ``engines/vllm.py``
 runs a self-test at start that fails when any of this has changed.
 """
@@ -13,7 +17,8 @@ runs a self-test at start that fails when any of this has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -91,6 +96,12 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         self.store = RowStore()
         self._tickets: dict[int, int] = {}
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
+        self._seeded: dict[int, _SeededRequest] = {}
+        self._generators: dict[int, torch.Generator] | None = None
+
+    def seed_in(self, generators: dict[int, torch.Generator]) -> None:
+        """From now on, own the generators of seeded requests: the runner's, by place in its batch."""
+        self._generators = generators
 
     def is_argmax_invariant(self) -> bool:
         """False, although nothing is changed: the others are skipped for greedy batches, and see
@@ -101,23 +112,20 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         if batch_update is None:
             return
         self._layout = None
-        tickets = self._tickets
-        for index in batch_update.removed:
-            tickets.pop(index, None)
-        for index, params, _, _ in batch_update.added:
-            ticket = _ticket(params)
-            if ticket is None:
-                tickets.pop(index, None)
-            else:
-                tickets[index] = ticket
-        for source, target, direction in batch_update.moved:
-            moved, replaced = tickets.pop(source, None), tickets.pop(target, None)
-            if moved is not None:
-                tickets[target] = moved
-            if replaced is not None and direction == MoveDirectionality.SWAP:
-                tickets[source] = replaced
+        added = batch_update.added
+        _follow(self._tickets, batch_update, {i: _ticket(params) for i, params, _, _ in added})
+        if self._generators is not None:
+            new = {
+                i: None if params.seed is None else _SeededRequest(params.seed, output_token_ids)
+                for i, params, _, output_token_ids in added
+            }
+            _follow(self._seeded, batch_update, new)
+            for index, request in self._seeded.items():
+                self._generators[index] = request.generator
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for request in self._seeded.values():
+            request.reseed()
         if not self._tickets:
             return logits
         if self._layout is None:
@@ -131,6 +139,57 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         tickets, rows = self._layout
         self.store.put(tickets, logits if rows is None else logits[rows])
         return logits
+
+
+T = TypeVar("T")
+
+
+def _follow(places: dict[int, T], update: BatchUpdate, added: dict[int, T | None]) -> None:
+    """Keep what is known of places in the batch where it belongs; the order is vLLM's."""
+    for index in update.removed:
+        places.pop(index, None)
+    for index, new in added.items():
+        if new is None:
+            places.pop(index, None)
+        else:
+            places[index] = new
+    for source, target, direction in update.moved:
+        moved, replaced = places.pop(source, None), places.pop(target, None)
+        if moved is not None:
+            places[target] = moved
+        if replaced is not None and direction == MoveDirectionality.SWAP:
+            places[source] = replaced
+
+
+class _StepGenerator(torch.Generator):
+    """A CPU generator that is seeded before every step, so that there is nothing to take back."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
+
+
+@dataclass(slots=True)
+class _SeededRequest:
+    """``output_token_ids`` is vLLM's own list, which grows as the request does."""
+
+    seed: int
+    output_token_ids: list[int]
+    generator: torch.Generator = field(default_factory=_StepGenerator)
+
+    def reseed(self) -> None:
+        self.generator.manual_seed(mixed(self.seed, len(self.output_token_ids)))
+
+
+def mixed(seed: int, step: int) -> int:
+    """32 well-mixed bits of a pair, all that torch's CPU generator takes of a seed: the finaliser of
+    SplitMix64 (Steele, Lea & Flood 2014) at the ``step + 1``-th state from ``seed``."""
+    state = (seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    return (state ^ state >> 31) >> 32
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
@@ -176,9 +235,14 @@ class WorkerRows:
     def genrt_prepare(self, own_processors: bool) -> None:
         """Check that the capture is installed. Where it is the only processor (``own_processors`` is
         False), tell the V1 runner that it needs no list of output tokens: that costs every step."""
-        if isinstance(_find(self), CaptureV1) and not own_processors:
-            runner: Any = self.model_runner  # type: ignore[attr-defined]
+        capture = _find(self)
+        if not isinstance(capture, CaptureV1):
+            return
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if not own_processors:
             runner.input_batch.logitsprocs_need_output_token_ids = False
+        if runner.device.type == "cpu":
+            capture.seed_in(runner.input_batch.generators)
 
     def genrt_store(self) -> RowStore:
         """The store itself, for an engine in this process."""
@@ -197,6 +261,7 @@ class WorkerRows:
         return stacked, [row is not None for row in rows]
 
     def genrt_forget(self, tickets: list[int]) -> None:
+        """Drop rows that nobody will take."""
         _find(self).store.forget(tickets)
 
 

@@ -17,6 +17,8 @@ from genrt.vocabulary import BytesTokenizer
 
 _FILE_NAME = "ngram.safetensors"
 
+__all__ = ["ExactEngine", "NGram"]
+
 
 class NGram:
     """A Markov chain of order k over a vocabulary: the next token's law given the last k tokens.
@@ -84,6 +86,7 @@ class NGram:
 
     @property
     def vocabulary(self) -> tuple[bytes, ...]:
+        """What each token adds to a text, in bytes."""
         return self._vocabulary
 
     @property
@@ -97,6 +100,7 @@ class NGram:
 
     @property
     def eos_token_id(self) -> int | None:
+        """The token that ends a text, if there is one."""
         return self._tokenizer.eos_token_id
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from genrt.engine import Engine
-from genrt.engines import conformance
-from genrt.engines.witness import Witness
+from genrt.testing import conformance
+from genrt.testing.witness import Witness
 
 __all__ = ["check_engine"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from genrt.engine import Adapter, LogprobsRequest, SampleRequest
-from genrt.engines.witness import Witness, bound_to, distance, expect, row_in, tokens_in
+from genrt.testing.witness import Witness, bound_to, distance, expect, row_in, tokens_in
 
 
 def idle(witness: Witness) -> None:
