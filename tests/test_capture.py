@@ -33,7 +33,7 @@ def row_of(ticket: int) -> torch.Tensor:
 def params(ticket: int | None) -> Any:
     from genrt.engines.capture import TICKET
 
-    return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket})
+    return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket}, seed=None)
 
 
 def taken(store: Any, *tickets: int) -> list[int]:
@@ -103,6 +103,49 @@ def test_v1_follows_removals_swaps_and_moves() -> None:
     capture.update_state(update(3, moved=[(0, 2, swap)]))
     capture.apply(logits_of(None, 4, 1))
     assert taken(capture.store, 1, 4) == [1, 4]
+
+
+def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_moves() -> None:
+    """Twice the same two requests, the second time chunked, moved and among others."""
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    def seeded(index: int, seed: int, tokens: list[int]) -> Any:
+        return index, SimpleNamespace(extra_args=None, seed=seed), [], tokens
+
+    def draw(generator: torch.Generator) -> int:
+        return int(torch.randint(0, 2**31, (1,), generator=generator))
+
+    generators: dict[int, torch.Generator] = {}
+    capture = v1()
+    capture.seed_in(generators)
+    first, second = [], []  # type: ignore[var-annotated]
+    added = [seeded(0, 5, first), seeded(1, 6, second)]
+    capture.update_state(BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
+    expected = []
+    for _ in range(3):
+        capture.apply(logits_of(None, None))
+        expected.append((draw(generators[0]), draw(generators[1])))
+        first.append(1)
+        second.append(1)
+    assert len({*sum(expected, ())}) == 6
+
+    capture = v1()
+    capture.seed_in(generators)
+    first, second = [], []
+    added = [seeded(0, 5, first), seeded(2, 6, second), (1, params(3), [], [])]
+    capture.update_state(BatchUpdate(batch_size=3, removed=[], added=added, moved=[]))
+    capture.apply(logits_of(None, 3, None))
+    draw(generators[0])  # discarded: its prompt is not whole, and so is the taking back of the draw
+    generators[0].set_offset(generators[0].get_offset() - 4)
+    swap = (0, 2, MoveDirectionality.SWAP)
+    capture.update_state(BatchUpdate(batch_size=3, removed=[], added=[], moved=[swap]))
+    again = []
+    for _ in range(3):
+        capture.apply(logits_of(None, 3, None))
+        again.append((draw(generators[2]), draw(generators[0])))
+        first.append(1)
+        second.append(1)
+    assert again == expected
 
 
 def test_v1_a_recycled_place_belongs_to_its_new_request() -> None:
