@@ -240,13 +240,15 @@ class ByHand:
             clock=clock,
         )
         self.dropped = 0
+        self._tasks: list[asyncio.Task[list[Result]]] = []
 
     def _wake(self) -> None:
         self.wakes += 1
 
     def ask(self, *requests: Request) -> asyncio.Task[list[Result]]:
         """A task that asks them as one question."""
-        return asyncio.get_running_loop().create_task(self.batcher.ask(requests))
+        self._tasks.append(asyncio.get_running_loop().create_task(self.batcher.ask(requests)))
+        return self._tasks[-1]
 
     async def queued(self, *requests: Request) -> asyncio.Task[list[Result]]:
         """The same, once its requests are ready for the next flush."""
@@ -258,10 +260,11 @@ class ByHand:
         self.batcher.turn(self.engine)
 
     async def finish(self) -> None:
-        """Turn until there is nothing left to do, and let everyone have their answers."""
+        """Turn until there is nothing left to do, and see that everyone has an answer."""
         await passes()
         for _ in range(1000):
             if self.batcher.seconds_until_due() is None:
+                assert all(task.done() for task in self._tasks), "someone was never told"
                 return
             self.turn()
             await passes()

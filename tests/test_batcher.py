@@ -175,6 +175,18 @@ async def test_questions_answered_by_the_cache_alone_reach_no_engine(by_hand: Ma
     assert hand.batcher.statistics().cached == 2
 
 
+async def test_a_cached_row_survives_what_its_callers_do_to_theirs(by_hand: Make) -> None:
+    hand = by_hand()
+    for _ in range(3):
+        tasks = [hand.ask(A, A), hand.ask(A)]
+        await hand.finish()
+        for row in [row for task in tasks for row in await task]:
+            assert right([A], [row])
+            assert isinstance(row, torch.Tensor)
+            row.fill_(7.0)
+    assert hand.engine.submitted == [[A]]
+
+
 async def test_one_call_into_each_loop_delivers_everything_of_a_turn(
     by_hand: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,8 +389,9 @@ async def test_cancelled_between_the_result_and_its_delivery_only_the_canceller_
     tasks[1].cancel()
     await passes()
     assert [task.cancelled() for task in tasks] == [True, tasks[1].cancelled(), False]
-    assert right([A], await tasks[2])
     assert reports == []
+    assert tasks[2].done()
+    assert right([A], await tasks[2])
     assert hand.batcher.statistics().in_flight == 0
 
 

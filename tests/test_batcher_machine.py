@@ -98,6 +98,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.engine.fail_at = {steps + 1: RuntimeError("scripted")} if fails else {}
         self.batcher.turn(self.engine)
         assert len(self.engine.submitted) <= flushes + 1
+        assert not self.ghosts(), "nobody waits for these any more"
         if len(self.engine.stepped) == steps:
             return
         if fails:
@@ -135,8 +136,7 @@ class BatcherMachine(RuleBasedStateMachine):
     @invariant()
     def everything_waited_for_is_on_its_way_and_nothing_else(self) -> None:
         wanted = {request for asked in self.asked for request in asked.missing}
-        ghosts = set(self.engine.in_progress) - wanted
-        assert not ghosts or self.batcher.seconds_until_due() == 0.0
+        assert not self.ghosts() or self.batcher.seconds_until_due() == 0.0
         s = self.batcher.statistics()
         assert s.in_flight == len(self.engine.in_progress)
         assert s.queued == len(wanted - set(self.engine.in_progress))
@@ -159,7 +159,6 @@ class BatcherMachine(RuleBasedStateMachine):
             if self.batcher.seconds_until_due() is None:
                 break
             self.turn(fails=False)
-            assert not set(self.engine.in_progress) - {r for a in self.asked for r in a.missing}
         for asked in self.asked:
             assert asked.task.done(), f"{asked.requests} never ended"
             self.check(asked)
@@ -170,6 +169,10 @@ class BatcherMachine(RuleBasedStateMachine):
             loop.close()
 
     # -- the model ----------------------------------------------------------------------------
+
+    def ghosts(self) -> set[Request]:
+        """What the engine works on and nobody waits for."""
+        return set(self.engine.in_progress) - {r for asked in self.asked for r in asked.missing}
 
     def leave(self, asked: Asked) -> None:
         """It waits no more; what nobody else waits for is dropped, if it has not been sent."""

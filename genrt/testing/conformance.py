@@ -186,8 +186,10 @@ def random_samples(witness: Witness) -> None:
         found == alone,
         f"a seeded sample depends on its batch: {alone} alone, {found} in company",
     )
+    # Hot, so that chance does not make them alike on a model that is all but certain of its tokens.
     unseeded = [
-        SampleRequest(prompt, max_tokens=witness.many_tokens, nonce=nonce) for nonce in range(8)
+        SampleRequest(prompt, max_tokens=witness.many_tokens, temperature=20.0, nonce=nonce)
+        for nonce in range(8)
     ]
     expect(
         len(set(witness.ask(unseeded))) > 1,
