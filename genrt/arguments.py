@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import array
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Required, TypedDict, cast
 
@@ -27,7 +27,7 @@ class SampleOptions(TypedDict, total=False):
     """The options of ``AsyncLM.sample``, which documents them."""
 
     max_tokens: Required[int]
-    stop_token_ids: Sequence[int]
+    stop_token_ids: Collection[int]
     temperature: float
     top_p: float
     top_k: int
@@ -101,7 +101,7 @@ class Limits:
         nonce: int,
         *,
         max_tokens: int,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Collection[int] = (),
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -132,10 +132,16 @@ class Limits:
                 f"{self.max_model_len} together: {advice}"
             )
         decided = temperature == 0.0 or seed is not None
+        if isinstance(stop_token_ids, Set):
+            stop_token_ids = tuple(stop_token_ids)
         return SampleRequest(
             ids,
             int(max_tokens),
-            frozenset(self.token_ids(stop_token_ids, allow_empty=True, name="stop_token_ids")),
+            frozenset(
+                self.token_ids(
+                    cast("TokenIds", stop_token_ids), allow_empty=True, name="stop_token_ids"
+                )
+            ),
             float(temperature),
             float(top_p),
             int(top_k),

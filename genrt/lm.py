@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -277,7 +277,7 @@ class AsyncLM:
         token_ids: TokenIds,
         *,
         max_tokens: int,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Collection[int] = (),
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,

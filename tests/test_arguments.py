@@ -160,7 +160,7 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     *(("min_p", value, "from 0 to 1") for value in (-0.1, 1.1, math.nan)),
     *(("seed", value, "an int") for value in (1.0, "1", True)),
     *(("seed", value, "from 0 to 9223372036854775807") for value in (-1, 2**63)),
-    *(("stop_token_ids", value, "must be") for value in (None, 3, "a", {3}, [10], [-1], [1.5])),
+    *(("stop_token_ids", value, "must be") for value in (None, 3, "a", {10}, [10], [-1], [1.5])),
 ]
 
 

@@ -21,7 +21,7 @@ from genrt.errors import (
     OutOfMemory,
 )
 
-__all__ = ["check_version", "configure", "translated"]
+__all__ = ["check_version", "configure", "reserved_share", "translated"]
 
 SUPPORTED = ((0, 32), (0, 34))
 """From the first version of vLLM that is known to work to the first that is not known."""
@@ -55,11 +55,7 @@ def configure(checkpoint: str, options: dict[str, Any], reserve_bytes: int) -> V
     if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
         options.setdefault("distributed_executor_backend", UniProcExecutor)
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
-    if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        utilization = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
-        options["gpu_memory_utilization"] = utilization - reserve_bytes / total
-    else:
+    if not torch.cuda.is_available():
         options = CPU_DEFAULTS | options
         if options.get("enable_lora"):  # the base model's twin takes a slot: see vllm_adapters.py
             options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
@@ -69,11 +65,25 @@ def configure(checkpoint: str, options: dict[str, Any], reserve_bytes: int) -> V
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        config.cache_config.gpu_memory_utilization -= reserved_share(
+            total,
+            cache_bytes=reserve_bytes,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            vocab_size=config.model_config.get_vocab_size(),
+        )
     config.model_config.logits_processors = [
         *(config.model_config.logits_processors or ()),
         CaptureV2 if config.use_v2_model_runner else CaptureV1,
     ]
     return config
+
+
+def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
+    """What vLLM must leave of a device's ``total`` bytes: the row cache, and three times the rows of a
+    full step (as computed, as cached, as handed to their callers)."""
+    return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
 
 
 def translated(error: Exception, what: str) -> GenrtError:

@@ -1,0 +1,119 @@
+"""What genrt itself costs beside the engine's step: microseconds a question, and the loop's gaps.
+
+    python -m benchmarks.overheads --json overheads.json
+
+On the exact engine: ``cached_us``, a question that the cache answers, at 512 tokens of context;
+``deduplicated_us``, one that joins an equal one; ``batched_us``, asyncio, batcher and delivery together
+for one of 256 distinct questions, less the engine's own time; ``latency_us``, one question alone, less
+the engine's own time. On vLLM and a tiny model made on the spot: ``loop_gap_ms``, the largest and the
+99th percentile of the time between two beats of a 1 ms heartbeat while a long ``sample`` runs, and
+``idle_gap_ms``, the same on a loop beside which nothing runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import genrt
+from benchmarks.fidelity import make_model
+from genrt.engines.exact import NGram
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--sample-tokens", type=int, default=600)
+    parser.add_argument("--quick", action="store_true", help="few repeats")
+    parser.add_argument("--json", type=Path, help="append the results to this file")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.repeats, arguments.sample_tokens = 5, 100
+    result: dict[str, Any] = {"torch": torch.__version__, **asyncio.run(costs(arguments.repeats))}
+    result |= asyncio.run(gaps(arguments.sample_tokens))
+    print(json.dumps(result))
+    if arguments.json is not None:
+        with arguments.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+async def costs(repeats: int) -> dict[str, float]:
+    model = NGram.random(64, seed=0)
+    context = [token % 64 for token in range(512)]
+    async with await genrt.aload(
+        model, engine="exact", engine_options={"max_batch_size": 256}
+    ) as lm:
+
+        async def ask(count: int, contexts: Callable[[int], list[int]]) -> None:
+            await asyncio.gather(*(lm.next_token_logprobs(contexts(n)) for n in range(count)))
+
+        async def microseconds(work: Callable[[], Awaitable[None]], count: int) -> float:
+            """A question's time, less what the engine spent on it."""
+            times = []
+            for _ in range(repeats):
+                lm.clear_cache()
+                await lm.next_token_logprobs(context)
+                gc.collect()
+                engine, started = lm.statistics().engine.seconds, time.perf_counter()
+                await work()
+                spent = time.perf_counter() - started
+                times.append((spent - (lm.statistics().engine.seconds - engine)) / count * 1e6)
+            return round(statistics.median(times), 2)
+
+        async def one_by_one() -> None:
+            for _ in range(200):
+                await lm.next_token_logprobs(context)
+
+        return {
+            "cached_us": await microseconds(one_by_one, 200),
+            "deduplicated_us": await microseconds(lambda: ask(1000, lambda n: [1, 2]), 1000),
+            "batched_us": await microseconds(lambda: ask(256, lambda n: [n % 64, n // 64]), 256),
+            "latency_us": await microseconds(lambda: ask(1, lambda n: [3]), 1),
+        }
+
+
+async def gaps(sample_tokens: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        options = {"skip_tokenizer_init": True, "dtype": "float32"}
+        model = make_model("tiny", Path(directory))
+        async with await genrt.aload(model, engine_options=options) as lm:
+            idle = await heartbeat(asyncio.sleep(1.0))
+            busy = await heartbeat(
+                lm.batch_sample([[1, n] for n in range(16)], max_tokens=sample_tokens)
+            )
+    return {"idle_gap_ms": idle, "loop_gap_ms": busy}
+
+
+async def heartbeat(work: Awaitable[Any]) -> dict[str, float]:
+    loop = asyncio.get_running_loop()
+    future = asyncio.ensure_future(work)
+    beats: list[float] = []
+
+    def beat() -> None:
+        beats.append(time.perf_counter())
+        if not future.done():
+            loop.call_later(0.001, beat)
+
+    beat()
+    await future
+    between = sorted(b - a for a, b in pairwise(beats))
+    return {
+        "largest": round(between[-1] * 1e3, 2),
+        "p99": round(between[int(len(between) * 0.99)] * 1e3, 2),
+        "beats": len(beats),
+    }
+
+
+if __name__ == "__main__":
+    main()
