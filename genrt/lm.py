@@ -290,7 +290,7 @@ class AsyncLM:
         Args:
             stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it
                 early: give ``tokenizer.eos_token_id`` to stop there.
-            temperature: 0 is greedy.
+            temperature: 0 is greedy; vLLM takes none over 2.
             top_p, top_k, min_p: truncate each step's distribution; 1.0, 0 and 0.0 are off.
             seed: makes the draws reproducible, whatever else is in the batch. Without one, equal
                 calls are independent draws.

@@ -464,6 +464,16 @@ async def test_the_stop_token_is_not_returned_and_greedy_is_the_argmax(lm: Async
     )
 
 
+async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:
+    hot = asyncio.create_task(lm.sample([1, 2], max_tokens=3, temperature=2.5))
+    warm = asyncio.create_task(lm.sample([1, 2], max_tokens=3, temperature=2.0))
+    row = await lm.next_token_logprobs([1, 2])
+    with pytest.raises(InvalidRequest, match="temperature"):
+        await hot
+    assert len(await warm) == 3
+    assert row.shape == (lm.vocab_size,)
+
+
 # -- adapters -------------------------------------------------------------------------------------
 
 

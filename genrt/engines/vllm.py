@@ -52,7 +52,9 @@ from genrt.engines.vllm_config import check_version, configure, translated
 from genrt.errors import (
     EngineFailed,
     EngineUnsupported,
+    GenrtError,
     InvalidAdapter,
+    InvalidRequest,
     NotFinite,
 )
 
@@ -168,7 +170,7 @@ class VLLMEngine:
             if isinstance(request, SampleRequest):
                 self._waiting_samples[request] = None
             else:
-                self._add(request, LOGPROBS)
+                self._add(request)
         self._count(requests=len(requests))
         self._admit_samples()
 
@@ -176,21 +178,24 @@ class VLLMEngine:
         while self._waiting_samples and self._samples < self._max_samples:
             request = next(iter(self._waiting_samples))
             del self._waiting_samples[request]
-            self._samples += self._add(request, _sampling_params(request))
+            self._samples += self._add(request)
 
-    def _add(self, request: Request, params: SamplingParams) -> bool:
+    def _add(self, request: Request) -> bool:
         """Hand one request to vLLM; an error of its own ends it at the next step. True if vLLM has it."""
         number = next(self._numbers)
         progress = _Progress(request, str(number), number)
-        if isinstance(request, LogprobsRequest):
-            params = copy(params)
-            params.extra_args = {TICKET: number}
         try:
+            params = _sampling_params(request, number)
             lora = self._adapters.bind(request.adapter) if self._adapters is not None else None
             with self._on_stream():
                 self._core.add_request(_core_request(progress, params, lora))
         except Exception as error:
-            self._ended.append(Finished(request, error=translated(error, "vLLM took no request")))
+            refused: GenrtError = (
+                InvalidRequest(f"vLLM does not take this request: {error}")
+                if isinstance(error, ValueError)
+                else translated(error, "vLLM took no request")
+            )
+            self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return False
         self._by_request[request] = self._by_core_id[progress.core_id] = progress
@@ -413,7 +418,11 @@ LOGPROBS = SamplingParams(
 """How vLLM is asked for a row: one greedy token, which nobody reads."""
 
 
-def _sampling_params(request: SampleRequest) -> SamplingParams:
+def _sampling_params(request: Request, ticket: int) -> SamplingParams:
+    if isinstance(request, LogprobsRequest):
+        params = copy(LOGPROBS)
+        params.extra_args = {TICKET: ticket}
+        return params
     return SamplingParams(
         max_tokens=request.max_tokens,
         stop_token_ids=sorted(request.stop_token_ids),
