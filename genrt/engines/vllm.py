@@ -52,9 +52,7 @@ from genrt.engines.vllm_config import check_version, configure, translated
 from genrt.errors import (
     EngineFailed,
     EngineUnsupported,
-    GenrtError,
     InvalidAdapter,
-    InvalidRequest,
     NotFinite,
 )
 
@@ -186,18 +184,16 @@ class VLLMEngine:
         progress = _Progress(request, str(number), number)
         try:
             params = _sampling_params(request, number)
-            lora = self._adapters.bind(request.adapter) if self._adapters is not None else None
+            lora = self._adapters.request(request.adapter) if self._adapters is not None else None
             with self._on_stream():
                 self._core.add_request(_core_request(progress, params, lora))
         except Exception as error:
-            refused: GenrtError = (
-                InvalidRequest(f"vLLM does not take this request: {error}")
-                if isinstance(error, ValueError)
-                else translated(error, "vLLM took no request")
-            )
+            refused = translated(error, "vLLM does not take this request")
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return False
+        if self._adapters is not None:
+            self._adapters.hold(request.adapter)
         self._by_request[request] = self._by_core_id[progress.core_id] = progress
         return True
 

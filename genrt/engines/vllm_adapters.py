@@ -103,14 +103,22 @@ class VLLMAdapters:
         save_file(weights, twin / WEIGHTS_NAME)
         return twin
 
-    def bind(self, adapter: Adapter | None) -> LoRARequest | None:
-        """What a request for this adapter says to vLLM; ``release`` must follow."""
+    def request(self, adapter: Adapter | None) -> LoRARequest | None:
+        """What a request for this adapter says to vLLM.
+
+        Raises:
+            UnknownAdapter: it is not loaded, or has been removed.
+        """
         if adapter is None:
             return self._base
         if adapter not in self._loaded or adapter in self._removed:
             raise UnknownAdapter(f"no adapter {adapter.name!r} is loaded; load it with add_adapter")
-        self._users[adapter] += 1
         return self._loaded[adapter]
+
+    def hold(self, adapter: Adapter | None) -> None:
+        """A request for this adapter is in progress, until ``release``."""
+        if adapter is not None:
+            self._users[adapter] += 1
 
     def release(self, adapter: Adapter | None) -> None:
         """A request for this adapter has ended."""

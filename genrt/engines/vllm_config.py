@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -92,7 +93,9 @@ def translated(error: Exception, what: str) -> GenrtError:
         return error
     message = f"{what}: {type(error).__name__}: {error}"
     translated: GenrtError
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, VLLMValidationError):
+        translated = InvalidRequest(message)
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError):
         translated = OutOfMemory(message)
     elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
         translated = ModelNotFound(message)
