@@ -3,6 +3,7 @@
 #   make demo     the main job: sequential Monte Carlo over the embedded model   (ARGS="--particles 16")
 #   make test     the whole test suite                                           (ARGS="-k batcher -x")
 #   make check    lint, formatting, types, import layering
+#   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #   make setup, make notebooks, make clean
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ READY := .venv/.ready
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 
-.PHONY: setup demo test check notebooks clean
+.PHONY: setup demo test check bench notebooks clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -43,6 +44,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_house.py
+
+bench: $(READY)
+	@$(OFFLINE) $(BIN)/python -m benchmarks.step --quick $(ARGS)
 
 notebooks: $(READY)
 	@for notebook in notebooks/*.ipynb; do \

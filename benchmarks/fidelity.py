@@ -4,8 +4,9 @@
 
 One JSON object per runner: ``worst`` and ``typical`` (median over prompts) are the largest absolute
 differences of log-probabilities over -15 from transformers' float32 rows; ``crossed`` counts rows that
-are nearer to another prompt's reference than to their own; ``ms_per_flush`` is the median time of the
-flush, ``sample_ratio`` the time of genrt's ``batch_sample`` over that of vLLM's own generate call.
+are nearer to another prompt's reference than to their own; ``walk_…`` are the same for particles that
+grow, fork, are cut back and edited, their rows by resident sequences; ``ms_per_flush`` is the median
+time of the flush, ``sample_ratio`` the time of genrt's ``batch_sample`` over that of vLLM's own loop.
 Each runner needs a process of its own, since vLLM reads its choice from the environment.
 """
 
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -96,6 +98,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 started = time.perf_counter()
                 lm.batch_next_token_logprobs_sync(prompts)
                 flushes.append(time.perf_counter() - started)
+            walked = walk(lm, steps=10 if arguments.quick else 25)
+            statistics_after = lm.statistics().engine
             ratio = sample_ratio(lm, prompts, arguments.sample_tokens, arguments.repeats)
             engine = lm._engine
             rows = rows.cpu()
@@ -103,6 +107,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         reference = reference_rows(model, prompts, device)
         likely = reference > -15.0
         differences = torch.where(likely, (rows - reference).abs(), 0.0).amax(dim=-1)
+        contexts = [context for context, _ in walked]
+        walk_rows = torch.stack([row.cpu() for _, row in walked])
+        walk_reference = reference_rows(model, contexts, device)
+        walk_apart = torch.where(
+            walk_reference > -15.0, (walk_rows - walk_reference).abs(), 0.0
+        ).amax(dim=-1)
         return {
             "model": arguments.model,
             "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
@@ -112,10 +122,47 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "worst": round(float(differences.max()), 6),
             "typical": round(float(differences.median()), 6),
             "crossed": crossed(rows, reference, prompts),
+            "walk_rows": len(walked),
+            "walk_worst": round(float(walk_apart.max()), 6),
+            "walk_typical": round(float(walk_apart.median()), 6),
+            "walk_crossed": crossed(walk_rows, walk_reference, contexts),
+            "extended": statistics_after.extended,
+            "forked": statistics_after.forked,
+            "evicted": statistics_after.evicted,
             "ms_per_flush": round(statistics.median(flushes) * 1e3, 2),
             "sample_ratio": round(ratio, 3),
             "torch": torch.__version__,
         }
+
+
+def walk(lm: Any, *, steps: int) -> list[tuple[list[int], torch.Tensor]]:
+    """Contexts and rows of 24 particles that grow by a token, fork, jump, are cut back and edited."""
+    random = Random(2)
+
+    def tokens(count: int) -> list[int]:
+        return [random.randrange(lm.vocab_size) for _ in range(count)]
+
+    population = [tokens(40) for _ in range(24)]
+    asked: list[tuple[list[int], torch.Tensor]] = []
+    for _ in range(steps):
+        parents = [
+            list(p) if random.random() < 0.7 else random.choice(population) for p in population
+        ]
+        population = []
+        for parent in parents:
+            kind = random.random()
+            if kind < 0.8:
+                child = [*parent, *tokens(1)]
+            elif kind < 0.87:
+                child = [*parent, *tokens(random.randrange(2, 30))]
+            elif kind < 0.94:
+                child = parent[: max(1, len(parent) - random.randrange(1, 20))]
+            else:
+                child = [*parent[:-4], *tokens(4)]
+            population.append(child)
+        rows = lm.batch_next_token_logprobs_sync(population)
+        asked += zip(population, rows, strict=True)
+    return asked[-240:]
 
 
 def make_model(name: str, directory: Path) -> str | None:

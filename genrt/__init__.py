@@ -30,7 +30,8 @@ from genrt.errors import (
 )
 
 if TYPE_CHECKING:
-    from genrt.lm import AsyncLM, Statistics, aload, load
+    from genrt.lm import AsyncLM, Statistics
+    from genrt.loading import aload, load
 
 __version__ = "0.1.0"
 
@@ -59,14 +60,19 @@ __all__ = [
 ]
 
 _MODULES = frozenset({"constraints", "inference", "testing"})
-_FROM_LM = frozenset({"AsyncLM", "Statistics", "aload", "load"})
+_FROM = {
+    "AsyncLM": "genrt.lm",
+    "Statistics": "genrt.lm",
+    "aload": "genrt.loading",
+    "load": "genrt.loading",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"genrt.{name}")
-    if name in _FROM_LM:
-        return getattr(importlib.import_module("genrt.lm"), name)
+    if name in _FROM:
+        return getattr(importlib.import_module(_FROM[name]), name)
     raise AttributeError(f"module 'genrt' has no attribute {name!r}")
 
 

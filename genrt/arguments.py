@@ -9,18 +9,45 @@ import array
 import math
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Required, TypedDict, cast
+from typing import Any, Required, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
 
-from genrt.engine import Adapter, LogprobsRequest, SampleRequest
+from genrt.engine import (
+    Adapter,
+    Candidates,
+    DrawToken,
+    LogprobsRequest,
+    ReadRequest,
+    SampleRequest,
+    TopTokens,
+)
 from genrt.errors import ContextTooLong, InvalidRequest
 
-__all__ = ["Limits", "SampleOptions", "TokenIds", "check_contexts", "check_float", "check_int"]
+__all__ = [
+    "Limits",
+    "Mask",
+    "Masks",
+    "SampleOptions",
+    "TokenIds",
+    "check_contexts",
+    "check_float",
+    "check_int",
+    "check_masks",
+    "must_move",
+]
 
 TokenIds = Sequence[int] | np.ndarray | torch.Tensor
 """Token ids as callers give them; a request holds them as a tuple of int."""
+
+
+Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
+"""The tokens that may be drawn: bool ``[vocab_size]``, token ids, or a packed bitmask, int32
+``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 32`` of word ``i // 32``."""
+
+Masks: TypeAlias = Sequence[Mask | None] | torch.Tensor | np.ndarray
+"""A mask for each context, or a bool or packed matrix of them."""
 
 
 class SampleOptions(TypedDict, total=False):
@@ -151,6 +178,104 @@ class Limits:
             nonce=None if decided else nonce,
         )
 
+    def candidates_request(
+        self, token_ids: TokenIds, candidates: TokenIds, adapter: Adapter | None
+    ) -> ReadRequest:
+        """Raises InvalidRequest for bad token ids or candidates, ContextTooLong for too many."""
+        wanted = self.token_ids(candidates, allow_empty=True, name="candidates")
+        return ReadRequest(self.logprobs_request(token_ids, adapter), Candidates(wanted))
+
+    def top_request(self, token_ids: TokenIds, k: int, adapter: Adapter | None) -> ReadRequest:
+        """Raises InvalidRequest for bad token ids or ``k``, ContextTooLong for too many."""
+        check_int("k", k, 1, self.vocab_size)
+        return ReadRequest(self.logprobs_request(token_ids, adapter), TopTokens(int(k)))
+
+    def score_requests(
+        self, token_ids: TokenIds, continuation: TokenIds, adapter: Adapter | None
+    ) -> list[ReadRequest]:
+        """One for each token of ``continuation``, after what comes before it.
+
+        Raises:
+            InvalidRequest: bad token ids in either.
+            ContextTooLong: context and continuation, less its last token, are too long together.
+        """
+        before = self.token_ids(token_ids)
+        after = self.token_ids(continuation, allow_empty=True, name="continuation")
+        self.logprobs_request(
+            (*before, *after[:-1]), adapter
+        )  # the longest, so that it raises first
+        return [
+            self.candidates_request((*before, *after[:count]), (token_id,), adapter)
+            for count, token_id in enumerate(after)
+        ]
+
+    def draw_request(
+        self,
+        token_ids: TokenIds,
+        adapter: Adapter | None,
+        nonce: int,
+        *,
+        mask: Mask | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        place: int = 0,
+    ) -> ReadRequest:
+        """The draw at ``place`` of a batch; ``nonce`` sets it apart unless a seed or temperature 0
+        decides it.
+
+        Raises:
+            InvalidRequest: a mask or parameter is of the wrong type, shape or range; bad token ids.
+            ContextTooLong: too many of them.
+        """
+        row = self.logprobs_request(token_ids, adapter)
+        check_float("temperature", temperature, 0.0, math.inf)
+        if seed is not None:
+            check_int("seed", seed, 0, 2**63 - 1)
+        packed = None if mask is None else self.packed(mask)
+        if temperature == 0.0:
+            return ReadRequest(row, DrawToken(packed, 0.0))
+        if seed is None:
+            return ReadRequest(row, DrawToken(packed, float(temperature), nonce=nonce))
+        own_seed = (int(seed) + place) % 2**63
+        return ReadRequest(row, DrawToken(packed, float(temperature), seed=own_seed))
+
+    def packed(self, mask: Mask) -> bytes:
+        """A mask as ``engine.DrawToken`` has it; the same for every form of the same mask.
+
+        Raises:
+            InvalidRequest: it is none of the forms, or of another length.
+        """
+        words = -(-self.vocab_size // 32)
+        bits = np.zeros(32 * words, dtype=np.bool_)
+        if isinstance(mask, torch.Tensor | np.ndarray) and mask.dtype in (torch.bool, np.bool_):
+            self._check_length(mask, "bool", self.vocab_size)
+            bits[: self.vocab_size] = _array(mask)
+        elif isinstance(mask, torch.Tensor | np.ndarray) and mask.dtype in (torch.int32, np.int32):
+            self._check_length(mask, "packed int32", words)
+            packed = np.ascontiguousarray(_array(mask)).view(np.uint8)
+            bits[: self.vocab_size] = np.unpackbits(
+                packed, count=self.vocab_size, bitorder="little"
+            )
+        else:
+            given = tuple(mask) if isinstance(mask, Set) else mask
+            if isinstance(given, Sequence) and bool in set(map(type, given)):
+                raise InvalidRequest(
+                    "mask is a sequence of bool: give a bool tensor or array, or the allowed token ids"
+                )
+            bits[list(self.token_ids(given, allow_empty=True, name="mask"))] = True
+        return np.packbits(bits, bitorder="little").tobytes()
+
+    def _check_length(self, mask: torch.Tensor | np.ndarray, form: str, length: int) -> None:
+        if tuple(mask.shape) != (length,):
+            raise InvalidRequest(
+                f"mask is {form} of shape {list(mask.shape)}: give bool [{self.vocab_size}], packed "
+                f"int32 [{-(-self.vocab_size // 32)}], or token ids as a list"
+            )
+
+
+def _array(mask: torch.Tensor | np.ndarray) -> np.ndarray:
+    return mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
+
 
 def _integers(token_ids: np.ndarray | torch.Tensor, name: str) -> list[int]:
     """The ints of a flat array or tensor. Raises InvalidRequest if it is no such thing."""
@@ -180,6 +305,47 @@ def check_contexts(contexts: Sequence[TokenIds]) -> Sequence[TokenIds]:
             f"contexts must be a sequence of token-id sequences, got {type(contexts).__name__}"
         )
     return contexts
+
+
+def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:
+    """A mask or ``None`` for each of ``count`` contexts; each is checked on its own.
+
+    Raises:
+        InvalidRequest: these are no masks in a sequence, or not as many.
+    """
+    if masks is None:
+        return [None] * count
+    if isinstance(masks, torch.Tensor | np.ndarray):
+        if masks.ndim != 2:
+            raise InvalidRequest(
+                f"masks have shape {list(masks.shape)}: give one row for each of {count} contexts"
+            )
+        masks = list(_array(masks))
+    given: object = masks
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
+    if len(masks) != count:
+        raise InvalidRequest(f"{len(masks)} masks for {count} contexts: give one for each")
+    return masks
+
+
+def must_move(device: str | torch.device | None, own: torch.device) -> bool:
+    """Whether rows that are on ``own`` are to be moved to the host for who wants them on ``device``.
+
+    Raises:
+        InvalidRequest: it is neither the rows' device nor the host.
+    """
+    if device is None:
+        return False
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidRequest(f"device is {device!r}: give {str(own)!r} or 'cpu'") from error
+    if wanted.type == own.type and wanted.index in (None, own.index):
+        return False
+    if wanted.type != "cpu":
+        raise InvalidRequest(f"device is {device!r}: rows are on {own}; give 'cpu' to move them")
+    return True
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:

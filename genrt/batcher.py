@@ -37,8 +37,10 @@ from genrt.engine import (
     LogprobsRequest,
     Request,
     Result,
+    failure,
 )
-from genrt.errors import Closed, EngineFailed, GenrtError, OutOfMemory
+from genrt.errors import Closed, GenrtError
+from genrt.sampling import TopLogprobs
 
 __all__ = ["Batcher", "BatcherStatistics"]
 
@@ -319,7 +321,7 @@ class Batcher:
             try:
                 engine.submit(flush)
             except Exception as error:
-                self._settle([Finished(r, error=_translated(error)) for r in flush])
+                self._settle([Finished(r, error=failure(error)) for r in flush])
         if not self._in_flight:
             return
         try:
@@ -328,7 +330,7 @@ class Batcher:
             with self._lock:
                 failed = [r for r, entry in self._entries.items() if entry.in_flight]
             engine.cancel(failed)
-            finished = [Finished(r, error=_translated(error)) for r in failed]
+            finished = [Finished(r, error=failure(error)) for r in failed]
         self._settle(finished)
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter]]:
@@ -392,7 +394,7 @@ class Batcher:
             except Exception as error:
                 with self._lock:
                     self._drop(waiter)
-                failed.append((waiter, _translated(error)))
+                failed.append((waiter, failure(error)))
         _deliver([*failed, *answered])
 
     def _kept(self, end: Finished) -> Finished:
@@ -401,7 +403,7 @@ class Batcher:
             try:
                 self._cache.put(end.request, end.result)
             except Exception as error:
-                return Finished(end.request, error=_translated(error))
+                return Finished(end.request, error=failure(error))
         return end
 
     # -- the rest of a life -------------------------------------------------------------------
@@ -452,16 +454,9 @@ class Batcher:
 
 
 def _copy(result: Result) -> Result:
+    if isinstance(result, TopLogprobs):
+        return TopLogprobs(*(part.clone() for part in result))
     return result.clone() if isinstance(result, torch.Tensor) else result
-
-
-def _translated(error: Exception) -> GenrtError:
-    if isinstance(error, GenrtError):
-        return error
-    kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError | MemoryError) else EngineFailed
-    translated = kind(f"the engine failed: {type(error).__name__}: {error}")
-    translated.__cause__ = error
-    return translated
 
 
 def _deliver(done: Iterable[tuple[_Waiter, Outcome]]) -> None:

@@ -10,16 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from genrt.errors import EngineFailed, GenrtError, OutOfMemory
+
 __all__ = [
     "Adapter",
+    "Candidates",
+    "DrawToken",
     "Engine",
     "EngineStatistics",
     "Finished",
+    "HostRow",
     "LogprobsRequest",
+    "ReadRequest",
     "Request",
     "Result",
     "SampleRequest",
+    "TopTokens",
     "abbreviated",
+    "failure",
 ]
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from genrt.errors import GenrtError
+    from genrt.sampling import Draw, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +100,79 @@ class SampleRequest:
         )
 
 
-Request: TypeAlias = LogprobsRequest | SampleRequest
+@dataclass(frozen=True, slots=True)
+class DrawToken:
+    """Wanted of a row: one token, with its importance weight.
+
+    Fields:
+        mask: the tokens that may be drawn, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in
+            whole words of 32 bits, those beyond the vocabulary 0; ``None`` is every token.
+        temperature: 0 is greedy; otherwise the row is divided by it, under the mask.
+        seed: fixes the draw, whatever else is in the batch.
+        nonce: sets apart the draws that are independent of each other, as in ``SampleRequest``.
+    """
+
+    mask: bytes | None = None
+    temperature: float = 1.0
+    seed: int | None = None
+    nonce: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """Wanted of a row: the ``k`` likeliest tokens, ``1 .. vocab_size``."""
+
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Wanted of a row: the log-probabilities of these tokens."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """Wanted of a row: all of it, in the host's memory."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ReadRequest:
+    """What is read from a row that stays on the device. An engine never sees one: ``answers.py`` asks it
+    for the row, once for all who read from it, and answers from that."""
+
+    row: LogprobsRequest
+    wanted: DrawToken | TopTokens | Candidates | HostRow
+    _hash: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.row, self.wanted)))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The context."""
+        return self.row.token_ids
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that the row is computed with."""
+        return self.row.adapter
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        kind = type(self.wanted).__name__
+        return f"ReadRequest({kind}, {abbreviated(self.token_ids)}, adapter={self.adapter})"
+
+
+Request: TypeAlias = LogprobsRequest | SampleRequest | ReadRequest
 """One question to the model."""
 
-Result: TypeAlias = "torch.Tensor | tuple[int, ...]"
-"""A row ``[vocab_size]`` for a LogprobsRequest, token ids for a SampleRequest."""
+Result: TypeAlias = "torch.Tensor | tuple[int, ...] | Draw | TopLogprobs"
+"""A row ``[vocab_size]`` for a LogprobsRequest, token ids for a SampleRequest; for a ReadRequest a Draw,
+TopLogprobs, the candidates' log-probabilities, or the row, all on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +191,10 @@ class EngineStatistics:
     ``steps`` forwards were run for ``requests`` requests and took ``seconds``; ``rows`` were computed
     for logprobs requests, ``sampled_tokens`` drawn for sample requests, ``computed_tokens`` put through
     the model; ``failed`` requests ended in an error and ``cancelled`` ones were forgotten.
-    ``bytes_to_host`` counts what was copied off the device.
+    ``reads`` were answered from rows that stayed on the device; ``bytes_to_host`` counts what was copied
+    off it. Of the rows, ``extended`` came from a
+    resident sequence that grew by a token, ``forked`` from a new one that shares the blocks of a resident
+    one; ``evicted`` resident sequences went for want of room, and ``resident`` ones are there now.
     """
 
     steps: int = 0
@@ -125,7 +204,12 @@ class EngineStatistics:
     computed_tokens: int = 0
     failed: int = 0
     cancelled: int = 0
+    reads: int = 0
     bytes_to_host: int = 0
+    extended: int = 0
+    forked: int = 0
+    evicted: int = 0
+    resident: int = 0
     seconds: float = 0.0
 
 
@@ -162,8 +246,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush of distinct requests, none of them in progress. Raises for none of them or all:
-        an error that concerns one alone comes back from ``step`` as that one's."""
+        """Take a flush of distinct requests, none of them in progress, for rows and samples. Raises for
+        none of them or all: an error that concerns one alone comes back from ``step`` as that one's."""
         ...
 
     def step(self) -> list[Finished]:
@@ -207,3 +291,15 @@ def abbreviated(token_ids: Sequence[int]) -> str:
     if len(token_ids) <= 4:
         return repr(list(token_ids))
     return f"[… {len(token_ids) - 2} tokens, {token_ids[-2]}, {token_ids[-1]}]"
+
+
+def failure(error: Exception) -> GenrtError:
+    """What an exception that came out of an engine means to who asked; one of genrt's own is itself."""
+    import torch
+
+    if isinstance(error, GenrtError):
+        return error
+    kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError | MemoryError) else EngineFailed
+    translated = kind(f"the engine failed: {type(error).__name__}: {error}")
+    translated.__cause__ = error
+    return translated

@@ -19,9 +19,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
-from genrt.engine import Engine
+from genrt.engine import Engine, EngineStatistics
 from genrt.errors import Closed, EngineFailed, GenrtError
 
 __all__ = ["EngineThread"]
@@ -56,6 +57,7 @@ class EngineThread:
         self._max_batch_size = max_batch_size
         self._max_wait_seconds = max_wait_seconds
         self._batcher: Batcher | None = None
+        self._answering: AnsweringEngine | None = None
         self._calls: collections.deque[
             tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
         ] = collections.deque()
@@ -76,6 +78,12 @@ class EngineThread:
         if self._batcher is None:
             raise Closed("the engine is not open")
         return self._batcher
+
+    def statistics(self) -> EngineStatistics:
+        """The engine's counters, with what was read from its rows; once ``opened`` has resolved."""
+        if self._answering is None:
+            raise Closed("the engine is not open")
+        return self._answering.statistics()
 
     def call(self, function: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
         """Have ``function(engine)`` run on the thread between two turns.
@@ -134,6 +142,7 @@ class EngineThread:
             self._end_calls(_closed())
             self.opened.set_exception(error)
             return
+        self._answering = answering = AnsweringEngine(engine, self._cache)
         self._batcher = batcher = Batcher(
             self._cache,
             max_batch_size=self._max_batch_size,
@@ -143,7 +152,7 @@ class EngineThread:
         self.opened.set_result(engine)
         reason: GenrtError = _closed()
         try:
-            self._serve(engine, batcher)
+            self._serve(engine, answering, batcher)
         except BaseException as error:
             reason = EngineFailed(
                 f"the engine can't go on and was closed: {type(error).__name__}: {error}"
@@ -152,9 +161,9 @@ class EngineThread:
         finally:
             batcher.close(reason)
             self._end_calls(reason)
-            engine.close()
+            answering.close()
 
-    def _serve(self, engine: Engine, batcher: Batcher) -> None:
+    def _serve(self, engine: Engine, answering: AnsweringEngine, batcher: Batcher) -> None:
         while not self._closing:
             while self._calls:
                 future, function = self._calls.popleft()
@@ -169,7 +178,7 @@ class EngineThread:
                         future.set_result(result)
             seconds = batcher.seconds_until_due()
             if seconds == 0.0:
-                batcher.turn(engine)
+                batcher.turn(answering)
             elif not self._calls and not self._closing:
                 longest = threading.TIMEOUT_MAX if seconds is None else seconds
                 with contextlib.suppress(queue.Empty):

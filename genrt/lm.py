@@ -1,8 +1,8 @@
-"""AsyncLM: what users hold; opens an engine by name and owns its lifetime.
+"""AsyncLM: what users hold; asks its engine every kind of question and owns its lifetime.
 
-A request's way, from here down: this file checks the question and makes the request; ``batcher.py``
-finds it in the cache, joins it to an equal one or queues it; ``engine_thread.py`` turns the crank;
-``engines/`` compute.
+A request's way, from here down: this file, with the part of it that is in ``reads.py``, checks the
+question and makes the request; ``batcher.py`` finds it in the cache, joins it to an equal one or queues
+it; ``engine_thread.py`` turns the crank; ``answers.py`` reads from rows; ``engines/`` compute.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
-import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import Any, Self, TypeAlias, Unpack, cast
 
 import torch
 
-from genrt import models, vocabulary
+from genrt import vocabulary
 from genrt.arguments import (
     Limits,
     SampleOptions,
     TokenIds,
     check_contexts,
-    check_float,
-    check_int,
+    must_move,
 )
-from genrt.batcher import Batcher, BatcherStatistics
+from genrt.batcher import BatcherStatistics
 from genrt.cache import CacheStatistics, RowCache
 from genrt.engine import (
     Adapter,
     Engine,
     EngineStatistics,
+    HostRow,
     LogprobsRequest,
+    ReadRequest,
     Result,
     SampleRequest,
 )
 from genrt.engine_thread import EngineThread
-from genrt.engines import check_choice, open_engine
 from genrt.engines.adapters import check_adapter_directory
-from genrt.errors import InvalidRequest, UnknownAdapter
+from genrt.errors import InvalidRequest
+from genrt.reads import Reads
 
-if TYPE_CHECKING:
-    from genrt.engines.exact import NGram
+__all__ = ["AsyncLM", "Statistics"]
 
-__all__ = ["AsyncLM", "Statistics", "aload", "load"]
+Device: TypeAlias = str | torch.device
+"""A device or its name, as torch takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,100 +61,7 @@ class Statistics:
     engine: EngineStatistics
 
 
-def load(
-    model: str | os.PathLike[str] | NGram | None = None,
-    *,
-    engine: str | Callable[[], Engine] = "vllm",
-    engine_options: Mapping[str, Any] | None = None,
-    cache_bytes: int = 256 * 2**20,
-    max_batch_size: int | None = None,
-    max_wait_seconds: float = 0.0,
-) -> AsyncLM:
-    """Open a model and return the runtime over it, ready to be asked.
-
-    Args:
-        model: a checkpoint directory, a model's name, or ``None`` for the embedded
-            SmolLM2-135M-Instruct; for the exact engine, an ``NGram`` or the directory of a saved one.
-        engine: ``"vllm"``, ``"transformers"``, ``"exact"``, or a function that makes an Engine of your
-            own; it is called on the thread that will own it, and takes no model or options here.
-        engine_options: to vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, as they are.
-        cache_bytes: the bound of the row cache, on the engine's device; 0 is no cache.
-        max_batch_size: the most requests in one flush, however many the engine takes to a step;
-            ``None`` is no bound.
-        max_wait_seconds: how long a question waits for company once its loop has gone quiet.
-
-    Blocks until the engine is open. An interrupt abandons the loading.
-
-    Raises:
-        EngineNotInstalled, EngineUnsupported, ModelNotFound: each says what to do about it.
-        InvalidRequest: an argument is out of range, or an engine of that name is not known.
-    """
-    thread = _start(model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds)
-    try:
-        return AsyncLM(thread[0], thread[1], thread[0].opened.result())
-    except BaseException:
-        thread[0].close(wait=False)
-        raise
-
-
-async def aload(
-    model: str | os.PathLike[str] | NGram | None = None,
-    *,
-    engine: str | Callable[[], Engine] = "vllm",
-    engine_options: Mapping[str, Any] | None = None,
-    cache_bytes: int = 256 * 2**20,
-    max_batch_size: int | None = None,
-    max_wait_seconds: float = 0.0,
-) -> AsyncLM:
-    """``load`` for a running event loop, which goes on meanwhile. Cancelling abandons the loading."""
-    thread = _start(model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds)
-    try:
-        return AsyncLM(thread[0], thread[1], await asyncio.wrap_future(thread[0].opened))
-    except BaseException:
-        thread[0].close(wait=False)
-        raise
-
-
-def _start(
-    model: str | os.PathLike[str] | NGram | None,
-    engine: str | Callable[[], Engine],
-    engine_options: Mapping[str, Any] | None,
-    cache_bytes: int,
-    max_batch_size: int | None,
-    max_wait_seconds: float,
-) -> tuple[EngineThread, RowCache]:
-    check_int("cache_bytes", cache_bytes, 0)
-    if max_batch_size is not None:
-        check_int("max_batch_size", max_batch_size, 1)
-    check_float("max_wait_seconds", max_wait_seconds, 0.0, math.inf)
-    if not isinstance(engine_options, Mapping | None):
-        raise InvalidRequest(
-            f"engine_options must be a mapping of option names to values, got {engine_options!r}"
-        )
-    if callable(engine) and (model is not None or engine_options):
-        raise InvalidRequest(
-            "model and engine_options are for engines opened by name: a function that makes an engine "
-            "must bring its own"
-        )
-    options = dict(engine_options or {})
-    if not callable(engine):
-        check_choice(engine, model, options)
-
-    def open_by_name() -> Engine:
-        found = model if engine == "exact" else models.resolve(cast("Any", model))
-        return open_engine(cast("str", engine), found, options, reserve_bytes=cache_bytes)
-
-    cache = RowCache(cache_bytes)
-    thread = EngineThread(
-        engine if callable(engine) else open_by_name,
-        cache,
-        max_batch_size=max_batch_size,
-        max_wait_seconds=max_wait_seconds,
-    )
-    return thread, cache
-
-
-class AsyncLM:
+class AsyncLM(Reads):
     """A language model that answers many concurrent questions in few engine calls.
 
     Made by ``load`` or ``aload``. Every ``await`` works on any event loop, in any thread, and every
@@ -166,14 +73,11 @@ class AsyncLM:
     """
 
     def __init__(self, thread: EngineThread, cache: RowCache, engine: Engine) -> None:
-        self._thread = thread
+        super().__init__(thread, Limits(engine.vocab_size, engine.max_model_len))
         self._cache = cache
         self._engine = engine
-        self._limits = Limits(engine.vocab_size, engine.max_model_len)
-        self._adapters: dict[str, Adapter] = {}
         self._adapters_lock = threading.Lock()
         self._versions = itertools.count(1)
-        self._nonces = itertools.count(1)
         self._finalizer = weakref.finalize(self, thread.close)
 
     # -- the model ----------------------------------------------------------------------------
@@ -231,9 +135,12 @@ class AsyncLM:
     # -- rows ---------------------------------------------------------------------------------
 
     async def next_token_logprobs(
-        self, token_ids: TokenIds, *, adapter: str | None = None
+        self, token_ids: TokenIds, *, device: Device | None = None, adapter: str | None = None
     ) -> torch.Tensor:
-        """The row after ``token_ids``: float32 ``[vocab_size]`` on ``device``, ``logsumexp == 0``.
+        """The row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
+
+        It is on ``self.device``, or on the host with ``device="cpu"``: from a GPU, the rows of a step
+        are moved there together, through pinned memory.
 
         The tensor is the caller's own. Concurrent questions are answered together, equal ones once.
 
@@ -242,33 +149,41 @@ class AsyncLM:
             EngineFailed: the engine step failed (OutOfMemory), or this row is not finite (NotFinite).
             Closed: the runtime is closed.
         """
-        request = self._logprobs_request(token_ids, adapter)
-        return cast("torch.Tensor", (await self._batcher.ask((request,)))[0])
+        requests = self._row_requests([token_ids], device, adapter)
+        return _own_row(requests, await self._batcher.ask(requests))
 
     def next_token_logprobs_sync(
-        self, token_ids: TokenIds, *, adapter: str | None = None
+        self, token_ids: TokenIds, *, device: Device | None = None, adapter: str | None = None
     ) -> torch.Tensor:
         """``next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        request = self._logprobs_request(token_ids, adapter)
-        return cast("torch.Tensor", self._batcher.ask_sync((request,))[0])
+        requests = self._row_requests([token_ids], device, adapter)
+        return _own_row(requests, self._batcher.ask_sync(requests))
 
     async def batch_next_token_logprobs(
-        self, contexts: Sequence[TokenIds], *, adapter: str | None = None
+        self,
+        contexts: Sequence[TokenIds],
+        *,
+        device: Device | None = None,
+        adapter: str | None = None,
     ) -> torch.Tensor:
         """The rows after each of ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
 
         One question with one future, however many contexts; raises and cancels as
         ``next_token_logprobs`` does, for the whole batch.
         """
-        requests = self._logprobs_requests(contexts, adapter)
-        return self._stacked(await self._batcher.ask(requests))
+        requests = self._row_requests(contexts, device, adapter)
+        return self._stacked(await self._batcher.ask(requests), device)
 
     def batch_next_token_logprobs_sync(
-        self, contexts: Sequence[TokenIds], *, adapter: str | None = None
+        self,
+        contexts: Sequence[TokenIds],
+        *,
+        device: Device | None = None,
+        adapter: str | None = None,
     ) -> torch.Tensor:
         """``batch_next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        requests = self._logprobs_requests(contexts, adapter)
-        return self._stacked(self._batcher.ask_sync(requests))
+        requests = self._row_requests(contexts, device, adapter)
+        return self._stacked(self._batcher.ask_sync(requests), device)
 
     # -- samples ------------------------------------------------------------------------------
 
@@ -388,17 +303,6 @@ class AsyncLM:
 
         return self._thread.call(load_and_bind)
 
-    def _bound(self, name: str | None) -> Adapter | None:
-        if name is None:
-            return None
-        adapter = self._adapters.get(name) if isinstance(name, str) else None
-        if adapter is None:
-            loaded = ", ".join(map(repr, self._adapters)) or "none"
-            raise UnknownAdapter(
-                f"no adapter is named {name!r} (loaded: {loaded}); load it with add_adapter first"
-            )
-        return adapter
-
     # -- the runtime --------------------------------------------------------------------------
 
     def clear_cache(self) -> None:
@@ -410,7 +314,7 @@ class AsyncLM:
         return Statistics(
             batcher=self._thread.batcher.statistics(),
             cache=self._cache.statistics(),
-            engine=self._engine.statistics(),
+            engine=self._thread.statistics(),
         )
 
     def close(self) -> None:
@@ -447,18 +351,17 @@ class AsyncLM:
 
     # -- from arguments to requests -----------------------------------------------------------
 
-    @property
-    def _batcher(self) -> Batcher:
-        return self._thread.batcher
-
     def _logprobs_request(self, token_ids: TokenIds, adapter: str | None) -> LogprobsRequest:
         return self._limits.logprobs_request(token_ids, self._bound(adapter))
 
-    def _logprobs_requests(
-        self, contexts: Sequence[TokenIds], adapter: str | None
-    ) -> list[LogprobsRequest]:
+    def _row_requests(
+        self, contexts: Sequence[TokenIds], device: Device | None, adapter: str | None
+    ) -> list[LogprobsRequest] | list[ReadRequest]:
         bound = self._bound(adapter)
-        return [self._limits.logprobs_request(ids, bound) for ids in check_contexts(contexts)]
+        rows = [self._limits.logprobs_request(ids, bound) for ids in check_contexts(contexts)]
+        if must_move(device, self.device):
+            return [ReadRequest(row, HostRow()) for row in rows]
+        return rows
 
     def _sample_request(
         self, token_ids: TokenIds, *, adapter: str | None = None, **options: Any
@@ -478,11 +381,17 @@ class AsyncLM:
             requests.append(request)
         return requests
 
-    def _stacked(self, rows: list[Result]) -> torch.Tensor:
+    def _stacked(self, rows: list[Result], device: Device | None) -> torch.Tensor:
         if not rows:
-            return torch.empty(0, self.vocab_size, device=self.device)
+            return torch.empty(0, self.vocab_size, device=device or self.device)
         return torch.stack(cast("list[torch.Tensor]", rows))
 
 
 def _lists(samples: list[Result]) -> list[list[int]]:
     return [list(cast("tuple[int, ...]", sample)) for sample in samples]
+
+
+def _own_row(requests: Sequence[object], rows: list[Result]) -> torch.Tensor:
+    """The only row; one that was moved to the host with others is taken out of their block."""
+    row = cast("torch.Tensor", rows[0])
+    return row.clone() if isinstance(requests[0], ReadRequest) else row

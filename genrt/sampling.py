@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
@@ -18,10 +20,29 @@ _RANGES = {
     "min_p": "a number between 0 and 1, where 0 is off",
 }
 
-__all__ = ["Draw", "check_parameters", "draw", "truncate"]
+__all__ = [
+    "BatchDraw",
+    "Draw",
+    "TopLogprobs",
+    "check_parameters",
+    "draw",
+    "seeded_uniforms",
+    "truncate",
+]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
+
+BLOCK = 256
+"""Tokens in a block of a draw: about the square root of a vocabulary, so that both stages are short."""
+
+CPU_CHUNK, CHUNK = 2**20, 2**25
+"""How many entries of the rows are worked on at once: what a CPU's caches hold, and what leaves room in a
+GPU's memory."""
+
+LEAST = -86.0
+"""Tokens with a log-probability under about this, relative to the likeliest, count as impossible: by then
+a float32 probability is hardly representable, and the random numbers have too few bits to meet it."""
 
 
 def check_parameters(
@@ -109,14 +130,22 @@ def truncate(
 
 
 class Draw(NamedTuple):
+    """One token with its importance weight; the fields are those of ``BatchDraw``, for one row."""
+
+    token_id: int
+    logprob: float
+    log_mass: float
+
+
+class BatchDraw(NamedTuple):
     """One token per row, with its importance weight.
 
     Fields:
         token_ids: int64 ``[n]``; -1 where the mask leaves no mass.
-        logprobs: float32 ``[n]``, the token's log-probability under the masked, renormalised row;
-            -inf where there is no token.
+        logprobs: float32 ``[n]``, the log-probability with which the token was drawn: under the masked,
+            tempered row, renormalised; -inf where there is no token.
         log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. If the row is the model's
-            own (neither tempered nor truncated), this is the incremental log importance weight of
+            own, neither tempered nor truncated, this is the incremental log importance weight of
             drawing from the masked model in place of the model.
     """
 
@@ -125,80 +154,195 @@ class Draw(NamedTuple):
     log_mass: Tensor
 
 
+class TopLogprobs(NamedTuple):
+    """The likeliest tokens of a row, likeliest first.
+
+    Fields:
+        token_ids: int64 ``[k]``.
+        logprobs: float32 ``[k]``; -inf from where on no token is possible.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
 def draw(
     rows: Tensor,
     *,
     mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
     generators: torch.Generator | Sequence[torch.Generator] | None = None,
-) -> Draw:
-    """One token per row, in proportion to the row's probabilities under the mask (Gumbel-max).
+    uniforms: Tensor | None = None,
+) -> BatchDraw:
+    """One token per row, in proportion to the row's tempered probabilities under the mask.
 
-    The token is ``argmax(exp(row) / q)`` with independent ``q ~ Exponential(1)``, which is Gumbel-max
-    without its logarithms. A token of probability zero is never drawn; a row with no mass under its
-    mask is a dead end (token -1), not an error.
+    By inversion of the cumulative law in two stages, which takes one pass over a row and two random
+    numbers: a block of tokens in proportion to its mass, then a token of that block. Probabilities
+    are exact to float32, however small, because no sum runs over more than a block in float32. A token
+    of probability zero is never drawn; a row with no mass under its mask is a dead end (token -1), not
+    an error.
 
     Args:
         rows: ``[n, V]`` log-probabilities (``[V]`` counts as ``[1, V]``), finite or -inf,
             normalised or not; not changed.
         mask: bool ``[V]`` or ``[n, V]``, true where a token may be drawn.
+        temperature: at least 0, for all rows or ``[n]``; 0 takes the likeliest token, the lowest id among
+            equals. ``log_mass`` is the row's own whatever it is.
         generators: one for the whole batch, or one per row, in which case a row's draw depends on
-            that row and its generator alone. The noise is made on a generator's own device. Without
+            that row and its generator alone. The numbers are made on a generator's own device. Without
             any, torch's global generator is used.
+        uniforms: the random numbers themselves, float64 ``[n, 2]`` in [0, 1), in place of generators.
 
     Raises:
-        InvalidRequest: shapes or the mask's dtype don't fit.
+        InvalidRequest: shapes or the mask's dtype don't fit, the temperature is out of range, or both
+            sources of randomness are given.
     """
     batch = _batch(rows)
-    if mask is not None:
-        if mask.dtype != torch.bool or mask.shape not in (batch.shape, batch.shape[1:]):
-            raise InvalidRequest(
-                f"mask is {mask.dtype} {list(mask.shape)}: give torch.bool, "
-                f"{list(batch.shape[1:])} or {list(batch.shape)}"
+    count = len(batch)
+    if mask is not None and (
+        mask.dtype != torch.bool or mask.shape not in (batch.shape, batch.shape[1:])
+    ):
+        raise InvalidRequest(
+            f"mask is {mask.dtype} {list(mask.shape)}: give torch.bool, "
+            f"{list(batch.shape[1:])} or {list(batch.shape)}"
+        )
+    numbers = _numbers(count, batch.device, generators, uniforms)
+    check_parameters(temperature=temperature)
+    heat = _column("temperature", temperature, batch)
+    forbidden = None if mask is None else ~mask.to(batch.device).expand(batch.shape)
+    is_plain = isinstance(temperature, float) and temperature == 1.0
+    size = rows_at_once(batch)
+    parts = []
+    for start in range(0, max(count, 1), size):
+        part = slice(start, start + size)
+        parts.append(
+            _draw(
+                batch[part],
+                None if forbidden is None else forbidden[part],
+                None if is_plain else heat[part],
+                numbers[part],
             )
-        batch = batch.masked_fill(~mask.to(batch.device), -math.inf)
-    log_mass = batch.logsumexp(dim=-1)
-    alive = log_mass > -math.inf
-    peak = batch.max(dim=-1, keepdim=True).values.masked_fill(~alive[:, None], 0.0)
-    token_ids = ((batch - peak).exp() / _exponentials(batch, generators)).argmax(dim=-1)
-    logprobs = batch.gather(-1, token_ids[:, None])[:, 0] - log_mass.masked_fill(~alive, 0.0)
-    return Draw(
-        token_ids.masked_fill(~alive, -1),
-        logprobs.clamp(max=0.0).float(),
-        log_mass.float(),
+        )
+    return parts[0] if len(parts) == 1 else BatchDraw(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _draw(
+    batch: Tensor, forbidden: Tensor | None, heat: Tensor | None, numbers: Tensor
+) -> BatchDraw:
+    """``draw`` of as many rows as are worked on at once; no ``heat`` is temperature 1 for all."""
+    count, width = batch.shape
+    weights = batch.new_empty(count, -(-width // BLOCK) * BLOCK)
+    weights[:, width:] = 0.0
+    masked = weights[:, :width].copy_(batch)
+    if forbidden is not None:
+        masked.masked_fill_(forbidden, -math.inf)
+    peak = masked.amax(dim=-1, keepdim=True)
+    alive = peak > -math.inf
+    peak = peak.masked_fill(~alive, 0.0)
+    masked.sub_(peak)
+    if heat is not None:
+        own_masses = _weigh(weights.clone(), width)
+        greedy = heat < GREEDY_BELOW
+        if bool(greedy.any()):
+            others = torch.arange(width, device=batch.device) != _first_argmax(masked)
+            masked.masked_fill_(others & greedy, -math.inf)
+            heat = heat.masked_fill(greedy, 1.0)
+        masked.div_(heat)
+    masses = _weigh(weights, width)
+    blocks = weights.view(count, weights.shape[-1] // BLOCK, BLOCK)
+    block = _inverse(masses, numbers[:, :1])
+    tokens = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
+    token_ids = (block * BLOCK + _inverse(tokens, numbers[:, 1:])).masked_fill(~alive, 0)
+    chosen = (batch.gather(-1, token_ids) - peak).double()
+    if heat is not None:
+        chosen /= heat
+    total = masses if heat is None else own_masses
+    log_mass = peak.double() + total.sum(dim=-1, keepdim=True).log()
+    logprobs = (chosen - masses.sum(dim=-1, keepdim=True).log()).clamp(max=0.0)
+    return BatchDraw(
+        token_ids.masked_fill(~alive, -1)[:, 0],
+        logprobs.masked_fill(~alive, -math.inf)[:, 0].float(),
+        log_mass[:, 0].float(),
     )
 
 
-def _exponentials(
-    batch: Tensor, generators: torch.Generator | Sequence[torch.Generator] | None
-) -> Tensor:
-    """Exponential(1) noise shaped like ``batch``, neither 0 nor infinite.
+def _weigh(weights: Tensor, width: int) -> Tensor:
+    """Exponentiate the first ``width`` columns in place, and sum each block: float64 ``[n, blocks]``.
 
-    In float64, because the smallest float32 noise is about 6e-8: over 100,000 tokens that is met
-    once in some two hundred rows, and there it would favour unlikely tokens.
+    Nothing but normal numbers passes the exponential: on a CPU, that of -inf or of what underflows takes
+    up to a hundred times as long."""
+    logarithms = weights[:, :width]
+    logarithms.clamp_(min=LEAST).exp_()
+    torch.threshold_(logarithms, 2 * math.exp(LEAST), 0.0)
+    return weights.view(len(weights), weights.shape[-1] // BLOCK, BLOCK).sum(dim=-1).double()
+
+
+def rows_at_once(rows: Tensor) -> int:
+    """How many rows like these, ``[V]`` or ``[n, V]``, are best worked on at a time."""
+    return max(1, (CPU_CHUNK if rows.device.type == "cpu" else CHUNK) // rows.shape[-1])
+
+
+def seeded_uniforms(seeds: Sequence[int]) -> Tensor:
+    """For each seed in ``0 .. 2**64 - 1`` two numbers in [0, 1): float64 ``[n, 2]``, for ``draw``.
+
+    They depend on the seed alone, and those of different seeds, neighbours included, are unrelated:
+    two steps of SplitMix64 (Steele, Lea & Flood 2014) from a state that the seed has been mixed into.
     """
-    noise = torch.empty(batch.shape, dtype=torch.float64, device=batch.device)
-    if generators is None:
-        noise.exponential_()
-    elif isinstance(generators, torch.Generator):
-        _fill(noise, generators)
-    else:
-        if len(generators) != len(batch):
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    states = _mixed(np.array(seeds, dtype=np.uint64).reshape(-1, 1) + golden)
+    mixed = _mixed(states + golden * np.array([[1, 2]], dtype=np.uint64))
+    return torch.from_numpy((mixed >> np.uint64(11)) * 2.0**-53)
+
+
+def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser."""
+    bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return bits ^ bits >> np.uint64(31)
+
+
+def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """``[n, 1]``: the first index whose cumulative weight exceeds the uniform's share of the total; of
+    float64 ``[n, m]`` and ``[n, 1]``. It has a positive weight, if there is one in its row."""
+    cumulative = weights.cumsum(dim=-1)
+    indices = torch.arange(weights.shape[-1], device=weights.device)
+    possible = weights > 0
+    # Parallel sums may fall by a rounding where they should stay, and a share may round up to the total:
+    # so an index needs a weight of its own, and the last that has one is never passed.
+    passed = possible & (cumulative > uniforms * cumulative[:, -1:])
+    first = torch.where(passed, indices, len(indices)).amin(dim=-1, keepdim=True)
+    last = torch.where(possible, indices, 0).amax(dim=-1, keepdim=True)
+    return torch.minimum(first, last)
+
+
+def _numbers(
+    count: int,
+    device: torch.device,
+    generators: torch.Generator | Sequence[torch.Generator] | None,
+    uniforms: Tensor | None,
+) -> Tensor:
+    """The random numbers of ``count`` draws: float64 ``[count, 2]`` in [0, 1)."""
+    if uniforms is not None:
+        if generators is not None:
+            raise InvalidRequest("generators and uniforms are both given: give one of the two")
+        if uniforms.dtype != torch.float64 or uniforms.shape != (count, 2):
             raise InvalidRequest(
-                f"{len(generators)} generators for {len(batch)} rows: give one per row"
+                f"uniforms are {uniforms.dtype} {list(uniforms.shape)}: give torch.float64 [{count}, 2]"
             )
-        for row, generator in zip(noise, generators, strict=True):
-            _fill(row, generator)
-    # An exact 0 would make 0 / 0 = NaN of an impossible token, and NaN wins an argmax; an infinity
-    # would make 0 of a possible one.
-    return noise.clamp_(1e-300, 1e300)
+        return uniforms.to(device)
+    if generators is None:
+        return torch.rand(count, 2, dtype=torch.float64, device=device)
+    if isinstance(generators, torch.Generator):
+        return _rand(count, generators).to(device)
+    if len(generators) != count:
+        raise InvalidRequest(f"{len(generators)} generators for {count} rows: give one per row")
+    if not count:
+        return torch.empty(0, 2, dtype=torch.float64, device=device)
+    return torch.cat([_rand(1, generator) for generator in generators]).to(device)
 
 
-def _fill(noise: Tensor, generator: torch.Generator) -> None:
-    if generator.device == noise.device:
-        noise.exponential_(generator=generator)
-    else:
-        made = torch.empty(noise.shape, dtype=noise.dtype, device=generator.device)
-        noise.copy_(made.exponential_(generator=generator))
+def _rand(count: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(count, 2, dtype=torch.float64, device=generator.device, generator=generator)
 
 
 def _batch(rows: Tensor) -> Tensor:

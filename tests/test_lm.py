@@ -604,6 +604,11 @@ TWINS = [
     "batch_next_token_logprobs",
     "sample",
     "batch_sample",
+    "draw",
+    "batch_draw",
+    "token_logprobs",
+    "top_logprobs",
+    "score",
     "add_adapter",
 ]
 

@@ -10,10 +10,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
-from torch import Tensor
 
 from genrt.errors import InvalidRequest
-from genrt.sampling import check_parameters, draw, truncate
+from genrt.sampling import check_parameters, draw, seeded_uniforms, truncate
 
 LEVEL = 1e-4
 """Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""
@@ -178,6 +177,15 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         draw(torch.zeros(2, 3), mask=torch.ones(3, 3, dtype=torch.bool))
     with pytest.raises(InvalidRequest, match="1 generators for 2 rows"):
         draw(torch.zeros(2, 3), generators=[torch.Generator()])
+    with pytest.raises(InvalidRequest, match="2 values for 3 rows"):
+        draw(torch.zeros(3, 4), temperature=torch.ones(2))
+    with pytest.raises(InvalidRequest, match="temperature is -1"):
+        draw(torch.zeros(3, 4), temperature=-1.0)
+    with pytest.raises(InvalidRequest, match="both given"):
+        draw(torch.zeros(1, 3), generators=torch.Generator(), uniforms=seeded_uniforms([1]))
+    for uniforms in (seeded_uniforms([1]), seeded_uniforms([1, 2]).float()):
+        with pytest.raises(InvalidRequest, match="uniforms are"):
+            draw(torch.zeros(2, 3), uniforms=uniforms)
 
 
 def generators(*seeds: int) -> list[torch.Generator]:
@@ -250,16 +258,110 @@ def test_draws_obey_mask_and_support(data: st.DataObject) -> None:
             assert (token, logprob, mass) == (-1, -math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("extreme", [0.0, math.inf])
-def test_extreme_noise_draws_no_impossible_token(
-    extreme: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(noise: Tensor, **_: object) -> Tensor:
-        return noise.fill_(extreme)
+LAST = 1 - 2.0**-53
+"""The largest number under 1 in float64."""
 
-    monkeypatch.setattr(torch.Tensor, "exponential_", fill)
-    rows = torch.tensor([[-math.inf, -math.inf, -200.0, -math.inf]])
-    assert draw(rows).token_ids.tolist() == [2]
+
+@pytest.mark.parametrize("numbers", [(0.0, 0.0), (LAST, LAST), (0.0, LAST), (LAST, 0.0)])
+@pytest.mark.parametrize("width", [4, 256, 257, 1000])
+def test_extreme_numbers_draw_no_impossible_token(width: int, numbers: tuple[float, float]) -> None:
+    for possible in (0, 1, width // 2, width - 1):
+        rows = torch.full((1, width), -math.inf)
+        rows[0, possible] = -200.0
+        uniforms = torch.tensor([numbers], dtype=torch.float64)
+        assert draw(rows, uniforms=uniforms).token_ids.tolist() == [possible]
+    if numbers[0] == numbers[1]:
+        [token] = draw(torch.zeros(1, width), uniforms=uniforms).token_ids.tolist()
+        assert token == (0 if numbers[0] == 0 else width - 1)
+
+
+@quick
+@given(st.integers(1, 700), st.floats(0, LAST), st.floats(0, LAST), st.integers(0, 100))
+def test_a_draw_is_the_inverse_of_the_blockwise_cumulative_law(
+    width: int, first: float, second: float, seed: int
+) -> None:
+    row = torch.randn(width, generator=generators(seed)[0]).mul(3)
+    uniforms = torch.tensor([[first, second]], dtype=torch.float64)
+    token = int(draw(row, uniforms=uniforms).token_ids)
+    law = row.double().softmax(-1)
+    start = token // 256 * 256
+    block = law[start : start + 256]
+    below, inside = law[:start].sum(), law[start:token].sum() / block.sum()
+    assert below - 1e-6 <= first <= below + block.sum() + 1e-6
+    assert inside - 1e-6 <= second <= inside + law[token] / block.sum() + 1e-6
+
+
+def test_tokens_in_the_tail_of_a_wide_row_are_drawn_as_often_as_they_should() -> None:
+    """One token in the middle has half of the mass; 50,000 others, each of about 1e-5, share the rest."""
+    width, count = 50_000, 2_000
+    row = torch.full((width,), -13.8)
+    row[width // 2] = -3.0
+    law = row.double().softmax(-1)
+    drawn = torch.cat(
+        [draw(row.expand(500, -1), generators=generators(s)[0]).token_ids for s in range(4)]
+    )
+    peak = float(law[width // 2])
+    counts = [
+        int((drawn < width // 2).sum()),
+        int((drawn == width // 2).sum()),
+        int((drawn > width // 2).sum()),
+    ]
+    assert sum(counts) == count
+    assert g_test(counts, [(1 - peak) / 2, peak, (1 - peak) / 2]) > LEVEL
+
+
+@quick
+@given(logits, st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.5]), st.integers(0, 2**32), st.data())
+def test_a_tempered_draw_is_one_from_the_truncated_row_with_the_rows_own_mass(
+    row: list[float], temperature: float, seed: int, data: st.DataObject
+) -> None:
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row))))
+    masked = torch.tensor(row).masked_fill(~mask, -math.inf)
+    uniforms = seeded_uniforms([seed])
+    tempered = draw(truncate(masked, temperature=temperature), uniforms=uniforms)
+    drawn = draw(torch.tensor(row), mask=mask, temperature=temperature, uniforms=uniforms)
+    assert torch.allclose(drawn.logprobs, tempered.logprobs, atol=1e-5)
+    assert drawn.token_ids == tempered.token_ids
+    assert torch.allclose(drawn.log_mass, masked.logsumexp(-1)[None], atol=1e-5)
+
+
+def test_a_batch_is_drawn_as_its_rows_whatever_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, mask = torch.randn(30, 300), torch.rand(30, 300) > 0.5
+    heat = torch.arange(30) % 3 / 2
+    uniforms = seeded_uniforms(range(30))
+    whole = draw(rows, mask=mask, temperature=heat, uniforms=uniforms)
+    monkeypatch.setattr("genrt.sampling.CPU_CHUNK", 7 * 300)
+    parts = draw(rows, mask=mask, temperature=heat, uniforms=uniforms)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one, other)
+    plain = draw(rows[2::3], mask=mask[2::3], uniforms=uniforms[2::3])
+    for one, other in zip(whole, plain, strict=True):
+        assert torch.equal(one[2::3], other)
+
+
+def test_seeded_numbers_are_fixed_by_their_seed_and_spread_evenly() -> None:
+    """Neighbouring seeds: 20,000 pairs in 8 x 8 cells, by a G-test; and the same for differences of
+    neighbours, which correlated seeds would crowd."""
+    numbers = seeded_uniforms(range(20_000))
+    assert numbers.dtype == torch.float64
+    assert numbers.shape == (20_000, 2)
+    assert bool(((numbers >= 0) & (numbers < 1)).all())
+    assert torch.equal(seeded_uniforms([17, 2**63 - 1])[0], numbers[17])
+    assert len(set(numbers.flatten().tolist())) == numbers.numel()
+    for pairs in (
+        numbers,
+        torch.stack([numbers[:, 0], (numbers[:, 1].roll(1) - numbers[:, 0]) % 1], 1),
+    ):
+        cells = (pairs * 8).long()
+        counts = (cells[:, 0] * 8 + cells[:, 1]).bincount(minlength=64).tolist()
+        assert g_test(counts, [1 / 64] * 64) > LEVEL
+    assert seeded_uniforms([]).shape == (0, 2)
+
+
+def test_frequencies_of_seeded_draws_are_the_probabilities() -> None:
+    row = torch.tensor([0.3, 0.2, 0.1, 1e-3, 0.0, 0.149, 0.25]).log()
+    drawn = draw(row.expand(20_000, -1), uniforms=seeded_uniforms(range(5, 20_005))).token_ids
+    assert g_test(drawn.bincount(minlength=7).tolist(), row.exp().tolist()) > LEVEL
 
 
 def test_drawing_leaves_rows_mask_and_other_generators_alone() -> None:

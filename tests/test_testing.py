@@ -335,8 +335,9 @@ class AdaptersIgnored(Wrapper):
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self.original[replace(request, adapter=None)] = request
-            self.inner.submit([replace(request, adapter=None)])
+            base = replace(cast("LogprobsRequest | SampleRequest", request), adapter=None)
+            self.original[base] = request
+            self.inner.submit([base])
 
     def step(self) -> list[Finished]:
         return [replace(end, request=self.original[end.request]) for end in self.inner.step()]

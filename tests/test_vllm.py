@@ -667,3 +667,47 @@ def test_the_embedded_model_has_transformers_rows_and_knows_paris() -> None:
             logits = [network(torch.tensor([p])).logits[0, -1] for p in prompts]
         assert worst(rows, [row.log_softmax(dim=-1) for row in logits]) < TOLERANCE
         assert lm.decode(lm.sample_sync(prompts[0], max_tokens=2, temperature=0.0)) == " Paris."
+
+
+# -- reads ----------------------------------------------------------------------------------------
+
+
+async def test_draws_tops_and_candidates_are_those_of_the_rows(lm: AsyncLM) -> None:
+    prompts = mixed_prompts(40, 60, lm.vocab_size, seed=9)
+    allowed = [torch.arange(lm.vocab_size) % 7 == number % 7 for number in range(40)]
+    before = lm.statistics().engine
+    drawn, tops, some = await asyncio.gather(
+        lm.batch_draw(prompts, masks=allowed, seed=3),
+        asyncio.gather(*(lm.top_logprobs(p, 5) for p in prompts)),
+        asyncio.gather(*(lm.token_logprobs(p, [1, 2, 3]) for p in prompts)),
+    )
+    after = lm.statistics().engine
+    assert after.rows - before.rows == len({tuple(p) for p in prompts}), (
+        "one row for all who read it"
+    )
+    assert after.reads - before.reads == len({tuple(p) for p in prompts}) * 2 + 40
+    rows = (await lm.batch_next_token_logprobs(prompts)).cpu()
+    masked = rows.masked_fill(~torch.stack(allowed), -torch.inf)
+    assert float((drawn.log_mass - masked.logsumexp(dim=-1)).abs().max()) < TOLERANCE
+    chosen = masked.gather(-1, drawn.token_ids[:, None])[:, 0]
+    assert float((drawn.logprobs + drawn.log_mass - chosen).abs().max()) < TOLERANCE
+    assert worst([top.logprobs for top in tops], list(rows.topk(5).values)) < TOLERANCE
+    assert worst(some, list(rows[:, 1:4])) < TOLERANCE
+    again = await lm.batch_draw(prompts, masks=allowed, seed=3)
+    assert int((again.token_ids != drawn.token_ids).sum()) <= 1, "but for a rounding"
+
+
+async def test_a_draw_moves_at_most_64_bytes_and_no_row_to_the_host(lm: AsyncLM) -> None:
+    before = lm.statistics().engine
+    await lm.batch_draw([[1, n] for n in range(20)], masks=[[1, 2, 3]] * 20)
+    after = lm.statistics().engine
+    assert after.reads - before.reads == 20
+    assert after.bytes_to_host - before.bytes_to_host <= 64 * 20
+
+
+async def test_a_score_is_the_sum_of_a_texts_tokens(
+    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    scores = await lm.score([5, 6], [7, 8, 9])
+    wanted = [oracle([5, 6])[7], oracle([5, 6, 7])[8], oracle([5, 6, 7, 8])[9]]
+    assert torch.allclose(scores, torch.stack(wanted), atol=TOLERANCE)

@@ -44,11 +44,16 @@ def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
 
 
 def open_engine(
-    name: str, model: Any, options: dict[str, Any], *, reserve_bytes: int = 0
+    name: str,
+    model: Any,
+    options: dict[str, Any],
+    *,
+    reserve_bytes: int = 0,
+    residency: bool = True,
 ) -> Engine:
     """Open engine ``name`` over a checkpoint's directory or name, or for the exact engine an NGram.
 
-    ``reserve_bytes`` of the device's memory are left for the row cache.
+    ``reserve_bytes`` of the device's memory are left for the row cache; ``residency`` is vLLM's alone.
 
     Raises:
         EngineNotInstalled: the engine's packages are missing; the message names the extra.
@@ -70,4 +75,4 @@ def open_engine(
             f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
             "'genrt[cuda]' on a GPU machine; `genrt info` says what else is missing"
         ) from error
-    return open_vllm(model, options=options, reserve_bytes=reserve_bytes)
+    return open_vllm(model, options=options, reserve_bytes=reserve_bytes, residency=residency)

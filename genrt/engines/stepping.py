@@ -20,7 +20,6 @@ from genrt.engine import (
     Adapter,
     EngineStatistics,
     Finished,
-    LogprobsRequest,
     Request,
     Result,
     SampleRequest,
@@ -229,7 +228,7 @@ class Stepper:
         return None
 
     def _generator(self, request: Request) -> torch.Generator | None:
-        if isinstance(request, LogprobsRequest):
+        if not isinstance(request, SampleRequest):
             return None
         generator = torch.Generator(self.device)
         if request.seed is None:

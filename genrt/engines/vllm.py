@@ -10,7 +10,7 @@ Rules:
 
 Private to vLLM and touched here: ``LLMEngine.engine_core`` (``add_request``, ``get_output``,
 ``abort_requests`` with ``EngineCoreRequest``, which spares the detokenizer), and what its shutdown is
-made of. ``_self_test`` runs at start and refuses a vLLM that does not work this way.
+made of. ``vllm_self_test.py`` runs at start and refuses a vLLM that does not work this way.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from genrt.engines.capture import (
     RemoteStore,
     RowStore,
 )
+from genrt.engines.open_requests import OPEN, OpenRequests, OpenScheduler
 from genrt.engines.vllm_adapters import VLLMAdapters
 from genrt.engines.vllm_config import check_version, configure, translated
+from genrt.engines.vllm_self_test import self_test
 from genrt.errors import (
     EngineFailed,
-    EngineUnsupported,
     InvalidAdapter,
     NotFinite,
 )
@@ -59,10 +60,14 @@ from genrt.errors import (
 __all__ = ["VLLMEngine", "open_vllm"]
 
 
-def open_vllm(checkpoint: str, *, options: dict[str, Any], reserve_bytes: int = 0) -> VLLMEngine:
+def open_vllm(
+    checkpoint: str, *, options: dict[str, Any], reserve_bytes: int = 0, residency: bool = True
+) -> VLLMEngine:
     """Open a checkpoint directory, or a model's name, with options for vLLM's ``EngineArgs``.
 
-    On a GPU, ``reserve_bytes`` are left out of the memory that vLLM takes.
+    On a GPU, ``reserve_bytes`` are left out of the memory that vLLM takes. Without ``residency`` every
+    question opens a request of its own, as it does where vLLM's workers are other processes, or
+    ``options`` name a scheduler or asynchronous scheduling.
 
     Raises:
         InvalidRequest: an option that vLLM does not have, or has no such value for.
@@ -71,7 +76,7 @@ def open_vllm(checkpoint: str, *, options: dict[str, Any], reserve_bytes: int = 
         EngineFailed: anything else that vLLM raised, with its message.
     """
     check_version(vllm.__version__)
-    config = configure(checkpoint, options, reserve_bytes)
+    config = configure(checkpoint, options, reserve_bytes, residency=residency)
     try:
         llm_engine = LLMEngine(
             config, Executor.get_class(config), log_stats=False, multiprocess_mode=False
@@ -80,7 +85,8 @@ def open_vllm(checkpoint: str, *, options: dict[str, Any], reserve_bytes: int = 
         raise translated(error, f"vLLM could not open {checkpoint}") from error
     engine = VLLMEngine(llm_engine, own_processors=bool(options.get("logits_processors")))
     try:
-        engine.self_test()
+        self_test(engine)
+        engine.start_counting()
     except BaseException:
         engine.close()
         raise
@@ -125,6 +131,11 @@ class VLLMEngine:
         self._adapters: VLLMAdapters | None = None
         if config.lora_config is not None:
             self._adapters = VLLMAdapters(self._core, base_needs_twin=self._device.type == "cpu")
+        self._open: OpenRequests | None = None
+        if config.scheduler_config.scheduler_cls is OpenScheduler:
+            core = self._core.engine_core
+            runner = core.model_executor.driver_worker.worker.model_runner
+            self._open = OpenRequests(core.scheduler, runner)
         self._numbers = itertools.count(1)
         self._by_request: dict[Request, _Progress] = {}
         self._by_core_id: dict[str, _Progress] = {}
@@ -152,6 +163,11 @@ class VLLMEngine:
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def keeps_residents(self) -> bool:
+        """Whether answered sequences stay resident, to be extended and forked."""
+        return self._open is not None
+
     @cached_property
     def tokenizer(self) -> Any:
         if self._llm_engine is None or self._config.model_config.skip_tokenizer_init:
@@ -159,7 +175,9 @@ class VLLMEngine:
         return self._llm_engine.get_tokenizer()
 
     def statistics(self) -> EngineStatistics:
-        return self._statistics
+        if self._open is None:
+            return self._statistics
+        return replace(self._statistics, **self._open.counts())
 
     # -- submit, step, cancel -----------------------------------------------------------------
 
@@ -180,10 +198,15 @@ class VLLMEngine:
 
     def _add(self, request: Request) -> bool:
         """Hand one request to vLLM; an error of its own ends it at the next step. True if vLLM has it."""
+        if self._open is not None and isinstance(request, LogprobsRequest):
+            resident = self._open.wake(request)
+            if resident is not None:
+                self._begin(_Progress(request, resident, int(resident)))
+                return True
         number = next(self._numbers)
         progress = _Progress(request, str(number), number)
         try:
-            params = _sampling_params(request, number)
+            params = self._params(request, number)
             lora = self._adapters.request(request.adapter) if self._adapters is not None else None
             with self._on_stream():
                 self._core.add_request(_core_request(progress, params, lora))
@@ -192,10 +215,25 @@ class VLLMEngine:
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return False
-        if self._adapters is not None:
-            self._adapters.hold(request.adapter)
-        self._by_request[request] = self._by_core_id[progress.core_id] = progress
+        if self._open is not None and isinstance(request, LogprobsRequest):
+            self._open.share(progress.core_id, request)
+        self._begin(progress)
         return True
+
+    def _params(self, request: Request, ticket: int) -> SamplingParams:
+        if isinstance(request, SampleRequest):
+            return _sampling_params(request)
+        params = copy(LOGPROBS)
+        params.extra_args = {TICKET: ticket}
+        if self._open is not None:
+            params.extra_args[OPEN] = True
+            params.max_tokens = self.max_model_len + 1 - len(request.token_ids)
+        return params
+
+    def _begin(self, progress: _Progress) -> None:
+        if self._adapters is not None:
+            self._adapters.hold(progress.request.adapter)
+        self._by_request[progress.request] = self._by_core_id[progress.core_id] = progress
 
     def step(self) -> list[Finished]:
         ended, self._ended = self._ended, []
@@ -204,6 +242,8 @@ class VLLMEngine:
         started = time.perf_counter()
         try:
             with self._on_stream():
+                if self._open is not None:
+                    self._open.before_step()
                 outputs = self._core.get_output().outputs
             finished = self._collect(outputs)
         except Exception as error:
@@ -220,6 +260,9 @@ class VLLMEngine:
         finished: list[Finished] = []
         with_rows: list[_Progress] = []
         computed = sampled = 0
+        for name in self._open.after_step() if self._open is not None else ():
+            with_rows.append(self._by_core_id[name])
+            self._release(self._by_core_id[name])
         for output in outputs:
             progress = self._by_core_id.get(output.request_id)
             if progress is None:
@@ -245,11 +288,13 @@ class VLLMEngine:
                 finished.append(Finished(progress.request, tuple(token_ids)))
         rows = self._store.take([p.ticket for p in with_rows]) if with_rows else []
         for progress, row in zip(with_rows, rows, strict=True):
-            finished.append(
-                Finished(progress.request, error=_not_finite())
-                if row is None
-                else Finished(progress.request, row)
-            )
+            if row is None:
+                finished.append(Finished(progress.request, error=_not_finite()))
+                self._abort([progress.core_id])
+                continue
+            finished.append(Finished(progress.request, row))
+            if self._open is not None and isinstance(progress.request, LogprobsRequest):
+                self._open.keep(progress.core_id, progress.request)
         self._count(
             rows=sum(row is not None for row in rows),
             failed=sum(end.error is not None for end in finished),
@@ -268,12 +313,18 @@ class VLLMEngine:
         here = [self._by_request[r] for r in wanted if r in self._by_request]
         gone = before - len(self._ended) - len(self._waiting_samples) + len(here)
         if here:
-            with self._on_stream():
-                self._core.abort_requests([progress.core_id for progress in here])
+            self._abort([progress.core_id for progress in here])
             for progress in here:
                 self._release(progress)
             self._store.forget([progress.ticket for progress in here])
         self._count(cancelled=gone)
+
+    def _abort(self, names: Sequence[str]) -> None:
+        """Have vLLM forget these; unknown ones are ignored."""
+        with self._on_stream():
+            self._core.abort_requests(list(names))
+        if self._open is not None:
+            self._open.forget(names)
 
     def _release(self, progress: _Progress) -> None:
         del self._by_request[progress.request]
@@ -290,8 +341,7 @@ class VLLMEngine:
         """
         progresses = list(self._by_request.values())
         self._waiting_samples.clear()
-        with self._on_stream():
-            self._core.abort_requests([progress.core_id for progress in progresses])
+        self._abort(list(self._core.engine_core.scheduler.requests))
         for progress in progresses:
             self._release(progress)
         self._store.forget([progress.ticket for progress in progresses])
@@ -308,52 +358,47 @@ class VLLMEngine:
                 'vLLM was opened without adapters: load with engine_options={"enable_lora": True, '
                 '"max_loras": …, "max_lora_rank": …}'
             )
+        if self._open is not None:  # base sequences may have to go on under the twin from now on
+            self._abort(self._idle(None))
         try:
             with self._on_stream():
                 self._adapters.add(adapter, path)
-            self._adapters.check_base(adapter, self._probe, self._unused_context())
+            self._adapters.check_base(adapter, self.probe, self._unused_context())
         except BaseException:
             self.remove_adapter(adapter)
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
         if self._adapters is not None:
+            self._abort(self._idle(adapter))
             with self._on_stream():
                 self._adapters.remove(adapter)
 
+    def _idle(self, adapter: Adapter | None) -> list[str]:
+        """An adapter's resident sequences that no question in progress extends."""
+        bound = self._open.bound_to(adapter) if self._open is not None else []
+        return [name for name in bound if name not in self._by_core_id]
+
     # -- self-test, close ---------------------------------------------------------------------
 
-    def self_test(self) -> None:
-        """Ask for a few rows, alone and in company, and compare.
-
-        Raises:
-            EngineUnsupported: they are not rows, or a row depends on its place in the batch.
-        """
-        contexts = [(0,), (1 % self._vocab_size,), (1 % self._vocab_size, 0)]
-        try:
-            alone = [self._probe([LogprobsRequest(c)])[0] for c in contexts]
-            company = self._probe([LogprobsRequest(c) for c in reversed(contexts)])[::-1]
-        except NotFinite:  # a model with broken weights is the caller's to find
-            return
-        total = torch.stack(alone).double().logsumexp(dim=-1)
-        if alone[0].shape != (self._vocab_size,) or not torch.allclose(
-            total, torch.zeros_like(total), atol=1e-3
-        ):
-            raise EngineUnsupported(
-                "vLLM's logits are no log-probabilities over the vocabulary: rows of shape "
-                f"{tuple(alone[0].shape)} for vocab_size={self._vocab_size}"
-            )
+    def start_counting(self) -> None:
+        """Statistics count from here: what the self-test did is not the caller's."""
         self._statistics = EngineStatistics()
-        for mine, other in ((0, 1), (1, 2), (2, 0)):
-            apart = float((alone[mine] - alone[other]).abs().nan_to_num().max())
-            moved = float((alone[mine] - company[mine]).abs().nan_to_num().max())
-            if moved > 0.5 * apart and moved > 0.5:
-                raise EngineUnsupported(
-                    "vLLM's rows did not come back to the requests that asked for them: a row in "
-                    f"company differs by {moved:.3g} from the same row alone"
-                )
+        if self._open is not None:
+            self._open.start_counting()
 
-    def _probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
+    def forget_residents(self) -> None:
+        """Have vLLM forget every sequence that nothing in progress extends, and every block."""
+        if self._open is not None:
+            self._abort([name for name in self._open.names() if name not in self._by_core_id])
+        self._core.reset_prefix_cache()
+
+    def stop_keeping(self) -> None:
+        """Open a request for every question from now on; nothing may be in progress."""
+        self.forget_residents()
+        self._open = None
+
+    def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
         """Rows the engine asks for itself; what else finishes meanwhile comes with the next step."""
         self.submit(requests)
         rows: dict[Request, torch.Tensor] = {}
@@ -414,11 +459,7 @@ LOGPROBS = SamplingParams(
 """How vLLM is asked for a row: one greedy token, which nobody reads."""
 
 
-def _sampling_params(request: Request, ticket: int) -> SamplingParams:
-    if isinstance(request, LogprobsRequest):
-        params = copy(LOGPROBS)
-        params.extra_args = {TICKET: ticket}
-        return params
+def _sampling_params(request: SampleRequest) -> SamplingParams:
     return SamplingParams(
         max_tokens=request.max_tokens,
         stop_token_ids=sorted(request.stop_token_ids),

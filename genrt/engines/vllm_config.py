@@ -13,6 +13,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.capture import CaptureV1, CaptureV2, WorkerRows
+from genrt.engines.open_requests import OpenScheduler
 from genrt.errors import (
     EngineFailed,
     EngineUnsupported,
@@ -42,7 +43,9 @@ def check_version(version: str) -> None:
         )
 
 
-def configure(checkpoint: str, options: dict[str, Any], reserve_bytes: int) -> VllmConfig:
+def configure(
+    checkpoint: str, options: dict[str, Any], reserve_bytes: int, *, residency: bool = True
+) -> VllmConfig:
     """``EngineArgs``' configuration with genrt's processor in it; raises as ``open_vllm`` says."""
     options = {"disable_log_stats": True, **options, "model": checkpoint}
     if "VLLM_LOGGING_LEVEL" not in os.environ:
@@ -55,6 +58,10 @@ def configure(checkpoint: str, options: dict[str, Any], reserve_bytes: int) -> V
         )
     if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
         options.setdefault("distributed_executor_backend", UniProcExecutor)
+    taken = options.get("scheduler_cls") or options.get("async_scheduling")
+    if residency and not taken and options.get("distributed_executor_backend") is UniProcExecutor:
+        # A step's tokens come from the callers, who have them when the step before has ended.
+        options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
     if not torch.cuda.is_available():
         options = CPU_DEFAULTS | options

@@ -1,0 +1,352 @@
+"""Rows in, answers out: what is read from a step's rows where they are, for all who ask at once.
+
+Engines know rows and samples; ``AnsweringEngine`` makes of any such engine one that takes reads too.
+
+Rules:
+    All who read from one row share it: with each other, with whoever asked for the row itself, and with
+    the cache, whose rows answer without the engine.
+    A step's reads are answered together, kind by kind, with one copy to the host per kind.
+    A row that was only read from is not kept: that would copy it. One that was moved to the host is.
+    A read's answer depends on its row and itself alone, never on what it was batched with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.cache import RowCache
+from genrt.engine import (
+    Adapter,
+    Candidates,
+    DrawToken,
+    Engine,
+    EngineStatistics,
+    Finished,
+    HostRow,
+    LogprobsRequest,
+    ReadRequest,
+    Request,
+    Result,
+    SampleRequest,
+    TopTokens,
+    failure,
+)
+from genrt.sampling import (
+    BatchDraw,
+    Draw,
+    TopLogprobs,
+    draw,
+    rows_at_once,
+    seeded_uniforms,
+)
+
+__all__ = ["AnsweringEngine"]
+
+
+class _Read(NamedTuple):
+    """One thing to read, and the row ``[vocab_size]`` to read it from, which others may share."""
+
+    request: ReadRequest
+    row: Tensor
+
+
+_Answer: TypeAlias = Callable[[Sequence[_Read]], Iterator[Result]]
+"""How one kind of read is answered: the results of reads, in their order."""
+
+
+class AnsweringEngine:
+    """An engine that answers reads from the rows of another. What it takes otherwise passes through.
+
+    Args:
+        engine: computes rows and samples; owned by whoever made it, as ``close`` passes through too.
+        cache: rows that answer without the engine; rows on their way to the host are put there.
+    """
+
+    def __init__(self, engine: Engine, cache: RowCache) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
+        self._asked: set[Request] = set()
+        self._cached: dict[ReadRequest, Tensor] = {}
+        self._reads = 0
+        self._bytes_to_host = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._engine.max_batch_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
+
+    def __repr__(self) -> str:
+        readers = sum(map(len, self._readers.values())) + len(self._cached)
+        return f"AnsweringEngine({self._engine!r}, {readers} reads in progress)"
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """As in the Engine protocol, and reads."""
+        if not self._readers and not any(isinstance(each, ReadRequest) for each in requests):
+            self._engine.submit(requests)
+            self._asked.update(requests)
+            return
+        cached: dict[ReadRequest, Tensor] = {}
+        reads: list[ReadRequest] = []
+        new: dict[Request, None] = {}
+        for request in requests:
+            if not isinstance(request, ReadRequest):
+                if request not in self._readers or request in self._asked:
+                    new[request] = None
+                continue
+            known = any(request.row in rows for rows in (self._readers, self._asked, new))
+            row = None if known else self._cache.borrow(request.row)
+            if row is not None:
+                cached[request] = row
+                continue
+            reads.append(request)
+            if not known:
+                new[request.row] = None
+        if new:
+            self._engine.submit(list(new))
+        self._cached |= cached
+        self._asked.update(each for each in requests if not isinstance(each, ReadRequest))
+        for read in reads:
+            self._readers.setdefault(read.row, {})[read] = None
+
+    def step(self) -> list[Finished]:
+        """As in the Engine protocol. Reads from rows that are in the cache come back at once, in a step
+        without a forward."""
+        if self._cached:
+            cached, self._cached = self._cached, {}
+            return self._answered([_Read(request, row) for request, row in cached.items()])
+        try:
+            ends = self._engine.step()
+        except Exception:
+            self._forget()
+            raise
+        if not self._readers:
+            self._asked.difference_update([end.request for end in ends])
+            return ends
+        finished: list[Finished] = []
+        reads: list[_Read] = []
+        for end in ends:
+            readers = self._readers.pop(cast("LogprobsRequest", end.request), {})
+            if end.request in self._asked or not readers:
+                finished.append(end)
+            self._asked.discard(end.request)
+            if end.error is not None:
+                finished += [Finished(request, error=end.error) for request in readers]
+            else:
+                reads += [_Read(request, cast("Tensor", end.result)) for request in readers]
+        return finished + self._answered(reads)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """As in the Engine protocol; a row is cancelled with the last who wants it."""
+        unwanted: list[Request] = []
+        for request in requests:
+            if isinstance(request, ReadRequest):
+                readers = self._readers.get(request.row, {})
+                if self._cached.pop(request, None) is None and request in readers:
+                    del readers[request]
+                    if not readers:
+                        del self._readers[request.row]
+                        if request.row not in self._asked:
+                            unwanted.append(request.row)
+                continue
+            if isinstance(request, SampleRequest) or request not in self._readers:
+                unwanted.append(request)
+            self._asked.discard(request)
+        if unwanted:
+            self._engine.cancel(unwanted)
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        self._engine.add_adapter(adapter, path)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        self._engine.remove_adapter(adapter)
+
+    def statistics(self) -> EngineStatistics:
+        """The engine's, with the reads and what they moved; ``rows`` and ``requests`` count the rows that
+        were computed for reads."""
+        counted = self._engine.statistics()
+        return replace(
+            counted, reads=self._reads, bytes_to_host=counted.bytes_to_host + self._bytes_to_host
+        )
+
+    def close(self) -> None:
+        self._readers.clear()
+        self._asked.clear()
+        self._cached.clear()
+        self._engine.close()
+
+    def _forget(self) -> None:
+        """After a failed step: nothing is in progress, nor may the engine think so."""
+        unasked = [row for row in self._readers if row not in self._asked]
+        self._readers.clear()
+        self._asked.clear()
+        if unasked:
+            self._engine.cancel(unasked)
+
+    def _answered(self, reads: Sequence[_Read]) -> list[Finished]:
+        """The ends of reads whose rows are there. A kind that fails, for want of memory say, fails
+        alone."""
+        by_kind: dict[_Answer, list[_Read]] = {}
+        for read in reads:
+            by_kind.setdefault(self._answer(read.request), []).append(read)
+        finished: list[Finished] = []
+        for answer, group in by_kind.items():
+            try:
+                results = list(answer(group))
+            except Exception as error:
+                finished += [Finished(read.request, error=failure(error)) for read in group]
+                continue
+            for read, result in zip(group, results, strict=True):
+                finished.append(Finished(read.request, result))
+                self._bytes_to_host += 0 if read.row.device.type == "cpu" else _bytes(result)
+            self._reads += len(group)
+        return finished
+
+    def _answer(self, request: ReadRequest) -> _Answer:
+        match request.wanted:
+            case DrawToken():
+                return _draws
+            case TopTokens():
+                return _tops
+            case Candidates():
+                return _candidates
+            case HostRow():
+                return self._host_rows
+
+    def _host_rows(self, reads: Sequence[_Read]) -> Iterator[Result]:
+        """The rows on the host, as views of one block of pinned memory: who keeps one copies it."""
+        first = reads[0].row
+        on_device = first.device.type != "cpu"
+        block = torch.empty(len(reads), len(first), dtype=first.dtype, pin_memory=on_device)
+        for place, read in zip(block, reads, strict=True):
+            place.copy_(read.row, non_blocking=True)
+        if on_device:
+            torch.cuda.current_stream(first.device).synchronize()
+        for read in reads:
+            if read.request.row not in self._cache:
+                self._cache.put(read.request.row, read.row)
+        yield from block
+
+
+def _together(reads: Sequence[_Read]) -> Iterator[tuple[Sequence[_Read], Tensor]]:
+    """As many reads at a time as are best worked on, and their rows ``[n, vocab_size]``."""
+    size = rows_at_once(reads[0].row)
+    for start in range(0, len(reads), size):
+        part = reads[start : start + size]
+        yield part, torch.stack([read.row for read in part])
+
+
+def _wanted(reads: Sequence[_Read]) -> list[Any]:
+    return [read.request.wanted for read in reads]
+
+
+def _draws(reads: Sequence[_Read]) -> Iterator[Result]:
+    """One draw for each."""
+    for part, rows in _together(reads):
+        asked: list[DrawToken] = _wanted(part)
+        heats = [each.temperature for each in asked]
+        drawn = draw(
+            rows,
+            mask=_masks(asked, rows),
+            temperature=1.0 if set(heats) == {1.0} else torch.tensor(heats),
+            uniforms=_uniforms(asked),
+        )
+        yield from _on_host(drawn)
+
+
+def _on_host(drawn: BatchDraw) -> Iterator[Draw]:
+    """One copy for all of them, in float64, which holds token ids and float32 exactly."""
+    for token_id, logprob, log_mass in torch.stack([p.double() for p in drawn], dim=1).tolist():
+        yield Draw(int(token_id), logprob, log_mass)
+
+
+def _uniforms(asked: Sequence[DrawToken]) -> Tensor:
+    """The random numbers of these draws, ``[n, 2]`` as ``sampling.draw`` takes them, on the host."""
+    numbers = torch.rand(len(asked), 2, dtype=torch.float64)
+    seeded = [place for place, each in enumerate(asked) if each.seed is not None]
+    if seeded:
+        numbers[seeded] = seeded_uniforms([cast("int", asked[place].seed) for place in seeded])
+    return numbers
+
+
+def _masks(asked: Sequence[DrawToken], rows: Tensor) -> Tensor | None:
+    """Bool ``[n, vocab_size]`` on the rows' device, where packed masks are unpacked, equal ones once;
+    ``None`` if nothing is masked."""
+    width = rows.shape[-1]
+    if all(each.mask is None for each in asked):
+        return None
+    places: dict[bytes, int] = {}
+    everything = b"\xff" * (-(-width // 32) * 4)
+    index = [
+        places.setdefault(everything if each.mask is None else each.mask, len(places))
+        for each in asked
+    ]
+    packed = torch.frombuffer(bytearray().join(places), dtype=torch.uint8)
+    packed = packed.view(len(places), -1).to(rows.device)
+    eight = torch.from_numpy(_EIGHT_BITS).to(rows.device)
+    unpacked = eight[packed.long()].view(torch.bool)[:, :width]
+    return unpacked if len(places) == len(asked) else unpacked[index]
+
+
+_EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").view(np.int64)
+"""For each byte its bits, lowest first, as the eight bytes of one number: so that one look-up unpacks
+eight tokens."""
+
+
+def _tops(reads: Sequence[_Read]) -> Iterator[Result]:
+    """The likeliest tokens, each asker's share of the longest list that was asked for; of equally likely
+    ones those with the lower ids first, so that a share does not depend on the list."""
+    for part, rows in _together(reads):
+        asked: list[TopTokens] = _wanted(part)
+        # The bits of a float as a number that orders as it does, with the token id to break ties.
+        bits = rows.view(torch.int32)
+        order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
+        order += torch.arange(2**32 - 1, 2**32 - 1 - rows.shape[-1], -1, device=rows.device)
+        keys = order.topk(max(each.k for each in asked), dim=-1).values
+        token_ids = 2**32 - 1 - (keys & (2**32 - 1))
+        logprobs = rows.gather(-1, token_ids)
+        for each, ids, values in zip(asked, token_ids.cpu(), logprobs.cpu(), strict=True):
+            yield TopLogprobs(ids[: each.k].clone(), values[: each.k].clone())
+
+
+def _candidates(reads: Sequence[_Read]) -> Iterator[Result]:
+    """Entries of the rows, read with one index over all of them."""
+    asked: list[Candidates] = _wanted(reads)
+    counts = [len(each.token_ids) for each in asked]
+    index = torch.tensor(
+        [token_id for each in asked for token_id in each.token_ids], dtype=torch.int64
+    )
+    index = index.to(reads[0].row.device)
+    parts = zip(reads, torch.split(index, counts), strict=True)
+    entries = torch.cat([read.row[ids] for read, ids in parts]).cpu()
+    for each in torch.split(entries, counts):
+        yield each.clone()
+
+
+def _bytes(result: Result) -> int:
+    """How much of a result came from the device."""
+    if isinstance(result, Tensor):
+        return int(result.nbytes)
+    return sum(int(part.nbytes) if isinstance(part, Tensor) else 8 for part in result)

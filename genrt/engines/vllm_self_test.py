@@ -1,0 +1,125 @@
+"""What must hold of this vLLM before it answers anything: rows come back to the requests that asked.
+
+Every assumption about vLLM that is not part of its public interface is exercised here, at start.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from genrt.engine import EngineStatistics, LogprobsRequest
+from genrt.errors import EngineUnsupported, GenrtError, NotFinite
+
+__all__ = ["self_test"]
+
+RESIDENT_ROW = 0.5
+"""The largest difference, where the log-probability is over -15, of a row by another way: half precision
+makes some, a wrong token or block makes more."""
+
+
+class Tested(Protocol):
+    """What the tests need of an engine: ``VLLMEngine`` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def keeps_residents(self) -> bool: ...
+
+    def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]: ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+    def forget_residents(self) -> None: ...
+
+    def stop_keeping(self) -> None: ...
+
+
+def self_test(engine: Tested) -> None:
+    """Ask for a few rows, alone and in company; then by extending, forking and backtracking.
+
+    Where the second kind is not right, resident sequences are switched off with one warning.
+
+    Raises:
+        EngineUnsupported: what comes back are no rows, or a row depends on its place in the batch.
+    """
+    try:
+        _test_rows(engine)
+        if engine.keeps_residents:
+            _test_residents(engine)
+    except NotFinite:  # a model with broken weights is the caller's to find
+        engine.forget_residents()
+
+
+def _test_rows(engine: Tested) -> None:
+    contexts = [(0,), (1 % engine.vocab_size,), (1 % engine.vocab_size, 0)]
+    alone = []
+    for context in contexts:
+        alone += engine.probe([LogprobsRequest(context)])
+        engine.forget_residents()
+    company = engine.probe([LogprobsRequest(context) for context in reversed(contexts)])[::-1]
+    total = torch.stack(alone).double().logsumexp(dim=-1)
+    if alone[0].shape != (engine.vocab_size,) or not torch.allclose(
+        total, torch.zeros_like(total), atol=1e-3
+    ):
+        raise EngineUnsupported(
+            "vLLM's logits are no log-probabilities over the vocabulary: rows of shape "
+            f"{tuple(alone[0].shape)} for vocab_size={engine.vocab_size}"
+        )
+    for mine, other in ((0, 1), (1, 2), (2, 0)):
+        apart = _apart(alone[mine], alone[other])
+        moved = _apart(alone[mine], company[mine])
+        if moved > 0.5 * apart and moved > RESIDENT_ROW:
+            raise EngineUnsupported(
+                "vLLM's rows did not come back to the requests that asked for them: a row in company "
+                f"differs by {moved:.3g} from the same row alone"
+            )
+
+
+def _test_residents(engine: Tested) -> None:
+    first = tuple((7 * n + 1) % engine.vocab_size for n in range(20))
+    grown = (*first, 2 % engine.vocab_size)
+    flushes = [
+        [first],
+        [grown, (*first, 3 % engine.vocab_size)],
+        [(*grown, 4 % engine.vocab_size), (*first[:18], 5 % engine.vocab_size)],
+    ]
+    if max(len(context) for flush in flushes for context in flush) > engine.max_model_len:
+        engine.stop_keeping()
+        return
+    try:
+        rows = [engine.probe([LogprobsRequest(c) for c in contexts]) for contexts in flushes]
+        extended = engine.statistics().extended
+        for contexts, warm in zip(flushes, rows, strict=True):
+            for context, row in zip(contexts, warm, strict=True):
+                engine.forget_residents()
+                [cold] = engine.probe([LogprobsRequest(context)])
+                apart = _apart(row, cold)
+                if apart > RESIDENT_ROW:
+                    raise EngineUnsupported(f"a row differs by {apart:.3g} from a fresh one")
+        if extended == 0:
+            raise EngineUnsupported("a context that grew by a token was computed anew")
+    except NotFinite:
+        raise
+    except GenrtError as error:
+        warnings.warn(
+            f"resident sequences are off, every question opens a vLLM request: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        engine.stop_keeping()
+        return
+    engine.forget_residents()
+
+
+def _apart(row: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference where either is likely."""
+    likely = torch.maximum(row, other) > -15.0
+    return float((row - other)[likely].abs().nan_to_num(posinf=1e9).max())

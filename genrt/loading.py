@@ -1,0 +1,128 @@
+"""A model's name and options -> a runtime: opens the engine on its thread, and gives up cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from genrt import models
+from genrt.arguments import check_float, check_int
+from genrt.cache import RowCache
+from genrt.engine import Engine
+from genrt.engine_thread import EngineThread
+from genrt.engines import check_choice, open_engine
+from genrt.errors import InvalidRequest
+from genrt.lm import AsyncLM
+
+if TYPE_CHECKING:
+    from genrt.engines.exact import NGram
+
+__all__ = ["aload", "load"]
+
+
+def load(
+    model: str | os.PathLike[str] | NGram | None = None,
+    *,
+    engine: str | Callable[[], Engine] = "vllm",
+    engine_options: Mapping[str, Any] | None = None,
+    cache_bytes: int = 256 * 2**20,
+    max_batch_size: int | None = None,
+    max_wait_seconds: float = 0.0,
+    residency: bool = True,
+) -> AsyncLM:
+    """Open a model and return the runtime over it, ready to be asked.
+
+    Args:
+        model: a checkpoint directory, a model's name, or ``None`` for the embedded
+            SmolLM2-135M-Instruct; for the exact engine, an ``NGram`` or the directory of a saved one.
+        engine: ``"vllm"``, ``"transformers"``, ``"exact"``, or a function that makes an Engine of your
+            own; it is called on the thread that will own it, and takes no model or options here.
+        engine_options: to vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, as they are.
+        cache_bytes: the bound of the row cache, on the engine's device; 0 is no cache.
+        max_batch_size: the most requests in one flush, however many the engine takes to a step;
+            ``None`` is no bound.
+        max_wait_seconds: how long a question waits for company once its loop has gone quiet.
+        residency: whether vLLM keeps the sequences it has answered, so that a context that grew by a
+            token, shares a prefix or was cut back costs its new tokens alone. Rows are the same, up to
+            the engine's numerics, and every step is scheduled when the one before has ended.
+
+    Blocks until the engine is open. An interrupt abandons the loading.
+
+    Raises:
+        EngineNotInstalled, EngineUnsupported, ModelNotFound: each says what to do about it.
+        InvalidRequest: an argument is out of range, or an engine of that name is not known.
+    """
+    thread = _start(
+        model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds, residency
+    )
+    try:
+        return AsyncLM(thread[0], thread[1], thread[0].opened.result())
+    except BaseException:
+        thread[0].close(wait=False)
+        raise
+
+
+async def aload(
+    model: str | os.PathLike[str] | NGram | None = None,
+    *,
+    engine: str | Callable[[], Engine] = "vllm",
+    engine_options: Mapping[str, Any] | None = None,
+    cache_bytes: int = 256 * 2**20,
+    max_batch_size: int | None = None,
+    max_wait_seconds: float = 0.0,
+    residency: bool = True,
+) -> AsyncLM:
+    """``load`` for a running event loop, which goes on meanwhile. Cancelling abandons the loading."""
+    thread = _start(
+        model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds, residency
+    )
+    try:
+        return AsyncLM(thread[0], thread[1], await asyncio.wrap_future(thread[0].opened))
+    except BaseException:
+        thread[0].close(wait=False)
+        raise
+
+
+def _start(
+    model: str | os.PathLike[str] | NGram | None,
+    engine: str | Callable[[], Engine],
+    engine_options: Mapping[str, Any] | None,
+    cache_bytes: int,
+    max_batch_size: int | None,
+    max_wait_seconds: float,
+    residency: bool,
+) -> tuple[EngineThread, RowCache]:
+    check_int("cache_bytes", cache_bytes, 0)
+    if max_batch_size is not None:
+        check_int("max_batch_size", max_batch_size, 1)
+    check_float("max_wait_seconds", max_wait_seconds, 0.0, math.inf)
+    if not isinstance(engine_options, Mapping | None):
+        raise InvalidRequest(
+            f"engine_options must be a mapping of option names to values, got {engine_options!r}"
+        )
+    if callable(engine) and (model is not None or engine_options):
+        raise InvalidRequest(
+            "model and engine_options are for engines opened by name: a function that makes an engine "
+            "must bring its own"
+        )
+    options = dict(engine_options or {})
+    if not callable(engine):
+        check_choice(engine, model, options)
+
+    def open_by_name() -> Engine:
+        found = model if engine == "exact" else models.resolve(cast("Any", model))
+        return open_engine(
+            cast("str", engine), found, options, reserve_bytes=cache_bytes, residency=residency
+        )
+
+    cache = RowCache(cache_bytes)
+    thread = EngineThread(
+        engine if callable(engine) else open_by_name,
+        cache,
+        max_batch_size=max_batch_size,
+        max_wait_seconds=max_wait_seconds,
+    )
+    return thread, cache

@@ -1,0 +1,210 @@
+"""The questions that are answered from a row without moving it: draws, tops, candidates, scores.
+
+This is the part of ``AsyncLM`` that asks them; ``answers.py`` answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+
+from genrt.arguments import Limits, Mask, Masks, TokenIds, check_contexts, check_masks
+from genrt.batcher import Batcher
+from genrt.engine import Adapter, ReadRequest, Result
+from genrt.engine_thread import EngineThread
+from genrt.errors import UnknownAdapter
+from genrt.sampling import BatchDraw, Draw, TopLogprobs
+
+__all__ = ["Reads"]
+
+T = TypeVar("T")
+
+
+class Reads:
+    """What ``AsyncLM`` asks of rows. None of it moves a row to the host, or keeps it in the cache."""
+
+    def __init__(self, thread: EngineThread, limits: Limits) -> None:
+        self._thread = thread
+        self._limits = limits
+        self._adapters: dict[str, Adapter] = {}
+        self._nonces = itertools.count(1)
+
+    async def draw(
+        self,
+        token_ids: TokenIds,
+        *,
+        mask: Mask | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        adapter: str | None = None,
+    ) -> Draw:
+        """One token from the row after ``token_ids``, restricted to ``mask``, with its weight.
+
+        The result's ``logprob`` is the log-probability with which the token was drawn, and ``log_mass``
+        is ``logsumexp(row[mask])``, of the row itself whatever the temperature: at temperature 1 the
+        incremental log importance weight. At another, the weight is ``row[token_id] - logprob``. No mass
+        under the mask is a dead end and no error: token -1, ``log_mass`` -inf.
+
+        Concurrent draws are batched, on the engine's device, and those after equal contexts share a row.
+        A row that is in the cache is used; one computed for a draw is not put there.
+
+        Args:
+            mask: what may be drawn: bool ``[vocab_size]``, token ids, or a packed bitmask, int32
+                ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes; ``None`` is all.
+            temperature: 0 is greedy.
+            seed: makes the draw reproducible, whatever else is in the batch; draws of equal seeds share
+                their randomness, so give each one of its own. Without one, calls are independent.
+
+        Raises:
+            InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
+        """
+        requests = self._draw_requests([token_ids], [mask], temperature, seed, adapter)
+        return _only(Draw, await self._batcher.ask(requests))
+
+    def draw_sync(
+        self,
+        token_ids: TokenIds,
+        *,
+        mask: Mask | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        adapter: str | None = None,
+    ) -> Draw:
+        """``draw``, blocking. An interrupt withdraws the question."""
+        requests = self._draw_requests([token_ids], [mask], temperature, seed, adapter)
+        return _only(Draw, self._batcher.ask_sync(requests))
+
+    async def batch_draw(
+        self,
+        contexts: Sequence[TokenIds],
+        *,
+        masks: Masks | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        adapter: str | None = None,
+    ) -> BatchDraw:
+        """One ``draw`` after each of ``contexts``, in order, as one question; tensors on the host.
+
+        ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
+        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``.
+        """
+        requests = self._draw_requests(contexts, masks, temperature, seed, adapter)
+        return _batch_draw(await self._batcher.ask(requests))
+
+    def batch_draw_sync(
+        self,
+        contexts: Sequence[TokenIds],
+        *,
+        masks: Masks | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        adapter: str | None = None,
+    ) -> BatchDraw:
+        """``batch_draw``, blocking. An interrupt withdraws the question."""
+        requests = self._draw_requests(contexts, masks, temperature, seed, adapter)
+        return _batch_draw(self._batcher.ask_sync(requests))
+
+    async def token_logprobs(
+        self, token_ids: TokenIds, candidates: TokenIds, *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """The row's entries for ``candidates``: float32 ``[len(candidates)]`` on the host."""
+        request = self._limits.candidates_request(token_ids, candidates, self._bound(adapter))
+        return _only(torch.Tensor, await self._batcher.ask((request,)))
+
+    def token_logprobs_sync(
+        self, token_ids: TokenIds, candidates: TokenIds, *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """``token_logprobs``, blocking. An interrupt withdraws the question."""
+        request = self._limits.candidates_request(token_ids, candidates, self._bound(adapter))
+        return _only(torch.Tensor, self._batcher.ask_sync((request,)))
+
+    async def top_logprobs(
+        self, token_ids: TokenIds, k: int, *, adapter: str | None = None
+    ) -> TopLogprobs:
+        """The ``k`` likeliest tokens, likeliest first: ``(token_ids, logprobs)``, ``[k]`` on the host."""
+        request = self._limits.top_request(token_ids, k, self._bound(adapter))
+        return _only(TopLogprobs, await self._batcher.ask((request,)))
+
+    def top_logprobs_sync(
+        self, token_ids: TokenIds, k: int, *, adapter: str | None = None
+    ) -> TopLogprobs:
+        """``top_logprobs``, blocking. An interrupt withdraws the question."""
+        request = self._limits.top_request(token_ids, k, self._bound(adapter))
+        return _only(TopLogprobs, self._batcher.ask_sync((request,)))
+
+    async def score(
+        self, token_ids: TokenIds, continuation: TokenIds, *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """The log-probability of each token of ``continuation``, given those before it: float32
+        ``[len(continuation)]`` on the host; their sum is the continuation's.
+
+        It takes a row for each token, all in one question; the engine's prefix cache makes each cost
+        little more than its own token.
+        """
+        requests = self._limits.score_requests(token_ids, continuation, self._bound(adapter))
+        return _joined(await self._batcher.ask(requests))
+
+    def score_sync(
+        self, token_ids: TokenIds, continuation: TokenIds, *, adapter: str | None = None
+    ) -> torch.Tensor:
+        """``score``, blocking. An interrupt withdraws the question."""
+        requests = self._limits.score_requests(token_ids, continuation, self._bound(adapter))
+        return _joined(self._batcher.ask_sync(requests))
+
+    @property
+    def _batcher(self) -> Batcher:
+        return self._thread.batcher
+
+    def _bound(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        adapter = self._adapters.get(name) if isinstance(name, str) else None
+        if adapter is None:
+            loaded = ", ".join(map(repr, self._adapters)) or "none"
+            raise UnknownAdapter(
+                f"no adapter is named {name!r} (loaded: {loaded}); load it with add_adapter first"
+            )
+        return adapter
+
+    def _draw_requests(
+        self,
+        contexts: Sequence[TokenIds],
+        masks: Masks | None,
+        temperature: float,
+        seed: int | None,
+        adapter: str | None,
+    ) -> list[ReadRequest]:
+        bound = self._bound(adapter)
+        given = check_masks(masks, len(check_contexts(contexts)))
+        return [
+            self._limits.draw_request(
+                ids,
+                bound,
+                next(self._nonces),
+                mask=mask,
+                temperature=temperature,
+                seed=seed,
+                place=i,
+            )
+            for i, (ids, mask) in enumerate(zip(contexts, given, strict=True))
+        ]
+
+
+def _only(kind: type[T], results: list[Result]) -> T:
+    return cast("T", results[0])
+
+
+def _batch_draw(draws: list[Result]) -> BatchDraw:
+    drawn = cast("list[Draw]", draws)
+    return BatchDraw(
+        torch.tensor([each.token_id for each in drawn], dtype=torch.int64),
+        torch.tensor([each.logprob for each in drawn]),
+        torch.tensor([each.log_mass for each in drawn]),
+    )
+
+
+def _joined(scores: list[Result]) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *cast("list[torch.Tensor]", scores)])

@@ -1,0 +1,412 @@
+"""answers.py: who shares a row, what it costs the engine, and that answers are the row's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt import answers
+from genrt.answers import AnsweringEngine
+from genrt.cache import RowCache
+from genrt.engine import (
+    Candidates,
+    DrawToken,
+    Finished,
+    HostRow,
+    LogprobsRequest,
+    ReadRequest,
+    Request,
+    Result,
+    TopTokens,
+)
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.sampling import Draw, TopLogprobs
+from genrt.testing import check_engine
+from tests.scripted import ScriptedEngine, expected_row, logprobs, sample
+
+A, B = logprobs(1), logprobs(2)
+VOCAB_SIZE = ScriptedEngine.vocab_size
+
+
+def packed(*token_ids: int, vocab_size: int = VOCAB_SIZE) -> bytes:
+    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def draw(row: LogprobsRequest, seed: int = 0, **options: Any) -> ReadRequest:
+    return ReadRequest(row, DrawToken(seed=seed, **options))
+
+
+def every_kind(row: LogprobsRequest) -> list[ReadRequest]:
+    return [
+        draw(row),
+        draw(row, 1, mask=packed(0, 3)),
+        draw(row, 2, temperature=0.5),
+        ReadRequest(row, TopTokens(3)),
+        ReadRequest(row, Candidates((4, 1, 4))),
+        ReadRequest(row, HostRow()),
+    ]
+
+
+def answering(engine: ScriptedEngine, *, cache_bytes: int = 2**20) -> AnsweringEngine:
+    return AnsweringEngine(engine, RowCache(cache_bytes))
+
+
+def drain(engine: AnsweringEngine, count: int) -> dict[Request, Finished]:
+    """So many ends; none comes twice."""
+    ends: dict[Request, Finished] = {}
+    for _ in range(20):
+        for end in engine.step():
+            assert end.request not in ends
+            ends[end.request] = end
+        if len(ends) == count:
+            return ends
+    raise AssertionError(f"{len(ends)} of {count} requests ended")
+
+
+def ask(engine: AnsweringEngine, *requests: Request) -> list[Result]:
+    engine.submit(requests)
+    ends = drain(engine, len(requests))
+    for end in ends.values():
+        assert end.error is None, end
+    return [cast("Result", ends[request].result) for request in requests]
+
+
+def same(one: Result, other: Result) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, cast("torch.Tensor", other))
+    parts = zip(cast("Sequence[Any]", one), cast("Sequence[Any]", other), strict=True)
+    return type(one) is type(other) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in parts
+    )
+
+
+# -- who shares a row -------------------------------------------------------------------------
+
+
+def test_all_who_ask_about_a_context_in_one_flush_share_its_row() -> None:
+    scripted = ScriptedEngine()
+    engine = answering(scripted)
+    results = ask(engine, *every_kind(A), A, *every_kind(B), sample(1))
+    assert scripted.submitted == [[A, B, sample(1)]]
+    assert torch.equal(cast("torch.Tensor", results[6]), expected_row(A))
+    assert engine.statistics().reads == 12
+
+
+def test_a_read_joins_a_row_in_progress_and_a_row_a_read() -> None:
+    scripted = ScriptedEngine(steps=lambda request: 3)
+    engine = answering(scripted)
+    engine.submit([A, draw(B)])
+    assert engine.step() == []
+    engine.submit([draw(A), B, draw(B, 1)])
+    ends = drain(engine, 5)
+    assert scripted.submitted == [[A, draw(B).row]]
+    assert set(ends) == {A, B, draw(A), draw(B), draw(B, 1)}
+    assert torch.equal(cast("torch.Tensor", ends[B].result), expected_row(B))
+
+
+def test_a_cached_row_is_read_without_the_engine() -> None:
+    scripted, cache = ScriptedEngine(), RowCache(2**20)
+    cache.put(A, expected_row(B))  # not what the engine would say
+    engine = AnsweringEngine(scripted, cache)
+    [found] = ask(engine, ReadRequest(A, Candidates((0, 7))))
+    assert torch.equal(cast("torch.Tensor", found), expected_row(B)[[0, 7]])
+    assert scripted.submitted == scripted.stepped == []
+
+
+def test_cached_reads_do_not_wait_for_the_engines_step() -> None:
+    scripted, cache = ScriptedEngine(), RowCache(2**20)
+    cache.put(A, expected_row(A))
+    engine = AnsweringEngine(scripted, cache)
+    engine.submit([draw(A), draw(B)])
+    assert [end.request for end in engine.step()] == [draw(A)]
+    assert scripted.stepped == []
+    assert [end.request for end in engine.step()] == [draw(B)]
+
+
+def test_rows_moved_to_the_host_are_cached_and_rows_only_read_from_are_not() -> None:
+    cache = RowCache(2**20)
+    engine = AnsweringEngine(ScriptedEngine(), cache)
+    ask(engine, *every_kind(A)[:-1], ReadRequest(B, HostRow()))
+    assert A not in cache
+    assert B in cache
+    [again] = ask(engine, ReadRequest(B, HostRow()))
+    assert torch.equal(cast("torch.Tensor", again), expected_row(B))
+    cast("torch.Tensor", again).fill_(math.nan)
+    assert torch.equal(cast("torch.Tensor", cache.borrow(B)), expected_row(B))
+
+
+@pytest.mark.parametrize(
+    "leaving", [leaving for size in range(4) for leaving in itertools.combinations(range(3), size)]
+)
+@pytest.mark.parametrize("started", [False, True])
+def test_a_row_is_cancelled_with_the_last_who_wants_it(
+    leaving: tuple[int, ...], started: bool
+) -> None:
+    scripted = ScriptedEngine(steps=lambda request: 2)
+    engine = answering(scripted)
+    asked: list[Request] = [A, draw(A), ReadRequest(A, TopTokens(1))]
+    engine.submit(asked)
+    if started:
+        assert engine.step() == []
+    for index in leaving:
+        engine.cancel([asked[index]])
+    assert scripted.cancelled == ([[A]] if len(leaving) == 3 else [])
+    staying = [request for index, request in enumerate(asked) if index not in leaving]
+    assert set(drain(engine, len(staying))) == set(staying)
+    assert engine.step() == []
+
+
+def test_a_cached_read_and_an_unknown_one_can_be_cancelled() -> None:
+    scripted, cache = ScriptedEngine(), RowCache(2**20)
+    cache.put(A, expected_row(A))
+    engine = AnsweringEngine(scripted, cache)
+    engine.submit([draw(A)])
+    engine.cancel([draw(A), draw(A, 5), draw(B)])
+    assert engine.step() == []
+    assert scripted.cancelled == []
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+def test_the_error_of_a_row_is_that_of_all_who_read_from_it_alone() -> None:
+    error = NotFinite("not this one")
+    engine = answering(ScriptedEngine(errors={A: error}))
+    engine.submit([*every_kind(A), *every_kind(B)])
+    ends = drain(engine, 12)
+    assert [ends[read].error for read in every_kind(A)] == [error] * 6
+    assert [ends[read].error for read in every_kind(B)] == [None] * 6
+
+
+def test_a_failed_step_is_forgotten_by_both_and_the_next_flush_works() -> None:
+    scripted = ScriptedEngine(fail_at={1: RuntimeError("broken")})
+    engine = answering(scripted)
+    engine.submit([A, draw(A), draw(B)])
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.step()
+    assert scripted.cancelled == [[B]], "what the batcher knows nothing of"
+    assert engine.step() == []
+    assert len(ask(engine, A, draw(A), draw(B))) == 3
+
+
+def test_a_failed_submit_takes_nothing() -> None:
+    cache = RowCache(2**20)
+    cache.put(B, expected_row(B))
+    scripted = ScriptedEngine(fail_submit={1: RuntimeError("no")})
+    engine = AnsweringEngine(scripted, cache)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.submit([draw(A), draw(B), A])
+    assert engine.step() == []
+    assert len(ask(engine, draw(A), draw(B), A)) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(RuntimeError("no"), EngineFailed), (MemoryError(), OutOfMemory), (NotFinite("x"), NotFinite)],
+)
+def test_a_kind_of_read_that_fails_fails_alone(
+    error: Exception, kind: type[GenrtError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(answers, "draw", fail)
+    engine = answering(ScriptedEngine())
+    engine.submit([*every_kind(A), A])
+    ends = drain(engine, 7)
+    for read in every_kind(A)[:3]:
+        assert type(ends[read].error) is kind
+    others: list[Request] = [*every_kind(A)[3:], A]
+    assert all(ends[request].error is None for request in others)
+
+
+# -- what they answer -------------------------------------------------------------------------
+
+EXACT = NGram.random(41, order=2, seed=3, zeros=0.4)
+contexts = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(
+    lambda ids: LogprobsRequest(tuple(ids))
+)
+masks = st.one_of(
+    st.none(), st.sets(st.integers(0, 40)).map(lambda ids: packed(*ids, vocab_size=41))
+)
+wanted = st.one_of(
+    st.builds(
+        DrawToken,
+        mask=masks,
+        temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        seed=st.integers(0, 2**63 - 1),
+    ),
+    st.builds(TopTokens, st.integers(1, 41)),
+    st.builds(Candidates, st.lists(st.integers(0, 40), max_size=5).map(tuple)),
+    st.builds(HostRow),
+)
+reads = st.lists(st.builds(ReadRequest, contexts, wanted), min_size=1, max_size=12, unique=True)
+
+
+def exact() -> AnsweringEngine:
+    return AnsweringEngine(ExactEngine(EXACT), RowCache(0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(reads)
+def test_an_answer_does_not_depend_on_what_it_is_batched_with(asked: list[ReadRequest]) -> None:
+    for request, result in zip(asked, ask(exact(), *asked), strict=True):
+        [alone] = ask(exact(), request)
+        assert same(alone, result), request
+
+
+@settings(max_examples=60, deadline=None)
+@given(reads)
+def test_an_answer_is_what_the_row_says(asked: list[ReadRequest]) -> None:
+    for request, result in zip(asked, ask(exact(), *asked), strict=True):
+        row = EXACT.row(request.token_ids)
+        match request.wanted, result:
+            case DrawToken(mask=mask, temperature=temperature), Draw(token, logprob, log_mass):
+                allowed = torch.ones(41, dtype=torch.bool)
+                if mask is not None:
+                    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+                    allowed = torch.from_numpy(bits[:41].astype(bool))
+                masked = row.masked_fill(~allowed, -math.inf)
+                if masked.max() == -math.inf:
+                    assert result == (-1, -math.inf, -math.inf)
+                    continue
+                assert masked[token] > -math.inf
+                assert log_mass == pytest.approx(float(masked.logsumexp(-1)), abs=1e-5)
+                if temperature == 0:
+                    assert masked[token] == masked.max()
+                    assert logprob == 0
+                else:
+                    law = (masked / temperature).log_softmax(-1)
+                    assert logprob == pytest.approx(float(law[token]), abs=1e-4)
+            case TopTokens(k=k), TopLogprobs(token_ids, logprobs):
+                assert token_ids.dtype == torch.int64
+                assert torch.allclose(logprobs, row.sort(descending=True).values[:k], atol=1e-6)
+                assert torch.allclose(row[token_ids], logprobs, atol=1e-6)
+                pairs = [
+                    (-p, token)
+                    for p, token in zip(logprobs.tolist(), token_ids.tolist(), strict=True)
+                ]
+                assert pairs == sorted(set(pairs)), "of equals, the lower id first"
+                assert len(pairs) == k
+            case Candidates(token_ids=token_ids), torch.Tensor():
+                assert torch.allclose(result, row[list(token_ids)], atol=1e-6)
+            case HostRow(), torch.Tensor():
+                assert torch.allclose(result, row, atol=1e-6)
+            case _:
+                raise AssertionError(f"{request} was answered by {result}")
+
+
+def test_reads_of_more_rows_than_are_worked_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [
+        draw(LogprobsRequest((n,)), n, mask=packed(*range(n), vocab_size=41)) for n in range(41)
+    ]
+    asked += [ReadRequest(LogprobsRequest((n,)), TopTokens(1 + n)) for n in range(41)]
+    together = ask(exact(), *asked)
+    monkeypatch.setattr("genrt.sampling.CPU_CHUNK", 5 * 41)
+    for one, other in zip(together, ask(exact(), *asked), strict=True):
+        assert same(one, other)
+
+
+def test_what_a_read_brings_to_the_host_is_small() -> None:
+    counted = {
+        type(request.wanted): answers._bytes(result)
+        for request, result in zip(
+            every_kind(A), ask(answering(ScriptedEngine()), *every_kind(A)), strict=True
+        )
+    }
+    assert counted == {
+        DrawToken: 24,
+        TopTokens: 3 * (8 + 4),
+        Candidates: 3 * 4,
+        HostRow: 4 * VOCAB_SIZE,
+    }
+
+
+# -- an engine like any other -----------------------------------------------------------------
+
+
+def test_without_reads_it_is_the_engine_itself() -> None:
+    check_engine(lambda: AnsweringEngine(ExactEngine(EXACT, max_model_len=32), RowCache(0)))
+
+
+def test_repr_and_statistics_tell_what_goes_on() -> None:
+    engine = answering(ScriptedEngine())
+    engine.submit([draw(A), draw(A, 1), draw(B)])
+    assert "3 reads in progress" in repr(engine)
+    drain(engine, 3)
+    s = engine.statistics()
+    assert (s.reads, s.requests, s.steps, s.bytes_to_host) == (3, 2, 1, 0)
+
+
+def broken(change: Callable[[ReadRequest], ReadRequest]) -> type[AnsweringEngine]:
+    """An engine that answers another question than it was asked."""
+
+    class Broken(AnsweringEngine):
+        def _answered(self, reads: Sequence[Any]) -> list[Finished]:
+            changed = [read._replace(request=change(read.request)) for read in reads]
+            ends = {end.request: end for end in super()._answered(changed)}
+            return [
+                Finished(read.request, ends[other.request].result, ends[other.request].error)
+                for read, other in zip(reads, changed, strict=True)
+            ]
+
+    return Broken
+
+
+def unmasked(request: ReadRequest) -> ReadRequest:
+    if isinstance(request.wanted, DrawToken):
+        return ReadRequest(request.row, DrawToken(seed=request.wanted.seed))
+    return request
+
+
+def next_candidates(request: ReadRequest) -> ReadRequest:
+    if isinstance(request.wanted, Candidates):
+        moved = tuple((token_id + 1) % 41 for token_id in request.wanted.token_ids)
+        return ReadRequest(request.row, Candidates(moved))
+    return request
+
+
+def too_few(request: ReadRequest) -> ReadRequest:
+    if isinstance(request.wanted, TopTokens):
+        return ReadRequest(request.row, TopTokens(max(1, request.wanted.k - 1)))
+    return request
+
+
+def reseeded() -> Callable[..., ReadRequest]:
+    seeds = itertools.count()
+
+    def change(request: ReadRequest) -> ReadRequest:
+        if isinstance(request.wanted, DrawToken):
+            new = DrawToken(request.wanted.mask, request.wanted.temperature, next(seeds))
+            return ReadRequest(request.row, new)
+        return request
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (unmasked, "outside its mask|log_mass"),
+        (next_candidates, "candidates"),
+        (too_few, "likeliest"),
+        (reseeded(), "seed"),
+    ],
+)
+def test_the_conformance_suite_sees_reads_that_are_wrong(
+    change: Callable[[ReadRequest], ReadRequest], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genrt.testing.conformance.AnsweringEngine", broken(change))
+    with pytest.raises(AssertionError, match=message):
+        check_engine(lambda: ExactEngine(EXACT, max_model_len=32))

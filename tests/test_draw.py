@@ -1,0 +1,422 @@
+"""Draws, tops, candidates and scores of an AsyncLM, where every probability is known.
+
+The G-tests are at level 1e-4 each; seeds are fixed, so they either always pass or always fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from scipy.stats import chi2
+
+import genrt
+from genrt.constraints import bitmasks, masks, regex
+from genrt.engines.exact import NGram
+from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
+from genrt.lm import AsyncLM
+from tests.scripted import passes
+
+VOCAB_SIZE = 41  # no multiple of 32, nor of 8
+MAX_MODEL_LEN = 1024
+MODEL = NGram.random(VOCAB_SIZE, order=2, seed=5, zeros=0.3)
+LEVEL = 1e-4
+
+
+@pytest.fixture
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact") as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact") as lm:
+        yield lm
+
+
+def g_test(tokens: Sequence[int], law: torch.Tensor) -> float:
+    """The p-value of draws under a law, tokens that are expected fewer than 5 times in one bin."""
+    expected = law.double() * len(tokens)
+    observed = torch.tensor(tokens).bincount(minlength=len(law)).double()
+    assert not observed[law == 0].any()
+    kept = expected >= 5
+    e = torch.cat([expected[kept], expected[~kept].sum()[None]])
+    o = torch.cat([observed[kept], observed[~kept].sum()[None]])
+    seen = o > 0
+    statistic = 2 * float((o[seen] * (o[seen] / e[seen]).log()).sum())
+    return float(chi2.sf(statistic, int((e > 0).sum()) - 1))
+
+
+def allowed(*token_ids: int) -> torch.Tensor:
+    mask = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    mask[list(token_ids)] = True
+    return mask
+
+
+def as_bitmask(mask: torch.Tensor) -> torch.Tensor:
+    words = np.packbits(np.pad(mask.numpy(), (0, -len(mask) % 32)), bitorder="little")
+    return torch.from_numpy(words.view(np.int32))
+
+
+FORMS: list[Callable[[torch.Tensor], Any]] = [
+    lambda mask: mask,
+    lambda mask: mask.numpy(),
+    as_bitmask,
+    lambda mask: as_bitmask(mask).numpy(),
+    lambda mask: as_bitmask(mask) | torch.tensor([0, -(2**9)], dtype=torch.int32),  # past the end
+    lambda mask: mask.nonzero()[:, 0],
+    lambda mask: mask.nonzero()[:, 0].numpy(),
+    lambda mask: mask.nonzero()[:, 0].tolist()[::-1],
+    lambda mask: tuple(mask.nonzero()[:, 0].tolist() * 2),
+    lambda mask: set(mask.nonzero()[:, 0].tolist()),
+]
+
+
+# -- the law of a draw ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [None, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_frequencies_are_the_tempered_row_under_the_mask(
+    shared: AsyncLM, seed: int | None, temperature: float
+) -> None:
+    mask = allowed(*range(0, VOCAB_SIZE, 2))
+    row = MODEL.row([3, 4]).masked_fill(~mask, -math.inf)
+    torch.manual_seed(0)
+    drawn = shared.batch_draw_sync(
+        [[3, 4]] * 4000, masks=[mask] * 4000, temperature=temperature, seed=seed
+    )
+    law = (row / temperature).softmax(-1)
+    assert g_test(drawn.token_ids.tolist(), law) > LEVEL
+    assert torch.allclose(drawn.logprobs, law.log()[drawn.token_ids], atol=1e-4)
+    assert torch.allclose(drawn.log_mass, row.logsumexp(-1).expand(4000), atol=1e-5)
+
+
+def test_draws_of_concurrent_coroutines_follow_their_own_rows(shared: AsyncLM) -> None:
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(
+            *(
+                shared.draw([n % 2, 7], seed=n, mask=allowed(*range(20 * (n % 2), 41)))
+                for n in range(6000)
+            )
+        )
+
+    drawn = asyncio.run(all_of_them())
+    for first in (0, 1):
+        row = MODEL.row([first, 7]).masked_fill(~allowed(*range(20 * first, 41)), -math.inf)
+        assert g_test([d.token_id for d in drawn[first::2]], row.softmax(-1)) > LEVEL
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=3),
+    st.sets(st.integers(0, VOCAB_SIZE - 1)),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.integers(0, 2**63 - 1),
+)
+def test_log_mass_is_exact_in_every_form_of_the_mask(
+    shared: AsyncLM, context: list[int], ids: set[int], temperature: float, seed: int
+) -> None:
+    mask = allowed(*ids)
+    masked = MODEL.row(context).masked_fill(~mask, -math.inf)
+    first, *others = (
+        shared.draw_sync(context, mask=form(mask), temperature=temperature, seed=seed)
+        for form in FORMS
+    )
+    assert others == [first] * len(others)
+    assert first.log_mass == pytest.approx(float(masked.logsumexp(-1)), abs=1e-5)
+    if first.log_mass == -math.inf:
+        assert first == (-1, -math.inf, -math.inf)
+    else:
+        assert masked[first.token_id] > -math.inf
+
+
+async def test_masks_of_every_form_are_the_same_question(lm: AsyncLM) -> None:
+    mask = allowed(1, 2, 30)
+    await asyncio.gather(*(lm.draw([1], mask=form(mask), seed=1) for form in FORMS))
+    assert lm.statistics().batcher.deduplicated == len(FORMS) - 1
+
+
+async def test_a_constraints_masks_packed_or_not(tmp_path: Path) -> None:
+    model = NGram.random([b"a", b"b", b"ab", b"c", b""], eos_token_id=4, seed=1)
+    with genrt.load(model, engine="exact") as lm:
+        start = regex("(ab?)+", lm).start()
+        states = [start, start.advance(0), start.advance(2)]
+        contexts = [[0], [0, 0], [0, 2]]
+        packed = await lm.batch_draw(contexts, masks=bitmasks(states), seed=4)
+        plain = await lm.batch_draw(contexts, masks=masks(states), seed=4)
+        assert all(torch.equal(one, other) for one, other in zip(packed, plain, strict=True))
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        wanted = rows.masked_fill(~masks(states), -math.inf).logsumexp(-1)
+        assert torch.allclose(packed.log_mass, wanted, atol=1e-6)
+
+
+async def test_dead_ends_are_no_errors_and_disturb_nobody(lm: AsyncLM) -> None:
+    impossible = (MODEL.row([1, 2]) == -math.inf).nonzero()[:, 0].tolist()
+    dead, alive, empty, greedy, warm = await asyncio.gather(
+        lm.draw([1, 2], mask=impossible),
+        lm.draw([1, 2], seed=2),
+        lm.draw([1, 2], mask=[]),
+        lm.draw([1, 2], mask=impossible, temperature=0),
+        lm.draw([1, 2], mask=impossible, temperature=0.5),
+    )
+    assert {dead, empty, greedy, warm} == {(-1, -math.inf, -math.inf)}
+    assert alive.token_id >= 0
+    assert alive.log_mass == pytest.approx(0, abs=1e-6)
+
+
+async def test_masses_weigh_draws_without_bias(lm: AsyncLM) -> None:
+    """Texts of three tokens, drawn under a mask: the mean weight estimates the probability that the model
+    draws allowed tokens alone, within five standard errors."""
+    mask, count = allowed(*range(0, 41, 3)), 3000
+    texts: list[list[int]] = [[0] for _ in range(count)]
+    log_weights = torch.zeros(count)
+    for step in range(3):
+        drawn = await lm.batch_draw(texts, masks=[mask] * count, seed=step * count)
+        log_weights += drawn.log_mass
+        texts = [[*text, int(token)] for text, token in zip(texts, drawn.token_ids, strict=True)]
+    within = [int(token_id) for token_id in mask.nonzero()]
+    sums = [
+        math.exp(float(MODEL.row([0])[a] + MODEL.row([0, a])[b] + MODEL.row([a, b])[c]))
+        for a in within
+        for b in within
+        for c in within
+    ]
+    weights = log_weights.exp()
+    assert abs(float(weights.mean()) - sum(sums)) < 5 * float(weights.std()) / count**0.5
+
+
+# -- seeds ------------------------------------------------------------------------------------
+
+
+async def test_a_seeded_draw_is_the_same_alone_and_in_company(lm: AsyncLM) -> None:
+    alone = lm.draw_sync([1, 2], seed=5)
+    lm.clear_cache()
+    company = [lm.draw([n, 3], seed=n, temperature=0.5 + n % 3) for n in range(20)]
+    drawn = await asyncio.gather(
+        lm.draw([1, 2]), *company, lm.draw([1, 2], seed=5), lm.draw([1, 2])
+    )
+    assert drawn[-2] == alone
+    batch = await lm.batch_draw([[4], [1, 2]], seed=4)
+    assert int(batch.token_ids[1]) == alone.token_id
+    assert float(batch.logprobs[1]) == pytest.approx(alone.logprob)
+
+
+async def test_a_seeded_batch_draws_each_context_with_a_seed_of_its_own(lm: AsyncLM) -> None:
+    batch = await lm.batch_draw([[1, 2]] * 40, seed=7)
+    singles = [await lm.draw([1, 2], seed=7 + n) for n in range(40)]
+    assert batch.token_ids.tolist() == [single.token_id for single in singles]
+    assert len(set(batch.token_ids.tolist())) > 1
+    highest = await lm.batch_draw([[1, 2]] * 2, seed=2**63 - 1)
+    assert int(highest.token_ids[1]) == (await lm.draw([1, 2], seed=0)).token_id
+
+
+async def test_equal_draws_without_a_seed_are_independent_and_share_a_row(lm: AsyncLM) -> None:
+    drawn = await asyncio.gather(*(lm.draw([1, 2]) for _ in range(64)))
+    s = lm.statistics()
+    assert len({each.token_id for each in drawn}) > 1
+    assert (s.batcher.deduplicated, s.engine.rows, s.engine.reads) == (0, 1, 64)
+
+
+async def test_greedy_is_the_likeliest_under_the_mask_and_asked_once(lm: AsyncLM) -> None:
+    mask = allowed(*range(5, 30))
+    greedy = await asyncio.gather(
+        *(lm.draw([6, 7], mask=mask, temperature=0, seed=seed) for seed in (None, 1, 2))
+    )
+    row = MODEL.row([6, 7]).masked_fill(~mask, -math.inf)
+    assert [each.token_id for each in greedy] == [int(row.argmax())] * 3
+    assert {each.logprob for each in greedy} == {0.0}
+    assert lm.statistics().batcher.deduplicated == 2
+
+
+# -- rows, the cache and the host -------------------------------------------------------------
+
+
+async def test_questions_about_one_context_share_a_row_whatever_they_ask(lm: AsyncLM) -> None:
+    await asyncio.gather(
+        lm.draw([1]), lm.top_logprobs([1], 3), lm.token_logprobs([1], [2]), lm.score([1], [2]),
+        lm.next_token_logprobs([1]), lm.draw([1], mask=[3]), lm.batch_draw([[1], [1]]),
+    )  # fmt: skip
+    assert lm.statistics().engine.rows == 1
+
+
+async def test_a_cached_row_answers_everything_and_a_draws_row_is_not_cached(lm: AsyncLM) -> None:
+    await lm.draw([1])
+    assert lm.statistics().cache.rows == 0
+    row = await lm.next_token_logprobs([1])
+    before = lm.statistics().engine
+    drawn = await lm.draw([1], mask=[0, 1, 2])
+    top = await lm.top_logprobs([1], 1)
+    some = await lm.token_logprobs([1], [4])
+    after = lm.statistics().engine
+    assert (after.rows, after.steps) == (before.rows, before.steps)
+    assert drawn.log_mass == pytest.approx(float(row[:3].logsumexp(-1)), abs=1e-6)
+    assert (top.token_ids[0], some[0]) == (row.argmax(), row[4])
+
+
+async def test_rows_for_the_host_are_the_same_rows(lm: AsyncLM) -> None:
+    row = await lm.next_token_logprobs([1, 2], device="cpu")
+    assert torch.equal(row, await lm.next_token_logprobs([1, 2], device=torch.device("cpu")))
+    assert torch.equal(row, lm.next_token_logprobs_sync([1, 2], device="cpu"))
+    batch = await lm.batch_next_token_logprobs([[1, 2], [3]], device="cpu")
+    assert torch.equal(batch[0], row)
+    assert lm.batch_next_token_logprobs_sync([], device="cpu").shape == (0, VOCAB_SIZE)
+    assert lm.statistics().engine.rows == 2
+
+
+async def test_answers_are_the_callers_own(lm: AsyncLM) -> None:
+    one, other = await asyncio.gather(lm.top_logprobs([1], 4), lm.top_logprobs([1], 4))
+    a, b = await asyncio.gather(lm.token_logprobs([1], [2, 3]), lm.token_logprobs([1], [2, 3]))
+    for mine in (*one, a):
+        mine.zero_()
+    assert torch.allclose(other.logprobs, MODEL.row([1]).topk(4).values, atol=1e-6)
+    assert torch.allclose(b, MODEL.row([1])[[2, 3]], atol=1e-6)
+    assert lm.statistics().batcher.deduplicated == 2
+
+
+async def test_cancelling_one_draw_disturbs_no_other(lm: AsyncLM) -> None:
+    tasks = [asyncio.create_task(lm.draw([n % 3], seed=n % 4)) for n in range(24)]
+    await passes(1)
+    for task in tasks[::3]:
+        task.cancel()
+    drawn = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, result in enumerate(drawn):
+        if number % 3 == 0:
+            assert isinstance(result, asyncio.CancelledError)
+        else:
+            assert result == lm.draw_sync([number % 3], seed=number % 4)
+
+
+async def test_draws_are_bound_to_their_adapter(lm: AsyncLM, tmp_path: Path) -> None:
+    other = NGram.random(VOCAB_SIZE, order=2, seed=6)
+    save_file({"table": other.table}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    await lm.add_adapter("x", tmp_path)
+    base, bound = await asyncio.gather(
+        lm.draw([1], mask=[2, 3], seed=1), lm.draw([1], mask=[2, 3], seed=1, adapter="x")
+    )
+    assert base.log_mass == pytest.approx(float(MODEL.row([1])[[2, 3]].logsumexp(-1)), abs=1e-5)
+    assert bound.log_mass == pytest.approx(float(other.row([1])[[2, 3]].logsumexp(-1)), abs=1e-5)
+
+
+# -- tops, candidates, scores -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 5, VOCAB_SIZE])
+def test_the_top_is_the_rows(lm: AsyncLM, k: int) -> None:
+    token_ids, logprobs = lm.top_logprobs_sync([3, 4], k)
+    row = MODEL.row([3, 4])
+    assert torch.allclose(logprobs, row.sort(descending=True).values[:k], atol=1e-6)
+    assert torch.allclose(row[token_ids], logprobs, atol=1e-6)
+
+
+def test_candidates_in_any_order_and_number(lm: AsyncLM) -> None:
+    for candidates in ([5], [7, 5, 7, 0], range(VOCAB_SIZE), np.array([1, 2]), []):
+        found = lm.token_logprobs_sync([3, 4], candidates)
+        assert found.dtype == torch.float32
+        assert torch.allclose(found, MODEL.row([3, 4])[list(candidates)], atol=1e-6)
+
+
+def test_scores_are_the_chain_rule(lm: AsyncLM) -> None:
+    model = NGram.random(4, order=1, seed=2, eos_token_id=3)
+    with genrt.load(model, engine="exact") as small:
+        for text, logprob in model.enumerate([0, 1], 3):
+            scores = small.score_sync([0, 1], text)
+            assert scores.shape == (len(text),)
+            assert float(scores.sum()) == pytest.approx(logprob, abs=1e-5)
+    assert lm.score_sync([1], []).shape == (0,)
+    assert lm.score_sync([1] * MAX_MODEL_LEN, [2]).shape == (1,)
+    assert lm.statistics().engine.rows == 1
+
+
+# -- wrong arguments --------------------------------------------------------------------------
+
+WRONG_MASKS: list[tuple[Any, str]] = [
+    ("text", "mask must be a sequence of int"),
+    (3, "mask must be a sequence of int"),
+    ([1.5], "position 0 there is a float"),
+    ([41], "from 0 to 40"),
+    ([-1], "from 0 to 40"),
+    ([True] * 41, "sequence of bool"),
+    (torch.ones(40, dtype=torch.bool), r"bool of shape \[40\]: give bool \[41\]"),
+    (torch.ones(1, 41, dtype=torch.bool), r"bool of shape \[1, 41\]"),
+    (np.ones(42, bool), r"bool of shape \[42\]"),
+    (torch.zeros(3, dtype=torch.int32), r"packed int32 of shape \[3\].*packed int32 \[2\]"),
+    (torch.zeros(41), "mask must be one flat sequence of int, got torch.float32"),
+]
+WRONG: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    *(
+        (lambda lm, m=mask: lm.draw_sync([1], mask=m), InvalidRequest, message)
+        for mask, message in WRONG_MASKS
+    ),
+    (lambda lm: lm.draw_sync([]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.draw_sync("text"), InvalidRequest, "encode"),
+    (
+        lambda lm: lm.draw_sync([1], temperature=-1),
+        InvalidRequest,
+        "temperature must be at least 0",
+    ),
+    (lambda lm: lm.draw_sync([1], temperature=math.nan), InvalidRequest, "temperature"),
+    (lambda lm: lm.draw_sync([1], seed=-1), InvalidRequest, "seed must be from 0"),
+    (lambda lm: lm.draw_sync([1], seed=1.0), InvalidRequest, "seed must be an int"),
+    (lambda lm: lm.draw_sync([1], adapter="x"), UnknownAdapter, "add_adapter"),
+    (lambda lm: lm.draw_sync([1] * (MAX_MODEL_LEN + 1)), ContextTooLong, "max_model_len"),
+    (lambda lm: lm.batch_draw_sync("text"), InvalidRequest, "contexts must be a sequence"),
+    (lambda lm: lm.batch_draw_sync([[1], [99]]), InvalidRequest, "from 0 to 40"),
+    (lambda lm: lm.batch_draw_sync([[1]], masks=[]), InvalidRequest, "0 masks for 1 contexts"),
+    (lambda lm: lm.batch_draw_sync([[1]], masks="a"), InvalidRequest, "sequence of masks, got str"),
+    (lambda lm: lm.batch_draw_sync([[1]], masks={1}), InvalidRequest, "sequence of masks, got set"),
+    (
+        lambda lm: lm.batch_draw_sync([[1]], masks=torch.ones(41, dtype=torch.bool)),
+        InvalidRequest,
+        r"shape \[41\]: give one row for each",
+    ),
+    (lambda lm: lm.batch_draw_sync([[1]], seed="1"), InvalidRequest, "seed must be an int"),
+    (lambda lm: lm.top_logprobs_sync([1], 0), InvalidRequest, "k must be from 1 to 41"),
+    (lambda lm: lm.top_logprobs_sync([1], 42), InvalidRequest, "k must be from 1 to 41"),
+    (lambda lm: lm.top_logprobs_sync([1], 1.0), InvalidRequest, "k must be an int"),
+    (lambda lm: lm.token_logprobs_sync([1], [41]), InvalidRequest, "candidates must be in the"),
+    (lambda lm: lm.token_logprobs_sync([1], "a"), InvalidRequest, "candidates must be a sequence"),
+    (lambda lm: lm.token_logprobs_sync([], [1]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.score_sync([1], [41]), InvalidRequest, "continuation must be in the"),
+    (lambda lm: lm.score_sync([], [1]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.score_sync([1] * MAX_MODEL_LEN, [1, 1]), ContextTooLong, "max_model_len"),
+    (lambda lm: lm.next_token_logprobs_sync([1], device="cuda:7"), InvalidRequest, "give 'cpu'"),
+    (lambda lm: lm.next_token_logprobs_sync([1], device="gpu"), InvalidRequest, "'cpu'"),
+    (lambda lm: lm.next_token_logprobs_sync([1], device=3.5), InvalidRequest, "'cpu'"),
+]
+
+
+def test_every_wrong_call_raises_at_the_call_and_reaches_no_engine(lm: AsyncLM) -> None:
+    before = lm.statistics()
+    for number, (call, error, message) in enumerate(WRONG):
+        with pytest.raises(error, match=message) as caught:
+            call(lm)
+        assert type(caught.value) is error, number
+    assert lm.statistics() == before
+
+
+async def test_a_sync_twin_answers_as_its_twin_does(lm: AsyncLM) -> None:
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("draw", ([1],), {"seed": 3, "mask": [1, 2]}),
+        ("batch_draw", ([[1], [2]],), {"seed": 3, "masks": [None, [1]]}),
+        ("token_logprobs", ([1], [2, 3]), {}),
+        ("top_logprobs", ([1], 3), {}),
+        ("score", ([1], [2, 3]), {}),
+    ]
+    for name, given_, options in calls:
+        twin: Awaitable[Any] = getattr(lm, name)(*given_, **options)
+        one, other = await twin, getattr(lm, f"{name}_sync")(*given_, **options)
+        assert type(one) is type(other)
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))

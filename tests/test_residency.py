@@ -1,0 +1,342 @@
+"""Which sequences are resident: the index against a plain list of token sequences, and vLLM's rows by
+extending, forking and backtracking, under eviction, against transformers'."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+import genrt
+from genrt.engine import Adapter
+from genrt.engines.residency import PIECE, Residents
+from genrt.lm import AsyncLM
+
+TOLERANCE = 5e-4
+ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+class ResidentsMachine(RuleBasedStateMachine):
+    """The index beside a dictionary of names to sequences. Few tokens and long common beginnings, so
+    that most sequences share something."""
+
+    names = Bundle("names")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residents = Residents()
+        self.model: dict[str, tuple[Adapter | None, tuple[int, ...]]] = {}
+        self.count = 0
+
+    contexts = st.tuples(
+        st.integers(0, 3 * PIECE), st.lists(st.integers(0, 1), max_size=6).map(tuple)
+    ).map(lambda parts: (*(n % 3 for n in range(parts[0])), *parts[1]))
+
+    @rule(target=names, adapter=st.sampled_from(ADAPTERS), context=contexts)
+    def put_new(self, adapter: Adapter | None, context: tuple[int, ...]) -> str:
+        self.count += 1
+        name = str(self.count)
+        self.residents.put(name, adapter, context)
+        self.model[name] = adapter, context
+        return name
+
+    @rule(name=names, more=st.lists(st.integers(0, 2), min_size=1, max_size=2 * PIECE))
+    def grow(self, name: str, more: list[int]) -> None:
+        if name not in self.model:
+            return
+        adapter, context = self.model[name]
+        self.model[name] = adapter, (*context, *more)
+        self.residents.put(name, *self.model[name])
+
+    @rule(name=consumes(names))
+    def remove(self, name: str) -> None:
+        self.residents.remove(name)
+        self.residents.remove(name)
+        self.model.pop(name, None)
+
+    @rule(adapter=st.sampled_from(ADAPTERS), context=contexts, last=st.integers(0, 2))
+    def look_up(self, adapter: Adapter | None, context: tuple[int, ...], last: int) -> None:
+        asked = (*context, last)
+        parent = self.residents.parent(adapter, asked)
+        parents = [n for n, known in self.model.items() if known == (adapter, context)]
+        assert (parent in parents) if parents else (parent is None)
+        found = self.residents.nearest(adapter, asked)
+        best = max(
+            (shared(known, asked) for a, known in self.model.values() if a == adapter), default=0
+        )
+        if best < PIECE:
+            assert found is None
+            return
+        assert found is not None
+        name, length = found
+        a, known = self.model[name]
+        assert a == adapter
+        assert length == min(best, len(asked) - 1) <= shared(known, asked)
+
+    @invariant()
+    def knows_what_it_was_told(self) -> None:
+        assert sorted(self.residents.names()) == sorted(self.model)
+        assert len(self.residents) == len(self.model)
+        for adapter in ADAPTERS:
+            bound = [n for n, (a, _) in self.model.items() if a == adapter]
+            assert sorted(self.residents.bound_to(adapter)) == sorted(bound)
+
+    def teardown(self) -> None:
+        for name in list(self.model):
+            self.residents.remove(name)
+        assert not self.residents._by_context
+        assert not self.residents._by_piece
+
+
+TestResidents = ResidentsMachine.TestCase
+TestResidents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- on vLLM --------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 256,
+    "block_size": 32,
+    "max_model_len": 400,
+}
+BLOCK = 2 * 2 * 32 * 2 * 4 * 32  # layers, KV heads, head size, K and V, bytes, tokens: of one block
+
+
+def load(llama: Path, *, blocks: int, max_num_seqs: int, **arguments: Any) -> AsyncLM:
+    options = OPTIONS | {"kv_cache_memory_bytes": blocks * BLOCK, "max_num_seqs": max_num_seqs}
+    return genrt.load(str(llama), engine_options=options, cache_bytes=0, **arguments)
+
+
+@pytest.fixture(scope="module")
+def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+
+    def row(token_ids: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
+        return logits.log_softmax(dim=-1)
+
+    return row
+
+
+def walk(seed: int, vocab_size: int, *, steps: int) -> list[list[list[int]]]:
+    """The contexts of each step of particles that grow, jump, fork, are cut back and edited."""
+    choose = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [choose.randrange(vocab_size) for _ in range(count)]
+
+    population = [tokens(40) for _ in range(6)]
+    flushes = []
+    for _ in range(steps):
+        children = []
+        for parent in population:
+            kind = choose.random()
+            if kind < 0.6:
+                children.append([*parent, *tokens(1)])
+            elif kind < 0.7:
+                children.append([*parent, *tokens(choose.randrange(1, 40))])
+            elif kind < 0.8:
+                children.append(parent[: max(1, len(parent) - choose.randrange(1, 30))])
+            elif kind < 0.9:
+                children.append([*parent[:-5], *tokens(5)])
+            else:
+                children.append([*choose.choice(population), *tokens(1)])
+        if choose.random() < 0.5:
+            children += [[*choose.choice(population), *tokens(1)] for _ in range(4)]
+        population = [child[:380] for child in children[:12]]
+        flushes.append(population)
+    return flushes
+
+
+def rows_of(lm: AsyncLM, flushes: Sequence[Sequence[Sequence[int]]]) -> list[list[torch.Tensor]]:
+    async def ask(flush: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return await asyncio.gather(*(lm.next_token_logprobs(context) for context in flush))
+
+    return [asyncio.run(ask(flush)) for flush in flushes]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("blocks", "max_num_seqs", "seed"),
+    [(400, 16, 1), (60, 8, 2), (40, 8, 3), (30, 4, 4), (16, 3, 5)],
+)
+def test_rows_by_residents_are_right_with_room_and_under_eviction(
+    llama: Path,
+    oracle: Callable[[Sequence[int]], torch.Tensor],
+    blocks: int,
+    max_num_seqs: int,
+    seed: int,
+) -> None:
+    flushes = walk(seed, 320, steps=20)
+    with load(llama, blocks=blocks, max_num_seqs=max_num_seqs) as lm:
+        rows = rows_of(lm, flushes)
+        did = lm.statistics().engine
+    for flush, answers in zip(flushes, rows, strict=True):
+        for context, row in zip(flush, answers, strict=True):
+            assert float((oracle(context) - row).abs().max()) < TOLERANCE
+    assert did.extended > 50
+    assert did.forked > 5
+    assert (did.evicted > 0) == (blocks < 400)
+
+
+@pytest.mark.vllm
+def test_a_particle_step_computes_one_token_also_after_resampling(llama: Path) -> None:
+    """Sixteen particles of 100 tokens; before every step half of them become copies of the others."""
+    choose = random.Random(0)
+    with load(llama, blocks=400, max_num_seqs=32) as lm:
+        particles = [[choose.randrange(320) for _ in range(100)] for _ in range(16)]
+        lm.batch_next_token_logprobs_sync(particles)
+        before = lm.statistics().engine
+        for _ in range(10):
+            particles = [[*particles[n // 2], choose.randrange(320)] for n in range(16)]
+            lm.batch_next_token_logprobs_sync(particles)
+        after = lm.statistics().engine
+    rows = after.rows - before.rows
+    assert rows >= 150
+    assert (after.computed_tokens - before.computed_tokens) / rows <= 1.05
+    assert after.forked - before.forked >= 70
+    assert after.steps - before.steps == 10
+
+
+@pytest.mark.vllm
+def test_a_run_of_smc_is_the_same_with_residency_and_without(llama: Path) -> None:
+    from genrt.inference import SMC
+
+    async def run(lm: AsyncLM) -> tuple[tuple[tuple[int, ...], ...], float]:
+        smc = SMC(
+            lm, [1, 2, 3], num_particles=12, max_tokens=20, ess_threshold=1.0, temperature=0.7
+        )
+        result = await smc.run(seed=3)
+        return result.token_ids, result.log_evidence
+
+    results = []
+    for residency in (True, False):
+        with load(llama, blocks=200, max_num_seqs=16, residency=residency) as lm:
+            results.append(asyncio.run(run(lm)))
+            assert (lm.statistics().engine.extended > 0) == residency
+    assert results[0][0] == results[1][0]
+
+
+@pytest.mark.vllm
+async def test_samples_and_rows_share_the_blocks_there_are(
+    llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    """Long samples that need the room of parked sequences, and sequences that come back after."""
+    with load(llama, blocks=40, max_num_seqs=8) as lm:
+        contexts = [[n, *range(60)] for n in range(10)]
+        await lm.batch_next_token_logprobs(contexts)
+        samples = asyncio.create_task(
+            lm.batch_sample([[n] for n in range(6)], max_tokens=150, temperature=0.0)
+        )
+        for token in range(20):
+            contexts = [[*context, token] for context in contexts]
+            rows = await lm.batch_next_token_logprobs(contexts)
+            for context, row in zip(contexts[::5], rows[::5], strict=True):
+                assert float((oracle(context) - row).abs().max()) < TOLERANCE
+        for number, sample in enumerate(await samples):
+            greedy = oracle([number, *sample[:149]])
+            assert float(greedy.max() - greedy[sample[149]]) < TOLERANCE
+
+
+@pytest.mark.vllm
+async def test_a_cancelled_extension_and_a_failed_step_leave_no_wrong_residents(
+    llama: Path,
+    oracle: Callable[[Sequence[int]], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with load(llama, blocks=200, max_num_seqs=16) as lm:
+        engine: Any = lm._engine
+        contexts = [[n, *range(40)] for n in range(8)]
+        await lm.batch_next_token_logprobs(contexts)
+        tasks = [asyncio.create_task(lm.next_token_logprobs([*c, 7])) for c in contexts]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for last in (7, 8):
+            rows = await lm.batch_next_token_logprobs([[*c, last] for c in contexts])
+            for context, row in zip(contexts, rows, strict=True):
+                assert float((oracle([*context, last]) - row).abs().max()) < TOLERANCE
+        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise RuntimeError("scripted failure")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_model_forward", fails)
+            with pytest.raises(genrt.EngineFailed):
+                await lm.batch_next_token_logprobs([[*c, 8, 9] for c in contexts])
+        assert lm.statistics().engine.resident == 0
+        rows = await lm.batch_next_token_logprobs([[*c, 8, 9] for c in contexts])
+        for context, row in zip(contexts, rows, strict=True):
+            assert float((oracle([*context, 8, 9]) - row).abs().max()) < TOLERANCE
+
+
+@pytest.mark.vllm
+def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path]) -> None:
+    """Three adapters where a step takes two: rows with residency equal those without."""
+    prompts = [[n, *range(30)] for n in range(4)]
+    results = []
+    for residency in (True, False):
+        options = OPTIONS | {"kv_cache_memory_bytes": 300 * BLOCK, "max_num_seqs": 16}
+        options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
+        with genrt.load(
+            str(llama), engine_options=options, cache_bytes=0, residency=residency
+        ) as lm:
+            for name, path in zip("abc", (*loras, loras[0]), strict=True):
+                lm.add_adapter_sync(name, path)
+
+            async def grow(lm: AsyncLM = lm) -> list[torch.Tensor]:
+                rows: list[torch.Tensor] = []
+                for step in range(6):
+                    rows += await asyncio.gather(
+                        *(
+                            lm.next_token_logprobs([*prompt, *range(step)], adapter=name)
+                            for prompt in prompts
+                            for name in (None, "a", "b", "c")
+                        )
+                    )
+                return rows
+
+            results.append(asyncio.run(grow()))
+            assert (lm.statistics().engine.extended > 0) == residency
+    for warm, fresh in zip(*results, strict=True):
+        assert float((warm - fresh).abs().max()) < TOLERANCE
+
+
+@pytest.mark.vllm
+def test_where_residents_rows_are_wrong_they_are_switched_off_with_one_warning(
+    llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genrt.engines import open_requests
+
+    monkeypatch.setattr(open_requests, "_write_tokens", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="resident sequences are off") as warned:
+        lm = load(llama, blocks=200, max_num_seqs=16)
+    assert len([w for w in warned if "resident" in str(w.message)]) == 1
+    with lm:
+        flushes = walk(9, 320, steps=5)
+        for flush, rows in zip(flushes, rows_of(lm, flushes), strict=True):
+            for context, row in zip(flush, rows, strict=True):
+                assert float((oracle(context) - row).abs().max()) < TOLERANCE
+        assert lm.statistics().engine.extended == 0
