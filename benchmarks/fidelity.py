@@ -6,7 +6,9 @@ One JSON object per runner: ``worst`` and ``typical`` (median over prompts) are 
 differences of log-probabilities over -15 from transformers' float32 rows; ``crossed`` counts rows that
 are nearer to another prompt's reference than to their own; ``walk_…`` are the same for particles that
 grow, fork, are cut back and edited, their rows by resident sequences; ``ms_per_flush`` is the median
-time of the flush, ``sample_ratio`` the time of genrt's ``batch_sample`` over that of vLLM's own loop.
+time of the flush, ``reads_worst`` how far draws' masses, top lists and host rows are from the rows they
+were read from, at ``host_bytes_per_draw``; ``sample_ratio`` the time of genrt's ``batch_sample`` over
+that of vLLM's own loop.
 Each runner needs a process of its own, since vLLM reads its choice from the environment.
 """
 
@@ -100,6 +102,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 flushes.append(time.perf_counter() - started)
             walked = walk(lm, steps=10 if arguments.quick else 25)
             statistics_after = lm.statistics().engine
+            reads_worst, bytes_per_draw = reads(lm, prompts[:32])
             ratio = sample_ratio(lm, prompts, arguments.sample_tokens, arguments.repeats)
             engine = lm._engine
             rows = rows.cpu()
@@ -129,6 +132,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "extended": statistics_after.extended,
             "forked": statistics_after.forked,
             "evicted": statistics_after.evicted,
+            "reads_worst": round(reads_worst, 6),
+            "host_bytes_per_draw": bytes_per_draw,
             "ms_per_flush": round(statistics.median(flushes) * 1e3, 2),
             "sample_ratio": round(ratio, 3),
             "torch": torch.__version__,
@@ -163,6 +168,26 @@ def walk(lm: Any, *, steps: int) -> list[tuple[list[int], torch.Tensor]]:
         rows = lm.batch_next_token_logprobs_sync(population)
         asked += zip(population, rows, strict=True)
     return asked[-240:]
+
+
+def reads(lm: Any, contexts: Sequence[list[int]]) -> tuple[float, float]:
+    """The largest difference of what is read on the device from the rows, and bytes moved a draw."""
+    rows = lm.batch_next_token_logprobs_sync(contexts)
+    allowed = list(range(0, lm.vocab_size, 3))
+    before = lm.statistics().engine.bytes_to_host
+    drawn = lm.batch_draw_sync(contexts, masks=[allowed] * len(contexts), seed=1)
+    bytes_per_draw = (lm.statistics().engine.bytes_to_host - before) / len(contexts)
+    masses = rows[:, allowed].logsumexp(dim=-1).cpu()
+    worst = float((drawn.log_mass - masses).abs().max())
+    chosen = rows.cpu()[torch.arange(len(contexts)), drawn.token_ids] - masses
+    worst = max(worst, float((drawn.logprobs - chosen).abs().max()))
+    worst = max(worst, float(bool((drawn.token_ids % 3).any())))
+    on_host = lm.batch_next_token_logprobs_sync(contexts, device="cpu")
+    worst = max(worst, float((on_host - rows.cpu()).abs().nan_to_num().max()))
+    top = lm.top_logprobs_sync(contexts[0], 5)
+    return max(
+        worst, float((top.logprobs - rows[0].cpu().topk(5).values).abs().max())
+    ), bytes_per_draw
 
 
 def make_model(name: str, directory: Path) -> str | None:

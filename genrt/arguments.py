@@ -78,15 +78,8 @@ class Limits:
         Raises:
             InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
         """
-        if isinstance(token_ids, torch.Tensor | np.ndarray):
-            token_ids = _integers(token_ids, name)
-        if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
-            token_ids, Sequence
-        ):
-            raise InvalidRequest(
-                f"{name} must be a sequence of int, got {type(token_ids).__name__}; "
-                "for text, give encode(text)"
-            )
+        if type(token_ids) is not list and type(token_ids) is not tuple:
+            token_ids = _sequence(token_ids, name)
         try:
             ids = array.array("I", token_ids)
         except (TypeError, OverflowError, ValueError):
@@ -275,6 +268,20 @@ class Limits:
 
 def _array(mask: torch.Tensor | np.ndarray) -> np.ndarray:
     return mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
+
+
+def _sequence(token_ids: TokenIds, name: str) -> Sequence[int]:
+    """What is neither a list nor a tuple, if it is a sequence of token ids all the same."""
+    if isinstance(token_ids, torch.Tensor | np.ndarray):
+        return _integers(token_ids, name)
+    if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
+        token_ids, Sequence
+    ):
+        raise InvalidRequest(
+            f"{name} must be a sequence of int, got {type(token_ids).__name__}; "
+            "for text, give encode(text)"
+        )
+    return token_ids
 
 
 def _integers(token_ids: np.ndarray | torch.Tensor, name: str) -> list[int]:

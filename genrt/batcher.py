@@ -78,15 +78,17 @@ class _Waiter:
     requests: Sequence[Request]
     future: asyncio.Future[None] | concurrent.futures.Future[None]
     loop: asyncio.AbstractEventLoop | None
+    stacked: bool = False
     results: list[Result | None] = field(default_factory=list)
     missing: dict[Request, list[int]] = field(default_factory=dict)
 
-    def accept(self, positions: Iterable[int], result: Result, *, own: bool) -> None:
-        """Take a result for each place that asked for it; ``own`` says the first may keep the very
-        tensor."""
-        for position in positions:
-            self.results[position] = result if own else _copy(result)
-            own = False
+    def own(self) -> None:
+        """Put what others hold too, and parts of larger tensors, into storage of this waiter's own: one
+        tensor for all rows if they are to be stacked."""
+        if self.stacked:
+            self.results = [torch.stack(cast("list[torch.Tensor]", self.results))]
+        else:
+            self.results = [_copy(cast("Result", result)) for result in self.results]
 
 
 @dataclass(slots=True, eq=False)
@@ -155,8 +157,9 @@ class Batcher:
 
     # -- asking: event loops and threads ------------------------------------------------------
 
-    async def ask(self, requests: Sequence[Request]) -> list[Result]:
+    async def ask(self, requests: Sequence[Request], *, stacked: bool = False) -> list[Result]:
         """The results in order, each in storage of its own; equal requests may appear more than once.
+        With ``stacked``, the only result is the stack of the rows, of which there is at least one.
 
         Cancelling the await withdraws this caller alone. Works on any running event loop.
 
@@ -166,7 +169,7 @@ class Batcher:
             Closed: the batcher is closed, or was while this waited.
         """
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(requests, loop.create_future(), loop)
+        waiter = _Waiter(requests, loop.create_future(), loop, stacked)
         try:
             if not self._join(waiter):
                 await cast("asyncio.Future[None]", waiter.future)
@@ -175,9 +178,9 @@ class Batcher:
                 self._leave(waiter)
         return cast("list[Result]", waiter.results)
 
-    def ask_sync(self, requests: Sequence[Request]) -> list[Result]:
+    def ask_sync(self, requests: Sequence[Request], *, stacked: bool = False) -> list[Result]:
         """``ask`` for a thread, which blocks; an interrupt withdraws the question."""
-        waiter = _Waiter(requests, concurrent.futures.Future(), None)
+        waiter = _Waiter(requests, concurrent.futures.Future(), None, stacked)
         try:
             if not self._join(waiter):
                 cast("concurrent.futures.Future[None]", waiter.future).result()
@@ -188,7 +191,7 @@ class Batcher:
 
     def _join(self, waiter: _Waiter) -> bool:
         """Give the waiter what the cache has and register it for the rest; True if that is nothing."""
-        borrowed: list[tuple[int, torch.Tensor]] = []
+        borrowed = 0
         with self._lock:
             if self._closed is not None:
                 raise self._closed.fresh()
@@ -198,16 +201,17 @@ class Batcher:
                 if row is None:
                     waiter.missing.setdefault(request, []).append(position)
                 else:
-                    borrowed.append((position, row))
+                    waiter.results[position] = row
+                    borrowed += 1
             complete = not waiter.missing
             self._questions += len(waiter.requests)
-            self._cached += len(borrowed)
-            self._deduplicated += len(waiter.requests) - len(borrowed) - len(waiter.missing)
+            self._cached += borrowed
+            self._deduplicated += len(waiter.requests) - borrowed - len(waiter.missing)
             wake = self._register(waiter)
         if wake:
             self._wake()
-        for position, row in borrowed:
-            waiter.results[position] = row.clone()
+        if complete:
+            waiter.own()
         return complete
 
     def _register(self, waiter: _Waiter) -> bool:
@@ -366,9 +370,8 @@ class Batcher:
 
     def _settle(self, finished: Sequence[Finished]) -> None:
         """End these requests: cache the rows, then hand every waiter its own."""
-        failed: list[tuple[_Waiter, Outcome]] = []
-        answered: list[tuple[_Waiter, Outcome]] = []
-        copies: list[tuple[_Waiter, list[int], Result, bool]] = []
+        done: list[tuple[_Waiter, Outcome]] = []
+        answered: list[_Waiter] = []
         kept = [self._kept(end) for end in finished]
         with self._lock:
             for end in kept:
@@ -379,23 +382,22 @@ class Batcher:
                 self._withdrawn.pop(end.request, None)
                 self._in_flight -= 1
                 self._failed += end.error is not None
-                for number, waiter in enumerate(entry.waiters):
+                for waiter in entry.waiters:
                     if end.error is not None:
                         self._drop(waiter)
-                        failed.append((waiter, end.error.fresh()))
+                        done.append((waiter, end.error.fresh()))
                         continue
-                    positions = waiter.missing.pop(end.request)
-                    copies.append((waiter, positions, cast("Result", end.result), number == 0))
+                    for position in waiter.missing.pop(end.request):
+                        waiter.results[position] = end.result
                     if not waiter.missing:
-                        answered.append((waiter, None))
-        for waiter, positions, result, own in copies:
+                        answered.append(waiter)
+        for waiter in answered:
             try:
-                waiter.accept(positions, result, own=own)
+                waiter.own()
+                done.append((waiter, None))
             except Exception as error:
-                with self._lock:
-                    self._drop(waiter)
-                failed.append((waiter, failure(error)))
-        _deliver([*failed, *answered])
+                done.append((waiter, failure(error)))
+        _deliver(done)
 
     def _kept(self, end: Finished) -> Finished:
         """The same end with its row in the cache; an error if there is no memory for a copy."""

@@ -251,8 +251,9 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Finished]:
-        """One forward; returns the requests it finished, in any order, each row in storage that
-        nothing else writes to. A step with nothing in progress returns ``[]``.
+        """One forward; returns the requests it finished, in any order. Nothing writes to a row any
+        more; it may be part of a larger tensor, so whoever keeps one copies it. A step with nothing in
+        progress returns ``[]``.
 
         Raises:
             EngineFailed: the forward failed, and with it every request in progress, all of which the

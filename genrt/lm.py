@@ -149,15 +149,15 @@ class AsyncLM(Reads):
             EngineFailed: the engine step failed (OutOfMemory), or this row is not finite (NotFinite).
             Closed: the runtime is closed.
         """
-        requests = self._row_requests([token_ids], device, adapter)
-        return _own_row(requests, await self._batcher.ask(requests))
+        requests = self._row_requests((token_ids,), device, adapter)
+        return cast("torch.Tensor", (await self._batcher.ask(requests))[0])
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, device: Device | None = None, adapter: str | None = None
     ) -> torch.Tensor:
         """``next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        requests = self._row_requests([token_ids], device, adapter)
-        return _own_row(requests, self._batcher.ask_sync(requests))
+        requests = self._row_requests((token_ids,), device, adapter)
+        return cast("torch.Tensor", self._batcher.ask_sync(requests)[0])
 
     async def batch_next_token_logprobs(
         self,
@@ -171,8 +171,10 @@ class AsyncLM(Reads):
         One question with one future, however many contexts; raises and cancels as
         ``next_token_logprobs`` does, for the whole batch.
         """
-        requests = self._row_requests(contexts, device, adapter)
-        return self._stacked(await self._batcher.ask(requests), device)
+        requests = self._row_requests(check_contexts(contexts), device, adapter)
+        if not requests:
+            return torch.empty(0, self.vocab_size, device=device or self.device)
+        return cast("torch.Tensor", (await self._batcher.ask(requests, stacked=True))[0])
 
     def batch_next_token_logprobs_sync(
         self,
@@ -182,8 +184,10 @@ class AsyncLM(Reads):
         adapter: str | None = None,
     ) -> torch.Tensor:
         """``batch_next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        requests = self._row_requests(contexts, device, adapter)
-        return self._stacked(self._batcher.ask_sync(requests), device)
+        requests = self._row_requests(check_contexts(contexts), device, adapter)
+        if not requests:
+            return torch.empty(0, self.vocab_size, device=device or self.device)
+        return cast("torch.Tensor", self._batcher.ask_sync(requests, stacked=True)[0])
 
     # -- samples ------------------------------------------------------------------------------
 
@@ -358,8 +362,8 @@ class AsyncLM(Reads):
         self, contexts: Sequence[TokenIds], device: Device | None, adapter: str | None
     ) -> list[LogprobsRequest] | list[ReadRequest]:
         bound = self._bound(adapter)
-        rows = [self._limits.logprobs_request(ids, bound) for ids in check_contexts(contexts)]
-        if must_move(device, self.device):
+        rows = [self._limits.logprobs_request(ids, bound) for ids in contexts]
+        if device is not None and must_move(device, self.device):
             return [ReadRequest(row, HostRow()) for row in rows]
         return rows
 
@@ -381,17 +385,6 @@ class AsyncLM(Reads):
             requests.append(request)
         return requests
 
-    def _stacked(self, rows: list[Result], device: Device | None) -> torch.Tensor:
-        if not rows:
-            return torch.empty(0, self.vocab_size, device=device or self.device)
-        return torch.stack(cast("list[torch.Tensor]", rows))
-
 
 def _lists(samples: list[Result]) -> list[list[int]]:
     return [list(cast("tuple[int, ...]", sample)) for sample in samples]
-
-
-def _own_row(requests: Sequence[object], rows: list[Result]) -> torch.Tensor:
-    """The only row; one that was moved to the host with others is taken out of their block."""
-    row = cast("torch.Tensor", rows[0])
-    return row.clone() if isinstance(requests[0], ReadRequest) else row

@@ -500,14 +500,47 @@ async def test_no_memory_for_a_copy_fails_that_waiter_alone(by_hand: Make) -> No
         return row.as_subclass(Row) if request == A else row
 
     hand = by_hand(ScriptedEngine(row=scarce), cache_bytes=0)
-    first, second = await hand.queued(A), await hand.queued(B, A, C)
+    first, second = await hand.queued(C), await hand.queued(B, A, C)
     await hand.finish()
-    assert torch.equal(torch.Tensor((await first)[0]), expected_row(A))
+    assert right([C], await first)
     with pytest.raises(OutOfMemory, match="no room"):
         await second
     after = await hand.queued(B)
     await hand.finish()
     assert right([B], await after)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
+    by_hand: Make, cache_bytes: int
+) -> None:
+    """The engine's rows are views of one tensor; nobody who is answered keeps it alive."""
+    step = torch.stack([expected_row(request) for request in (A, B, C)])
+    places = {A: 0, B: 1, C: 2}
+    hand = by_hand(
+        ScriptedEngine(row=lambda request: step[places[request]]), cache_bytes=cache_bytes
+    )
+    single, both = await hand.queued(A), await hand.queued(A, B)
+    stacked = asyncio.create_task(hand.batcher.ask([C, A, C], stacked=True))
+    await passes()
+    await hand.finish()
+    rows = [*await single, *await both]
+    assert right([A, A, B], rows)
+    assert [row.untyped_storage().nbytes() for row in rows if isinstance(row, torch.Tensor)] == (
+        [step[0].nbytes] * 3
+    )
+    assert len({row.data_ptr() for row in rows if isinstance(row, torch.Tensor)}) == 3
+    [stack] = await stacked
+    assert isinstance(stack, torch.Tensor)
+    assert torch.equal(stack, step[[2, 0, 2]])
+    assert stack.untyped_storage().nbytes() == 3 * step[0].nbytes
+    stack.zero_()
+    rows[0].zero_()  # type: ignore[union-attr]
+    assert torch.equal(step[0], expected_row(A))
+    again = asyncio.create_task(hand.batcher.ask([A, A], stacked=True))
+    await passes()
+    await hand.finish()
+    assert torch.equal((await again)[0], step[[0, 0]])  # type: ignore[arg-type]
 
 
 async def test_no_memory_to_cache_a_row_fails_that_request_alone(by_hand: Make) -> None:

@@ -325,16 +325,6 @@ def test_minus_infinity_for_some_tokens_is_a_distribution() -> None:
     torch.testing.assert_close(row.exp(), torch.tensor([0.5, 0.0, 0.5]))
 
 
-def test_taken_rows_hold_no_more_storage_than_they_need_and_share_none() -> None:
-    from genrt.engines.capture import RowStore
-
-    store = RowStore()
-    store.put([1, 2, 3], logits_of(1, 2, 3))
-    rows = [row for row in store.take([1, 2, 3]) if row is not None]
-    assert [row.untyped_storage().nbytes() for row in rows] == [VOCAB * 4] * 3
-    assert len({row.data_ptr() for row in rows}) == 3
-
-
 def test_rows_of_half_precision_logits_are_normalised_in_float32() -> None:
     from genrt.engines.capture import RowStore
 

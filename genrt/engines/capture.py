@@ -53,8 +53,8 @@ class RowStore:
             self._rows[ticket] = (rows, position)
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
-        """Each ticket's row in storage of its own, on the current stream, or ``None`` where the logits
-        were not finite. A ticket is taken once.
+        """Each ticket's row, a view of its step's, for the current stream; ``None`` where the logits were
+        not finite. A ticket is taken once.
 
         Raises:
             EngineUnsupported: a request finished without a row: vLLM skipped the processor.
@@ -74,10 +74,7 @@ class RowStore:
                     rows.record_stream(torch.cuda.current_stream(rows.device))
                 # NaN, +inf or nothing but -inf among the logits makes every entry of the row NaN
                 finite[id(rows)] = (~rows[:, 0].isnan()).tolist()
-            if not finite[id(rows)][position]:
-                taken.append(None)
-            else:
-                taken.append(rows[0] if len(rows) == 1 else rows[position].clone())
+            taken.append(rows[position] if finite[id(rows)][position] else None)
         return taken
 
     def forget(self, tickets: Iterable[int]) -> None:
@@ -285,7 +282,7 @@ class RemoteStore:
             )
         stacked, finite = replies[0]
         rows = iter(torch.from_numpy(stacked).to(self._device))
-        return [next(rows).clone() if ok else None for ok in finite]
+        return [next(rows) if ok else None for ok in finite]
 
     def forget(self, tickets: Iterable[int]) -> None:
         self._call("genrt_forget", args=(list(tickets),))
