@@ -120,6 +120,12 @@ def test_rows_are_float32_normalised_and_on_the_device(lm: AsyncLM) -> None:
     row = lm.next_token_logprobs_sync([1, 2, 3])
     assert (row.dtype, row.shape, row.device) == (torch.float32, (lm.vocab_size,), lm.device)
     assert abs(float(row.double().logsumexp(dim=-1))) < 1e-5
+    kept = row.clone()
+    row.zero_()  # the caller's own: no cached row, and nobody else's, is changed
+    assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), kept)
+    batch = lm.batch_next_token_logprobs_sync([[1, 2, 3], [1, 2, 3]])
+    batch[0].zero_()
+    assert torch.equal(batch[1], kept)
 
 
 def test_rows_are_right_when_vllm_preempts_for_want_of_kv_blocks(
