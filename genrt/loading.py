@@ -55,13 +55,13 @@ def load(
         EngineNotInstalled, EngineUnsupported, ModelNotFound: each says what to do about it.
         InvalidRequest: an argument is out of range, or an engine of that name is not known.
     """
-    thread = _start(
+    thread, cache = _start(
         model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds, residency
     )
     try:
-        return AsyncLM(thread[0], thread[1], thread[0].opened.result())
+        return AsyncLM(thread, cache, thread.opened.result())
     except BaseException:
-        thread[0].close(wait=False)
+        thread.close(wait=False)
         raise
 
 
@@ -76,13 +76,13 @@ async def aload(
     residency: bool = True,
 ) -> AsyncLM:
     """``load`` for a running event loop, which goes on meanwhile. Cancelling abandons the loading."""
-    thread = _start(
+    thread, cache = _start(
         model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds, residency
     )
     try:
-        return AsyncLM(thread[0], thread[1], await asyncio.wrap_future(thread[0].opened))
+        return AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened))
     except BaseException:
-        thread[0].close(wait=False)
+        thread.close(wait=False)
         raise
 
 
