@@ -355,9 +355,6 @@ class AsyncLM(Reads):
 
     # -- from arguments to requests -----------------------------------------------------------
 
-    def _logprobs_request(self, token_ids: TokenIds, adapter: str | None) -> LogprobsRequest:
-        return self._limits.logprobs_request(token_ids, self._bound(adapter))
-
     def _row_requests(
         self, contexts: Sequence[TokenIds], device: Device | None, adapter: str | None
     ) -> list[LogprobsRequest] | list[ReadRequest]:

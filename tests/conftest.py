@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # Continuous integration runs the same examples every time; everyone else's runs go on looking.
@@ -34,3 +36,18 @@ def loras(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
     root = tmp_path_factory.mktemp("loras")
     return make_lora(root / "a", llama, seed=1), make_lora(root / "b", llama, seed=2)
+
+
+@pytest.fixture(scope="session")
+def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
+    """transformers' float32 row of ``llama`` after token ids."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+
+    def row(token_ids: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
+        return logits.log_softmax(dim=-1)
+
+    return row

@@ -664,7 +664,9 @@ def test_requests_are_bound_to_versions_not_names(lm: AsyncLM, adapters: dict[st
     asked: list[LogprobsRequest] = []
     for _ in range(2):
         lm.add_adapter_sync("x", adapters["a"])
-        asked.append(lm._logprobs_request([1], "x"))
+        [request] = lm._row_requests([[1]], None, "x")
+        assert isinstance(request, LogprobsRequest)
+        asked.append(request)
     assert len(set(asked)) == 2
     assert [request.adapter.name for request in asked if request.adapter] == ["x", "x"]
 

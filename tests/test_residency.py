@@ -123,20 +123,6 @@ def load(llama: Path, *, blocks: int, max_num_seqs: int, **arguments: Any) -> As
     return genrt.load(str(llama), engine_options=options, cache_bytes=0, **arguments)
 
 
-@pytest.fixture(scope="module")
-def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
-
-    def row(token_ids: Sequence[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
-        return logits.log_softmax(dim=-1)
-
-    return row
-
-
 def walk(seed: int, vocab_size: int, *, steps: int) -> list[list[list[int]]]:
     """The contexts of each step of particles that grow, jump, fork, are cut back and edited."""
     choose = random.Random(seed)

@@ -55,20 +55,6 @@ def lm(shared: AsyncLM) -> AsyncLM:
     return shared
 
 
-@pytest.fixture(scope="module")
-def oracle(llama: Path) -> Callable[[Sequence[int]], torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
-
-    def row(token_ids: Sequence[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = network(torch.tensor([list(token_ids)])).logits[0, -1]
-        return logits.log_softmax(dim=-1)
-
-    return row
-
-
 def mixed_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
     """Random prompts of 1 to ``longest`` tokens, both lengths included, every eighth a repetition."""
     generator = torch.Generator().manual_seed(seed)
@@ -468,6 +454,54 @@ async def test_the_stop_token_is_not_returned_and_greedy_is_the_argmax(lm: Async
         await lm.sample([1, 2], max_tokens=8, temperature=0.0, stop_token_ids=[stop])
         == (greedy[: greedy.index(stop)])
     )
+
+
+def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled(
+    llama: Path,
+) -> None:
+    from genrt.engine import SampleRequest
+    from genrt.engines.vllm import open_vllm
+
+    engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 2})
+    try:
+        first, second = (SampleRequest((1, n), max_tokens=4, seed=n) for n in range(2))
+        engine.submit([first, second])
+        assert engine.step() == []
+        engine.cancel([first])
+        ends = [end for _ in range(4) for end in engine.step()]
+        assert [end.request for end in ends] == [second]
+        assert len(ends[0].result or ()) == 4
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("fails", ["the step", "the row"])
+def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    from genrt.engine import SampleRequest
+    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm import open_vllm
+
+    def put(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
+        if fails == "the step":
+            raise RuntimeError("scripted failure")
+        poisoned(store, tickets, torch.full_like(logits, float("nan")))
+
+    engine = open_vllm(str(llama), options=dict(OPTIONS))
+    poisoned = RowStore.put
+    try:
+        bystander = SampleRequest((1, 2), max_tokens=1, temperature=0.0)
+        engine.submit([bystander])
+        with monkeypatch.context() as patch:
+            patch.setattr(RowStore, "put", put)
+            with pytest.raises(EngineFailed):
+                engine.probe([LogprobsRequest((3,))])
+        [end] = engine.step()
+        assert end.request == bystander
+        assert (end.error is None) == (fails == "the row")
+    finally:
+        engine.close()
 
 
 async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:

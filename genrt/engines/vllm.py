@@ -24,11 +24,11 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import vllm
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
@@ -49,10 +49,17 @@ from genrt.engines.capture import (
 )
 from genrt.engines.open_requests import OPEN, OpenRequests, OpenScheduler
 from genrt.engines.vllm_adapters import VLLMAdapters
-from genrt.engines.vllm_config import check_version, configure, translated
+from genrt.engines.vllm_config import (
+    LOGPROBS,
+    check_version,
+    configure,
+    sampling_params,
+    translated,
+)
 from genrt.engines.vllm_self_test import self_test
 from genrt.errors import (
     EngineFailed,
+    GenrtError,
     InvalidAdapter,
     NotFinite,
 )
@@ -188,7 +195,6 @@ class VLLMEngine:
             else:
                 self._add(request)
         self._count(requests=len(requests))
-        self._admit_samples()
 
     def _admit_samples(self) -> None:
         while self._waiting_samples and self._samples < self._max_samples:
@@ -222,7 +228,7 @@ class VLLMEngine:
 
     def _params(self, request: Request, ticket: int) -> SamplingParams:
         if isinstance(request, SampleRequest):
-            return _sampling_params(request)
+            return sampling_params(request)
         params = copy(LOGPROBS)
         params.extra_args = {TICKET: ticket}
         if self._open is not None:
@@ -236,8 +242,10 @@ class VLLMEngine:
         self._by_request[progress.request] = self._by_core_id[progress.core_id] = progress
 
     def step(self) -> list[Finished]:
-        ended, self._ended = self._ended, []
-        if not self._by_core_id:
+        self._admit_samples()
+        # Without a forward, so that a failing one cannot take these ends from their requests.
+        if self._ended or not self._by_core_id:
+            ended, self._ended = self._ended, []
             return ended
         started = time.perf_counter()
         try:
@@ -252,8 +260,7 @@ class VLLMEngine:
             self._count(failed=failed, steps=1, seconds=time.perf_counter() - started)
             raise translated(error, "the forward failed") from error
         self._count(steps=1, seconds=time.perf_counter() - started)
-        self._admit_samples()
-        return ended + finished
+        return finished
 
     def _collect(self, outputs: Sequence[Any]) -> list[Finished]:
         """What a step's outputs end, with rows on the default stream."""
@@ -399,20 +406,31 @@ class VLLMEngine:
         self._open = None
 
     def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
-        """Rows the engine asks for itself; what else finishes meanwhile comes with the next step."""
+        """Rows the engine asks for itself; what else ends meanwhile, also by a failing step, comes with
+        the next step. Raises what a row's error or the step's is."""
         self.submit(requests)
-        rows: dict[Request, torch.Tensor] = {}
+        ends: dict[Request, Finished] = {}
         others: list[Finished] = []
-        while len(rows) < len(requests):
-            for end in self.step():
-                if end.request not in requests:
-                    others.append(end)
-                elif isinstance(end.result, torch.Tensor):
-                    rows[end.request] = end.result
-                elif end.error is not None:
-                    raise end.error
-        self._ended += others
-        return [rows[request] for request in requests]
+        try:
+            while len(ends) < len(requests):
+                bystanders = [*self._by_request, *self._waiting_samples]
+                try:
+                    finished = self.step()
+                except GenrtError as error:
+                    failed = [request for request in bystanders if request not in requests]
+                    others += [Finished(request, error=error.fresh()) for request in failed]
+                    raise
+                others += [end for end in finished if end.request not in requests]
+                ends |= {end.request: end for end in finished if end.request in requests}
+        finally:
+            self._ended += others
+        rows: list[torch.Tensor] = []
+        for request in requests:
+            end = ends[request]
+            if end.error is not None:
+                raise end.error
+            rows.append(cast("torch.Tensor", end.result))
+        return rows
 
     def _unused_context(self) -> tuple[int, ...]:
         """A context that no request in progress asks about."""
@@ -447,30 +465,6 @@ class VLLMEngine:
     def _count(self, **more: float) -> None:
         old = self._statistics
         self._statistics = replace(old, **{k: getattr(old, k) + n for k, n in more.items()})
-
-
-LOGPROBS = SamplingParams(
-    max_tokens=1,
-    temperature=0.0,
-    ignore_eos=True,
-    detokenize=False,
-    output_kind=RequestOutputKind.FINAL_ONLY,
-)
-"""How vLLM is asked for a row: one greedy token, which nobody reads."""
-
-
-def _sampling_params(request: SampleRequest) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        stop_token_ids=sorted(request.stop_token_ids),
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        ignore_eos=True,
-        detokenize=False,
-    )
 
 
 def _core_request(progress: _Progress, params: SamplingParams, lora: Any) -> EngineCoreRequest:

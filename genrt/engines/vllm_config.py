@@ -1,4 +1,4 @@
-"""From a caller's options to vLLM's configuration, and from vLLM's errors to genrt's."""
+"""In vLLM's words: options, versions and sampling parameters; and its errors in genrt's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from genrt.engine import SampleRequest
 from genrt.engines.capture import CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.open_requests import OpenScheduler
 from genrt.errors import (
@@ -23,7 +25,14 @@ from genrt.errors import (
     OutOfMemory,
 )
 
-__all__ = ["check_version", "configure", "reserved_share", "translated"]
+__all__ = [
+    "LOGPROBS",
+    "check_version",
+    "configure",
+    "reserved_share",
+    "sampling_params",
+    "translated",
+]
 
 SUPPORTED = ((0, 32), (0, 34))
 """From the first version of vLLM that is known to work to the first that is not known."""
@@ -92,6 +101,31 @@ def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_siz
     """What vLLM must leave of a device's ``total`` bytes: the row cache, and three times the rows of a
     full step (as computed, as cached, as handed to their callers)."""
     return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
+
+
+LOGPROBS = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    ignore_eos=True,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+)
+"""How vLLM is asked for a row: one greedy token, which nobody reads."""
+
+
+def sampling_params(request: SampleRequest) -> SamplingParams:
+    """How vLLM is asked for a sample; raises what vLLM raises for a value it does not take."""
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        stop_token_ids=sorted(request.stop_token_ids),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        ignore_eos=True,
+        detokenize=False,
+    )
 
 
 def translated(error: Exception, what: str) -> GenrtError:
