@@ -4,10 +4,12 @@
 #   make test     the whole test suite                                           (ARGS="-k batcher -x")
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
+#                 BENCH=pressure, overheads or fidelity: another of benchmarks/
 #   make setup, make notebooks, make clean
 
 PYTHON ?= python3
 ARGS ?=
+BENCH ?= step
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -46,7 +48,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_house.py
 
 bench: $(READY)
-	@$(OFFLINE) $(BIN)/python -m benchmarks.step --quick $(ARGS)
+	@$(OFFLINE) $(BIN)/python -m benchmarks.$(BENCH) --quick $(ARGS)
 
 notebooks: $(READY)
 	@for notebook in notebooks/*.ipynb; do \

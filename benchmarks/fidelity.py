@@ -29,26 +29,7 @@ from typing import Any
 
 import torch
 
-LLAMA_1B = {
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-TINY = LLAMA_1B | {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+from benchmarks.checkpoints import make_model
 
 
 def main() -> None:
@@ -188,21 +169,6 @@ def reads(lm: Any, contexts: Sequence[list[int]]) -> tuple[float, float]:
     return max(
         worst, float((top.logprobs - rows[0].cpu().topk(5).values).abs().max())
     ), bytes_per_draw
-
-
-def make_model(name: str, directory: Path) -> str | None:
-    """A checkpoint: random weights, scaled so that rows are far from uniform."""
-    if name == "embedded":
-        return None
-    if name not in ("tiny", "1b"):
-        return name
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape: dict[str, Any] = TINY if name == "tiny" else LLAMA_1B
-    model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.05))
-    model.to(torch.bfloat16).save_pretrained(directory)
-    return str(directory)
 
 
 def mixed_prompts(count: int, longest: int, vocab_size: int) -> list[list[int]]:

@@ -5,9 +5,12 @@
 On the exact engine: ``cached_us``, a question that the cache answers, at 512 tokens of context;
 ``deduplicated_us``, one that joins an equal one; ``batched_us``, asyncio, batcher and delivery together
 for one of 256 distinct questions, less the engine's own time; ``latency_us``, one of 200 questions that
-follow each other, alone in its step, less the engine's own time. On vLLM and a tiny model made on the
-spot: ``loop_gap_ms``, the largest and the 99th percentile of the time between two beats of a 1 ms
-heartbeat while a long ``sample`` runs, and ``idle_gap_ms``, the same on a loop beside which nothing runs.
+follow each other, alone in its step, less the engine's own time.
+
+On vLLM and a tiny model made on the spot: ``vllm_cached_us``, as above; ``vllm_latency_us``, one
+particle's question, less ``vllm_step_us``, the engine's own time for it; ``loop_gap_ms``, the largest and
+the 99th percentile of the time between two beats of a 1 ms heartbeat while a long ``sample`` runs, and
+``idle_gap_ms``, the same on a loop beside which nothing runs.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from typing import Any
 import torch
 
 import genrt
-from benchmarks.fidelity import make_model
+from benchmarks.checkpoints import make_model
 from genrt.engines.exact import NGram
 
 
@@ -41,7 +44,7 @@ def main() -> None:
     if arguments.quick:
         arguments.repeats, arguments.sample_tokens = 5, 100
     result: dict[str, Any] = {"torch": torch.__version__, **asyncio.run(costs(arguments.repeats))}
-    result |= asyncio.run(gaps(arguments.sample_tokens))
+    result |= asyncio.run(on_vllm(arguments.repeats, arguments.sample_tokens))
     print(json.dumps(result))
     if arguments.json is not None:
         with arguments.json.open("a") as file:
@@ -87,16 +90,42 @@ async def costs(repeats: int) -> dict[str, float]:
         }
 
 
-async def gaps(sample_tokens: int) -> dict[str, Any]:
+async def on_vllm(repeats: int, sample_tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         options = {"skip_tokenizer_init": True, "dtype": "float32"}
         model = make_model("tiny", Path(directory))
         async with await genrt.aload(model, engine_options=options) as lm:
+            alone = await particle(lm, repeats)
             idle = await heartbeat(asyncio.sleep(1.0))
             busy = await heartbeat(
                 lm.batch_sample([[1, n] for n in range(16)], max_tokens=sample_tokens)
             )
-    return {"idle_gap_ms": idle, "loop_gap_ms": busy}
+    return {**alone, "idle_gap_ms": idle, "loop_gap_ms": busy}
+
+
+async def particle(lm: genrt.AsyncLM, repeats: int) -> dict[str, float]:
+    """One particle from 512 tokens on, 16 steps a repeat, and then as many questions about the last."""
+    steps, latencies, cached = [], [], []
+    for repeat in range(repeats):
+        context = [repeat % lm.vocab_size, *range(511)]
+        await lm.next_token_logprobs(context)
+        gc.collect()
+        engine, started = lm.statistics().engine.seconds, time.perf_counter()
+        for token in range(16):
+            context.append(token)
+            await lm.next_token_logprobs(context)
+        spent = (time.perf_counter() - started) / 16 * 1e6
+        steps.append((lm.statistics().engine.seconds - engine) / 16 * 1e6)
+        latencies.append(spent - steps[-1])
+        started = time.perf_counter()
+        for _ in range(16):
+            await lm.next_token_logprobs(context)
+        cached.append((time.perf_counter() - started) / 16 * 1e6)
+    return {
+        "vllm_cached_us": round(statistics.median(cached), 2),
+        "vllm_latency_us": round(statistics.median(latencies), 2),
+        "vllm_step_us": round(statistics.median(steps), 2),
+    }
 
 
 async def heartbeat(work: Awaitable[Any]) -> dict[str, float]:

@@ -5,7 +5,8 @@ Engines know rows and samples; ``AnsweringEngine`` makes of any such engine one 
 Rules:
     All who read from one row share it: with each other, with whoever asked for the row itself, and with
     the cache, whose rows answer without the engine.
-    A step's reads are answered together, kind by kind, with one copy to the host per kind.
+    A step's reads are answered together, kind by kind, with one copy to the host per kind, and nothing
+    waits for the device before that.
     A row that was only read from is not kept: that would copy it. One that was moved to the host is.
     A read's answer depends on its row and itself alone, never on what it was batched with.
 """
@@ -17,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,14 +38,8 @@ from genrt.engine import (
     TopTokens,
     failure,
 )
-from genrt.sampling import (
-    BatchDraw,
-    Draw,
-    TopLogprobs,
-    draw,
-    rows_at_once,
-    seeded_uniforms,
-)
+from genrt.rows import together
+from genrt.sampling import Draw, TopLogprobs, drawn, rows_at_once, seeded_uniforms
 
 __all__ = ["AnsweringEngine"]
 
@@ -104,32 +98,34 @@ class AnsweringEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As in the Engine protocol, and reads."""
-        if not self._readers and not any(isinstance(each, ReadRequest) for each in requests):
-            self._engine.submit(requests)
-            self._asked.update(requests)
-            return
-        cached: dict[ReadRequest, Tensor] = {}
-        reads: list[ReadRequest] = []
         new: dict[Request, None] = {}
+        asked: list[Request] = []
+        readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
+        cached: dict[ReadRequest, Tensor] = {}
         for request in requests:
             if not isinstance(request, ReadRequest):
+                asked.append(request)
                 if request not in self._readers or request in self._asked:
                     new[request] = None
                 continue
-            known = any(request.row in rows for rows in (self._readers, self._asked, new))
-            row = None if known else self._cache.borrow(request.row)
-            if row is not None:
-                cached[request] = row
+            row = request.row
+            sharing = readers.get(row)
+            if sharing is not None:
+                sharing[request] = None
                 continue
-            reads.append(request)
-            if not known:
-                new[request.row] = None
+            if row not in self._readers and row not in self._asked and row not in new:
+                borrowed = self._cache.borrow(row)
+                if borrowed is not None:
+                    cached[request] = borrowed
+                    continue
+                new[row] = None
+            readers[row] = {request: None}
         if new:
             self._engine.submit(list(new))
         self._cached |= cached
-        self._asked.update(each for each in requests if not isinstance(each, ReadRequest))
-        for read in reads:
-            self._readers.setdefault(read.row, {})[read] = None
+        self._asked.update(asked)
+        for row, joining in readers.items():
+            self._readers.setdefault(row, joining).update(joining)
 
     def step(self) -> list[Finished]:
         """As in the Engine protocol. Reads from rows that are in the cache come back at once, in a step
@@ -148,10 +144,12 @@ class AnsweringEngine:
         finished: list[Finished] = []
         reads: list[_Read] = []
         for end in ends:
-            readers = self._readers.pop(cast("LogprobsRequest", end.request), {})
-            if end.request in self._asked or not readers:
+            readers = self._readers.pop(cast("LogprobsRequest", end.request), None)
+            if readers is None or end.request in self._asked:
                 finished.append(end)
-            self._asked.discard(end.request)
+                self._asked.discard(end.request)
+            if readers is None:
+                continue
             if end.error is not None:
                 finished += [Finished(request, error=end.error) for request in readers]
             else:
@@ -218,16 +216,20 @@ class AnsweringEngine:
             except Exception as error:
                 finished += [Finished(read.request, error=failure(error)) for read in group]
                 continue
-            for read, result in zip(group, results, strict=True):
-                finished.append(Finished(read.request, result))
-                self._bytes_to_host += 0 if read.row.device.type == "cpu" else _bytes(result)
+            finished += [
+                Finished(read.request, result) for read, result in zip(group, results, strict=True)
+            ]
             self._reads += len(group)
+            if group[0].row.device.type != "cpu":
+                self._bytes_to_host += sum(map(_bytes, results))
         return finished
 
     def _answer(self, request: ReadRequest) -> _Answer:
         match request.wanted:
-            case DrawToken():
+            case DrawToken(temperature=1.0):
                 return _draws
+            case DrawToken():
+                return _tempered_draws
             case TopTokens():
                 return _tops
             case Candidates():
@@ -240,8 +242,10 @@ class AnsweringEngine:
         first = reads[0].row
         on_device = first.device.type != "cpu"
         block = torch.empty(len(reads), len(first), dtype=first.dtype, pin_memory=on_device)
-        for place, read in zip(block, reads, strict=True):
-            place.copy_(read.row, non_blocking=True)
+        for part, places in zip(
+            _parts(reads), torch.split(block, rows_at_once(first)), strict=True
+        ):
+            places.copy_(_rows(part), non_blocking=True)
         if on_device:
             torch.cuda.current_stream(first.device).synchronize()
         for read in reads:
@@ -250,12 +254,16 @@ class AnsweringEngine:
         yield from block
 
 
-def _together(reads: Sequence[_Read]) -> Iterator[tuple[Sequence[_Read], Tensor]]:
-    """As many reads at a time as are best worked on, and their rows ``[n, vocab_size]``."""
+def _parts(reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+    """As many reads at a time as are best worked on."""
     size = rows_at_once(reads[0].row)
     for start in range(0, len(reads), size):
-        part = reads[start : start + size]
-        yield part, torch.stack([read.row for read in part])
+        yield reads[start : start + size]
+
+
+def _rows(reads: Sequence[_Read]) -> Tensor:
+    """``[n, vocab_size]``, not to be written to."""
+    return together([read.row for read in reads])
 
 
 def _wanted(reads: Sequence[_Read]) -> list[Any]:
@@ -263,23 +271,41 @@ def _wanted(reads: Sequence[_Read]) -> list[Any]:
 
 
 def _draws(reads: Sequence[_Read]) -> Iterator[Result]:
+    """One draw for each, all of them at temperature 1."""
+    return _on_host([_drawn(part, None) for part in _parts(reads)])
+
+
+def _tempered_draws(reads: Sequence[_Read]) -> Iterator[Result]:
     """One draw for each."""
-    for part, rows in _together(reads):
+    parts = []
+    for part in _parts(reads):
+        row = part[0].row
         asked: list[DrawToken] = _wanted(part)
-        heats = [each.temperature for each in asked]
-        drawn = draw(
-            rows,
-            mask=_masks(asked, rows),
-            temperature=1.0 if set(heats) == {1.0} else torch.tensor(heats),
-            uniforms=_uniforms(asked),
-        )
-        yield from _on_host(drawn)
+        heat = torch.tensor([[each.temperature] for each in asked], dtype=row.dtype)
+        parts.append(_drawn(part, _moved(heat, row.device)))
+    return _on_host(parts)
 
 
-def _on_host(drawn: BatchDraw) -> Iterator[Draw]:
-    """One copy for all of them, in float64, which holds token ids and float32 exactly."""
-    for token_id, logprob, log_mass in torch.stack([p.double() for p in drawn], dim=1).tolist():
-        yield Draw(int(token_id), logprob, log_mass)
+def _drawn(reads: Sequence[_Read], heat: Tensor | None) -> Tensor:
+    """As ``sampling.drawn`` returns them. Masks and random numbers are on their way before the rows are
+    touched, which may still be computed."""
+    row = reads[0].row
+    asked: list[DrawToken] = _wanted(reads)
+    numbers = _moved(_uniforms(asked), row.device)
+    return drawn(_rows(reads), numbers, mask=_masks(asked, row), heat=heat)
+
+
+def _on_host(parts: Sequence[Tensor]) -> Iterator[Draw]:
+    """The draws in these, by one copy; logprob and log mass are float32 numbers."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    token_ids, logprobs, log_mass = whole.cpu().unbind(dim=-1)
+    found = zip(
+        token_ids.long().tolist(),
+        logprobs.float().tolist(),
+        log_mass.float().tolist(),
+        strict=True,
+    )
+    return map(Draw._make, found)
 
 
 def _uniforms(asked: Sequence[DrawToken]) -> Tensor:
@@ -291,34 +317,32 @@ def _uniforms(asked: Sequence[DrawToken]) -> Tensor:
     return numbers
 
 
-def _masks(asked: Sequence[DrawToken], rows: Tensor) -> Tensor | None:
-    """Bool ``[n, vocab_size]`` on the rows' device, where packed masks are unpacked, equal ones once;
-    ``None`` if nothing is masked."""
-    width = rows.shape[-1]
-    if all(each.mask is None for each in asked):
+def _masks(asked: Sequence[DrawToken], row: Tensor) -> Tensor | None:
+    """Packed as ``sampling.draw`` takes them, on the row's device; ``None`` if nothing is masked."""
+    masks = [each.mask for each in asked]
+    if not any(mask is not None for mask in masks):
         return None
-    places: dict[bytes, int] = {}
-    everything = b"\xff" * (-(-width // 32) * 4)
-    index = [
-        places.setdefault(everything if each.mask is None else each.mask, len(places))
-        for each in asked
-    ]
-    packed = torch.frombuffer(bytearray().join(places), dtype=torch.uint8)
-    packed = packed.view(len(places), -1).to(rows.device)
-    eight = torch.from_numpy(_EIGHT_BITS).to(rows.device)
-    unpacked = eight[packed.long()].view(torch.bool)[:, :width]
-    return unpacked if len(places) == len(asked) else unpacked[index]
+    size = -(-len(row) // 32) * 4
+    everything = b"\xff" * size
+    packed = torch.empty(len(asked), size, dtype=torch.uint8, pin_memory=row.is_cuda)
+    places = packed.view(-1).numpy().data
+    for start, mask in zip(range(0, len(places), size), masks, strict=True):
+        places[start : start + size] = everything if mask is None else mask
+    return packed.to(row.device, non_blocking=True)
 
 
-_EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").view(np.int64)
-"""For each byte its bits, lowest first, as the eight bytes of one number: so that one look-up unpacks
-eight tokens."""
+def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without a wait for what the device is at."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def _tops(reads: Sequence[_Read]) -> Iterator[Result]:
     """The likeliest tokens, each asker's share of the longest list that was asked for; of equally likely
     ones those with the lower ids first, so that a share does not depend on the list."""
-    for part, rows in _together(reads):
+    for part in _parts(reads):
+        rows = _rows(part)
         asked: list[TopTokens] = _wanted(part)
         # The bits of a float as a number that orders as it does, with the token id to break ties.
         bits = rows.view(torch.int32)

@@ -80,17 +80,19 @@ class Limits:
         """
         if type(token_ids) is not list and type(token_ids) is not tuple:
             token_ids = _sequence(token_ids, name)
+        ids = tuple(token_ids)
         try:
-            ids = array.array("I", token_ids)
+            words = array.array("I", ids)
         except (TypeError, OverflowError, ValueError):
-            raise InvalidRequest(self._what_is_wrong(token_ids, name)) from None
-        if not ids:
+            raise InvalidRequest(self._what_is_wrong(ids, name)) from None
+        if not words:
             if allow_empty:
                 return ()
             raise InvalidRequest("an empty prompt has no next token: give at least one token id")
-        if int(np.frombuffer(ids, np.uint32).max()) >= self.vocab_size:
-            raise InvalidRequest(self._what_is_wrong(ids, name))
-        return tuple(ids)
+        values = np.frombuffer(words, np.uint32)
+        if words[values.argmax()] >= self.vocab_size:
+            raise InvalidRequest(self._what_is_wrong(words, name))
+        return ids if _are_int(ids, values) else tuple(words)
 
     def _what_is_wrong(self, token_ids: Sequence[Any], name: str) -> str:
         for position, token_id in enumerate(token_ids):
@@ -221,7 +223,8 @@ class Limits:
             ContextTooLong: too many of them.
         """
         row = self.logprobs_request(token_ids, adapter)
-        check_float("temperature", temperature, 0.0, math.inf)
+        if type(temperature) is not float or not 0.0 <= temperature < math.inf:
+            check_float("temperature", temperature, 0.0, math.inf)
         if seed is not None:
             check_int("seed", seed, 0, 2**63 - 1)
         packed = None if mask is None else self.packed(mask)
@@ -239,24 +242,26 @@ class Limits:
             InvalidRequest: it is none of the forms, or of another length.
         """
         words = -(-self.vocab_size // 32)
-        bits = np.zeros(32 * words, dtype=np.bool_)
-        if isinstance(mask, torch.Tensor | np.ndarray) and mask.dtype in (torch.bool, np.bool_):
-            self._check_length(mask, "bool", self.vocab_size)
-            bits[: self.vocab_size] = _array(mask)
-        elif isinstance(mask, torch.Tensor | np.ndarray) and mask.dtype in (torch.int32, np.int32):
+        if isinstance(mask, _TABLES) and mask.dtype in (torch.int32, np.int32):
             self._check_length(mask, "packed int32", words)
-            packed = np.ascontiguousarray(_array(mask)).view(np.uint8)
-            bits[: self.vocab_size] = np.unpackbits(
-                packed, count=self.vocab_size, bitorder="little"
-            )
+            packed = _array(mask).tobytes()
+            if beyond := self.vocab_size % 32:
+                last = int.from_bytes(packed[-4:], "little")
+                if last >> beyond:
+                    packed = packed[:-4] + (last & (1 << beyond) - 1).to_bytes(4, "little")
+            return packed
+        if isinstance(mask, _TABLES) and mask.dtype in (torch.bool, np.bool_):
+            self._check_length(mask, "bool", self.vocab_size)
+            bits = _array(mask)
         else:
             given = tuple(mask) if isinstance(mask, Set) else mask
             if isinstance(given, Sequence) and bool in set(map(type, given)):
                 raise InvalidRequest(
                     "mask is a sequence of bool: give a bool tensor or array, or the allowed token ids"
                 )
+            bits = np.zeros(self.vocab_size, dtype=np.bool_)
             bits[list(self.token_ids(given, allow_empty=True, name="mask"))] = True
-        return np.packbits(bits, bitorder="little").tobytes()
+        return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
 
     def _check_length(self, mask: torch.Tensor | np.ndarray, form: str, length: int) -> None:
         if tuple(mask.shape) != (length,):
@@ -266,8 +271,29 @@ class Limits:
             )
 
 
+_TABLES = (torch.Tensor, np.ndarray)
+
+
 def _array(mask: torch.Tensor | np.ndarray) -> np.ndarray:
-    return mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
+    if isinstance(mask, np.ndarray):
+        return mask
+    return (mask if mask.is_cpu else mask.cpu()).numpy()
+
+
+def _are_int(ids: tuple[Any, ...], values: np.ndarray) -> bool:
+    """Whether these token ids, which are ``values``, are int and nothing that is as good as one.
+
+    Told by their sum, which is many times quicker than to ask each: only ints and bools add up to an int,
+    and a bool is 0 or 1.
+    """
+    try:
+        if type(sum(ids)) is not int:
+            return False
+    except TypeError:  # something that can stand for an index, but not be added
+        return False
+    if values[values.argmin()] > 1:
+        return True
+    return not any(isinstance(ids[place], bool) for place in np.flatnonzero(values <= 1).tolist())
 
 
 def _sequence(token_ids: TokenIds, name: str) -> Sequence[int]:

@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias, cast
 
-import torch
+from torch import Tensor
 
 from genrt.cache import RowCache
 from genrt.engine import (
@@ -40,6 +42,7 @@ from genrt.engine import (
     failure,
 )
 from genrt.errors import Closed, GenrtError
+from genrt.rows import apart, stacked
 from genrt.sampling import TopLogprobs
 
 __all__ = ["Batcher", "BatcherStatistics"]
@@ -47,8 +50,8 @@ __all__ = ["Batcher", "BatcherStatistics"]
 PATIENCE = 100
 """How many passes a loop that asks something new in each of them is waited for."""
 
-Outcome: TypeAlias = GenrtError | None
-"""What a waiter's future gets: an error, or None for "your results are there"."""
+Outcome: TypeAlias = list[Result] | GenrtError
+"""What a waiter's future gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,43 +76,43 @@ class BatcherStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread."""
+    """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
+
+    ``found`` has the result of each distinct request; ``missing`` counts those that are still None.
+    """
 
     requests: Sequence[Request]
-    future: asyncio.Future[None] | concurrent.futures.Future[None]
     loop: asyncio.AbstractEventLoop | None
-    stacked: bool = False
-    results: list[Result | None] = field(default_factory=list)
-    missing: dict[Request, list[int]] = field(default_factory=dict)
+    future: asyncio.Future[list[Result]] | concurrent.futures.Future[list[Result]]
+    stacked: bool
+    found: dict[Request, Result | None]
+    missing: int = 0
 
-    def own(self) -> None:
-        """Put what others hold too, and parts of larger tensors, into storage of this waiter's own: one
-        tensor for all rows if they are to be stacked."""
-        if self.stacked:
-            self.results = [torch.stack(cast("list[torch.Tensor]", self.results))]
-        else:
-            self.results = [_copy(cast("Result", result)) for result in self.results]
+    def results(self) -> list[Result]:
+        """What was found for each request; others may hold it too."""
+        return [cast("Result", self.found[request]) for request in self.requests]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One request on its way, and who waits for it. With no waiter it is withdrawn, or was never sent."""
+
+    request: Request
+    waiters: dict[_Waiter, None]
+    in_flight: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
     """What one event loop has asked since it was last quiet."""
 
-    requests: dict[Request, None] = field(default_factory=dict)
+    entries: dict[_Entry, None] = field(default_factory=dict)
     questions: int = 0
     passes: int = 0
 
-    def pop(self) -> dict[Request, None]:
-        requests, self.requests = self.requests, {}
-        return requests
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One request on its way, and who waits for it."""
-
-    waiters: dict[_Waiter, None] = field(default_factory=dict)
-    in_flight: bool = False
+    def pop(self) -> dict[_Entry, None]:
+        entries, self.entries = self.entries, {}
+        return entries
 
 
 class Batcher:
@@ -141,19 +144,15 @@ class Batcher:
         self._lock = threading.Lock()
         self._entries: dict[Request, _Entry] = {}
         self._gathering: dict[asyncio.AbstractEventLoop, _Gathering] = {}
-        self._ready: dict[Request, None] = {}
+        self._ready: dict[_Entry, None] = {}
         self._due = float("inf")
-        self._withdrawn: dict[Request, None] = {}
+        self._withdrawn: dict[_Entry, None] = {}
         self._in_flight = 0
         self._retired: list[Adapter] = []
         self._closed: GenrtError | None = None
-        self._questions = 0
-        self._deduplicated = 0
-        self._cached = 0
-        self._flushes = 0
-        self._largest_flush = 0
-        self._cancelled = 0
-        self._failed = 0
+        self._questions = self._deduplicated = self._cached = 0
+        self._flushes = self._largest_flush = 0
+        self._cancelled = self._failed = 0
 
     # -- asking: event loops and threads ------------------------------------------------------
 
@@ -169,78 +168,82 @@ class Batcher:
             Closed: the batcher is closed, or was while this waited.
         """
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(requests, loop.create_future(), loop, stacked)
+        future: asyncio.Future[list[Result]] = loop.create_future()
+        waiter = _Waiter(requests, loop, future, stacked, {})
         try:
-            if not self._join(waiter):
-                await cast("asyncio.Future[None]", waiter.future)
+            results = self._join(waiter)
+            return await future if results is None else results
         finally:
             if waiter.missing:
                 self._leave(waiter)
-        return cast("list[Result]", waiter.results)
 
     def ask_sync(self, requests: Sequence[Request], *, stacked: bool = False) -> list[Result]:
         """``ask`` for a thread, which blocks; an interrupt withdraws the question."""
-        waiter = _Waiter(requests, concurrent.futures.Future(), None, stacked)
+        future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+        waiter = _Waiter(requests, None, future, stacked, {})
         try:
-            if not self._join(waiter):
-                cast("concurrent.futures.Future[None]", waiter.future).result()
+            results = self._join(waiter)
+            return future.result() if results is None else results
         finally:
             if waiter.missing:
                 self._leave(waiter)
-        return cast("list[Result]", waiter.results)
 
-    def _join(self, waiter: _Waiter) -> bool:
-        """Give the waiter what the cache has and register it for the rest; True if that is nothing."""
-        borrowed = 0
+    def _join(self, waiter: _Waiter) -> list[Result] | None:
+        """Register the waiter for what the cache lacks; the results if that is nothing."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed.fresh()
-            waiter.results = [None] * len(waiter.requests)
-            for position, request in enumerate(waiter.requests):
-                row = self._cache.borrow(request) if isinstance(request, LogprobsRequest) else None
-                if row is None:
-                    waiter.missing.setdefault(request, []).append(position)
-                else:
-                    waiter.results[position] = row
-                    borrowed += 1
-            complete = not waiter.missing
-            self._questions += len(waiter.requests)
-            self._cached += borrowed
-            self._deduplicated += len(waiter.requests) - borrowed - len(waiter.missing)
-            wake = self._register(waiter)
+            queued = self._register(waiter)
+            wake = bool(queued) and self._gather(queued, waiter.loop)
         if wake:
             self._wake()
-        if complete:
-            waiter.own()
-        return complete
+        if waiter.missing:
+            return None
+        [outcome] = _outcomes([waiter])
+        if isinstance(outcome, GenrtError):
+            raise outcome
+        return outcome
 
-    def _register(self, waiter: _Waiter) -> bool:
-        """Under the lock: join or queue what is missing; True if the engine thread must look."""
-        queued: list[Request] = []
-        for request in waiter.missing:
+    def _register(self, waiter: _Waiter) -> list[_Entry]:
+        """Under the lock: find or join each request; the entries that have to be queued."""
+        queued: list[_Entry] = []
+        found = waiter.found
+        self._questions += len(waiter.requests)
+        for request in waiter.requests:
+            if request in found:
+                self._cached += found[request] is not None
+                self._deduplicated += found[request] is None
+                continue
+            row = self._cache.borrow(request) if isinstance(request, LogprobsRequest) else None
+            found[request] = row
+            if row is not None:
+                self._cached += 1
+                continue
+            waiter.missing += 1
             entry = self._entries.get(request)
             if entry is None:
-                self._entries[request] = _Entry({waiter: None})
-                queued.append(request)
+                entry = self._entries[request] = _Entry(request, {})
             else:
                 self._deduplicated += 1
-                self._withdrawn.pop(request, None)
-                entry.waiters[waiter] = None
-                if not entry.in_flight and request not in self._ready:
-                    queued.append(request)
-        if not queued:
-            return False
-        if waiter.loop is None:
+                self._withdrawn.pop(entry, None)
+            entry.waiters[waiter] = None
+            if not entry.in_flight and entry not in self._ready:
+                queued.append(entry)
+        return queued
+
+    def _gather(self, queued: list[_Entry], loop: asyncio.AbstractEventLoop | None) -> bool:
+        """Under the lock: queue these until the loop is quiet; True if the engine thread must look."""
+        if loop is None:
             return self._make_ready(queued)
-        gathering = self._gathering.get(waiter.loop)
+        gathering = self._gathering.get(loop)
         if gathering is None:
-            for loop in [loop for loop in self._gathering if loop.is_closed()]:
-                self._sweep(self._gathering.pop(loop).requests)
-            gathering = self._gathering[waiter.loop] = _Gathering()
-            waiter.loop.call_soon(self._quiet, waiter.loop, gathering, 0)
+            for other in [other for other in self._gathering if other.is_closed()]:
+                self._sweep(self._gathering.pop(other).entries)
+            gathering = self._gathering[loop] = _Gathering()
+            loop.call_soon(self._quiet, loop, gathering, 0)
         gathering.questions += 1
-        gathering.requests.update(dict.fromkeys(queued))
-        if len(gathering.requests) < self._max_batch_size:
+        gathering.entries.update(dict.fromkeys(queued))
+        if len(gathering.entries) < self._max_batch_size:
             return False
         return self._make_ready(gathering.pop())
 
@@ -257,9 +260,9 @@ class Batcher:
         if wake:
             self._wake()
 
-    def _make_ready(self, requests: Iterable[Request]) -> bool:
-        """Under the lock. A request that has been dropped, or sent by another loop, stays as it is."""
-        added = [r for r in requests if r in self._entries and not self._entries[r].in_flight]
+    def _make_ready(self, entries: Iterable[_Entry]) -> bool:
+        """Under the lock. One that was dropped, or sent by another loop, stays as it is."""
+        added = [entry for entry in entries if entry.waiters and not entry.in_flight]
         if added and not self._ready:
             self._due = self._clock() + self._max_wait_seconds
         self._ready.update(dict.fromkeys(added))
@@ -282,22 +285,24 @@ class Batcher:
 
     def _drop(self, waiter: _Waiter) -> None:
         """Under the lock: take a waiter off every request it still waits for."""
-        for request in waiter.missing:
-            entry = self._entries.get(request)
+        waiter.missing = 0
+        for request, result in waiter.found.items():
+            entry = self._entries.get(request) if result is None else None
             if entry is None or entry.waiters.pop(waiter, self) is self or entry.waiters:
                 continue
             if entry.in_flight:
-                self._withdrawn[request] = None
+                self._withdrawn[entry] = None
             else:
                 del self._entries[request]
-                self._ready.pop(request, None)
-        waiter.missing.clear()
+                self._ready.pop(entry, None)
 
-    def _sweep(self, requests: Iterable[Request]) -> None:
-        """Under the lock: take off these requests the waiters whose loop was closed under them."""
-        entries = [self._entries[request] for request in requests if request in self._entries]
-        for waiter in {waiter for entry in entries for waiter in entry.waiters}:
-            if waiter.loop is not None and waiter.loop.is_closed():
+    def _sweep(self, entries: Iterable[_Entry]) -> None:
+        """Under the lock: take off these the waiters whose loop was closed under them."""
+        waiters = [waiter for entry in entries for waiter in entry.waiters]
+        loops = {waiter.loop for waiter in waiters if waiter.loop is not None}
+        closed = {loop for loop in loops if loop.is_closed()}
+        for waiter in waiters if closed else ():
+            if waiter.loop in closed:
                 self._cancel(waiter)
 
     # -- turning: the engine thread -----------------------------------------------------------
@@ -332,7 +337,7 @@ class Batcher:
             finished = engine.step()
         except Exception as error:
             with self._lock:
-                failed = [r for r, entry in self._entries.items() if entry.in_flight]
+                failed = [each for each, entry in self._entries.items() if entry.in_flight]
             engine.cancel(failed)
             finished = [Finished(r, error=failure(error)) for r in failed]
         self._settle(finished)
@@ -340,21 +345,20 @@ class Batcher:
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter]]:
         with self._lock:
             self._sweep(self._ready)
-            withdrawn = list(self._withdrawn)
+            withdrawn = [entry.request for entry in self._withdrawn]
             self._withdrawn.clear()
             for request in withdrawn:
                 del self._entries[request]
             self._in_flight -= len(withdrawn)
             flush: list[Request] = []
             if len(self._ready) >= self._max_batch_size or self._clock() >= self._due:
-                flush = list(self._ready)[: self._max_batch_size]
-            for request in flush:
-                del self._ready[request]
-                self._entries[request].in_flight = True
+                for entry in list(islice(self._ready, self._max_batch_size)):
+                    del self._ready[entry]
+                    entry.in_flight = True
+                    flush.append(entry.request)
             self._in_flight += len(flush)
-            if flush:
-                self._flushes += 1
-                self._largest_flush = max(self._largest_flush, len(flush))
+            self._flushes += bool(flush)
+            self._largest_flush = max(self._largest_flush, len(flush))
             if not self._ready:
                 self._due = float("inf")
             retired = self._unbound()
@@ -370,43 +374,39 @@ class Batcher:
 
     def _settle(self, finished: Sequence[Finished]) -> None:
         """End these requests: cache the rows, then hand every waiter its own."""
-        done: list[tuple[_Waiter, Outcome]] = []
+        no_room = self._keep(finished)
+        failed: list[tuple[_Waiter, Outcome]] = []
         answered: list[_Waiter] = []
-        kept = [self._kept(end) for end in finished]
         with self._lock:
-            for end in kept:
-                entry = self._entries.get(end.request)
+            for end in finished:
+                request, result = end.request, end.result
+                entry = self._entries.get(request)
                 if entry is None or not entry.in_flight:
                     continue
-                del self._entries[end.request]
-                self._withdrawn.pop(end.request, None)
+                del self._entries[request]
+                self._withdrawn.pop(entry, None)
                 self._in_flight -= 1
-                self._failed += end.error is not None
+                error = end.error or no_room.get(request)
+                self._failed += error is not None
                 for waiter in entry.waiters:
-                    if end.error is not None:
+                    if error is not None:
                         self._drop(waiter)
-                        done.append((waiter, end.error.fresh()))
+                        failed.append((waiter, error.fresh()))
                         continue
-                    for position in waiter.missing.pop(end.request):
-                        waiter.results[position] = end.result
+                    waiter.found[request] = result
+                    waiter.missing -= 1
                     if not waiter.missing:
                         answered.append(waiter)
-        for waiter in answered:
-            try:
-                waiter.own()
-                done.append((waiter, None))
-            except Exception as error:
-                done.append((waiter, failure(error)))
-        _deliver(done)
+        _deliver(failed + list(zip(answered, _outcomes(answered), strict=True)))
 
-    def _kept(self, end: Finished) -> Finished:
-        """The same end with its row in the cache; an error if there is no memory for a copy."""
-        if isinstance(end.request, LogprobsRequest) and isinstance(end.result, torch.Tensor):
-            try:
-                self._cache.put(end.request, end.result)
-            except Exception as error:
-                return Finished(end.request, error=failure(error))
-        return end
+    def _keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
+        """Put the rows into the cache; the errors of those for whose copies there is no memory."""
+        rows = {
+            end.request: end.result
+            for end in (finished if self._cache.max_bytes else ())
+            if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor)
+        }
+        return {each: failure(error) for each, error in self._cache.put_all(rows).items()}
 
     # -- the rest of a life -------------------------------------------------------------------
 
@@ -424,6 +424,8 @@ class Batcher:
                 return
             self._closed = reason or Closed("the runtime was closed; load it again to ask more")
             waiters = {w: None for e in self._entries.values() for w in e.waiters}
+            for waiter in waiters:
+                self._drop(waiter)
             self._entries.clear()
             self._gathering.clear()
             self._ready.clear()
@@ -431,8 +433,6 @@ class Batcher:
             self._retired.clear()
             self._in_flight = 0
             self._due = float("inf")
-            for waiter in waiters:
-                waiter.missing.clear()
         _deliver([(waiter, self._closed.fresh()) for waiter in waiters])
 
     def statistics(self) -> BatcherStatistics:
@@ -455,10 +455,31 @@ class Batcher:
         return f"Batcher({state}, {s.queued} queued, {s.in_flight} in flight, {s.flushes} flushes)"
 
 
+def _outcomes(waiters: Sequence[_Waiter]) -> list[Outcome]:
+    """What each of these waiters gets: results in storage of its own, or an error if there is no memory
+    for that. All are copied at once; or, if that fails, one by one, to see whose copies do."""
+    try:
+        return list(_own(waiters))
+    except Exception as error:
+        if len(waiters) == 1:
+            return [failure(error)]
+    return [outcome for waiter in waiters for outcome in _outcomes([waiter])]
+
+
+def _own(waiters: Sequence[_Waiter]) -> Iterator[list[Result]]:
+    """What each found, in storage of its own: one stack of the rows for who wants that."""
+    apiece = [each for waiter in waiters if not waiter.stacked for each in waiter.results()]
+    rows = iter(apart([each for each in apiece if isinstance(each, Tensor)]))
+    own = iter([next(rows) if isinstance(each, Tensor) else _copy(each) for each in apiece])
+    for waiter in waiters:
+        if waiter.stacked:
+            yield [stacked(cast("list[Tensor]", waiter.results()))]
+        else:
+            yield list(islice(own, len(waiter.requests)))
+
+
 def _copy(result: Result) -> Result:
-    if isinstance(result, TopLogprobs):
-        return TopLogprobs(*(part.clone() for part in result))
-    return result.clone() if isinstance(result, torch.Tensor) else result
+    return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result
 
 
 def _deliver(done: Iterable[tuple[_Waiter, Outcome]]) -> None:
@@ -468,17 +489,12 @@ def _deliver(done: Iterable[tuple[_Waiter, Outcome]]) -> None:
         by_loop.setdefault(waiter.loop, []).append((waiter.future, outcome))
     _resolve(by_loop.pop(None, []))
     for loop, outcomes in by_loop.items():
-        try:
+        with contextlib.suppress(RuntimeError):  # closed, and with it all who waited there
             cast("asyncio.AbstractEventLoop", loop).call_soon_threadsafe(_resolve, outcomes)
-        except RuntimeError:  # the loop was closed, and with it everyone who waited there
-            continue
 
 
 def _resolve(outcomes: Iterable[tuple[Any, Outcome]]) -> None:
     for future, outcome in outcomes:
-        if future.done():
-            continue
-        if outcome is None:
-            future.set_result(None)
-        else:
-            future.set_exception(outcome)
+        if not future.done():
+            failed = isinstance(outcome, GenrtError)
+            (future.set_exception if failed else future.set_result)(outcome)

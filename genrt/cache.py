@@ -12,10 +12,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-import torch
 from cachetools import LRUCache
+from torch import Tensor
 
 from genrt.engine import Adapter, LogprobsRequest
+from genrt.rows import apart
 
 __all__ = ["CacheStatistics", "RowCache"]
 
@@ -37,7 +38,8 @@ class RowCache:
     """Rows by request. Safe from any thread; ``max_bytes=0`` keeps nothing."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._rows: LRUCache[LogprobsRequest, torch.Tensor] = LRUCache(
+        self._max_bytes = max_bytes
+        self._rows: LRUCache[LogprobsRequest, Tensor] = LRUCache(
             max_bytes, getsizeof=_storage_bytes
         )
         self._lock = threading.Lock()
@@ -45,34 +47,72 @@ class RowCache:
         self._misses = 0
         self._evictions = 0
 
+    @property
+    def max_bytes(self) -> int:
+        """The bound; 0 keeps nothing."""
+        return self._max_bytes
+
     def __contains__(self, request: LogprobsRequest) -> bool:
         with self._lock:
             return request in self._rows
 
-    def borrow(self, request: LogprobsRequest) -> torch.Tensor | None:
+    def borrow(self, request: LogprobsRequest) -> Tensor | None:
         """The stored row itself, to be copied and not written to, or ``None``; counts a hit or a miss."""
         with self._lock:
-            row = self._rows.get(request)
+            row = self._rows.get(request) if self._max_bytes else None
             if row is None:
                 self._misses += 1
             else:
                 self._hits += 1
             return row
 
-    def put(self, request: LogprobsRequest, row: torch.Tensor) -> None:
+    def put(self, request: LogprobsRequest, row: Tensor) -> None:
         """Keep a copy of the row; one that is larger than the whole cache is not kept."""
-        if row.numel() * row.element_size() > self._rows.maxsize:
+        for error in self.put_all({request: row}).values():
+            raise error
+
+    def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:
+        """``put`` each in turn, all copied at once; those that the ones after them drive out again are
+        not copied at all. The errors of those for whose copies there is no memory."""
+        try:
+            self._put(rows)
+        except Exception as error:
+            if len(rows) == 1:
+                return dict.fromkeys(rows, error)
+        else:
+            return {}
+        failed: dict[LogprobsRequest, Exception] = {}
+        for request, row in rows.items():
+            failed |= self.put_all({request: row})
+        return failed
+
+    def _put(self, rows: dict[LogprobsRequest, Tensor]) -> None:
+        kept, passing = self._divided(rows)
+        if not kept:
             return
-        own = row.clone()
+        copies = apart(list(kept.values()))
         with self._lock:
-            before = len(self._rows) + (request not in self._rows)
-            self._rows[request] = own
-            self._evictions += before - len(self._rows)
+            self._evictions += sum(request not in self._rows for request in passing)
+            for request, copy in zip(kept, copies, strict=True):
+                before = len(self._rows) + (request not in self._rows)
+                self._rows[request] = copy
+                self._evictions += before - len(self._rows)
+
+    def _divided(
+        self, rows: dict[LogprobsRequest, Tensor]
+    ) -> tuple[dict[LogprobsRequest, Tensor], list[LogprobsRequest]]:
+        """The last of these rows, as many as fit at once, and the requests of those before them."""
+        fitting = [(each, row) for each, row in rows.items() if row.nbytes <= self._max_bytes]
+        room, first = self._max_bytes, len(fitting)
+        while first and room >= fitting[first - 1][1].nbytes:
+            first -= 1
+            room -= fitting[first][1].nbytes
+        return dict(fitting[first:]), [request for request, _ in fitting[:first]]
 
     def forget(self, adapter: Adapter) -> None:
         """Drop the rows of an adapter that no later request can name."""
         with self._lock:
-            for request in [r for r in self._rows if r.adapter == adapter]:
+            for request in [each for each in self._rows if each.adapter == adapter]:
                 del self._rows[request]
 
     def clear(self) -> None:
@@ -88,7 +128,7 @@ class RowCache:
                 evictions=self._evictions,
                 rows=len(self._rows),
                 bytes=int(self._rows.currsize),
-                max_bytes=int(self._rows.maxsize),
+                max_bytes=self._max_bytes,
             )
 
     def __repr__(self) -> str:
@@ -96,5 +136,5 @@ class RowCache:
         return f"RowCache({s.rows} rows, {s.bytes} of {s.max_bytes} bytes, {s.hits} hits)"
 
 
-def _storage_bytes(row: torch.Tensor) -> int:
+def _storage_bytes(row: Tensor) -> int:
     return row.untyped_storage().nbytes()

@@ -50,7 +50,7 @@ class Adapter:
     version: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, init=False)
 class LogprobsRequest:
     """The row after ``token_ids``: log-probabilities over the vocabulary, float32, normalised."""
 
@@ -58,14 +58,22 @@ class LogprobsRequest:
     adapter: Adapter | None = None
     _hash: int = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.token_ids, self.adapter)))
+    def __init__(self, token_ids: tuple[int, ...], adapter: Adapter | None = None) -> None:
+        # One is made for every question: what a frozen dataclass would do costs half as much again.
+        _set_token_ids(self, token_ids)
+        _set_adapter(self, adapter)
+        _set_hash(self, hash((token_ids, adapter)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
         return f"LogprobsRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
+
+
+_set_token_ids, _set_adapter, _set_hash = (
+    vars(LogprobsRequest)[name].__set__ for name in ("token_ids", "adapter", "_hash")
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -100,9 +108,12 @@ class SampleRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DrawToken:
     """Wanted of a row: one token, with its importance weight.
+
+    Masks are long, and nearly all draws differ in something else: the hash is of that alone, and masks
+    are compared last.
 
     Fields:
         mask: the tokens that may be drawn, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in
@@ -116,6 +127,19 @@ class DrawToken:
     temperature: float = 1.0
     seed: int | None = None
     nonce: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DrawToken):
+            return NotImplemented
+        return (
+            self.nonce == other.nonce
+            and self.seed == other.seed
+            and self.temperature == other.temperature
+            and self.mask == other.mask
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.temperature, self.seed, self.nonce))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +199,7 @@ Result: TypeAlias = "torch.Tensor | tuple[int, ...] | Draw | TopLogprobs"
 TopLogprobs, the candidates' log-probabilities, or the row, all on the host."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     """The end of one request: exactly one of ``result`` and ``error`` is not ``None``."""
 
@@ -194,7 +218,8 @@ class EngineStatistics:
     ``reads`` were answered from rows that stayed on the device; ``bytes_to_host`` counts what was copied
     off it. Of the rows, ``extended`` came from a
     resident sequence that grew by a token, ``forked`` from a new one that shares the blocks of a resident
-    one; ``evicted`` resident sequences went for want of room, and ``resident`` ones are there now.
+    one; ``evicted`` resident sequences went for want of room, and ``resident`` ones are there now. Of
+    the steps, ``held`` were ready but for their tokens before those came.
     """
 
     steps: int = 0
@@ -210,6 +235,7 @@ class EngineStatistics:
     forked: int = 0
     evicted: int = 0
     resident: int = 0
+    held: int = 0
     seconds: float = 0.0
 
 

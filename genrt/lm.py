@@ -149,15 +149,16 @@ class AsyncLM(Reads):
             EngineFailed: the engine step failed (OutOfMemory), or this row is not finite (NotFinite).
             Closed: the runtime is closed.
         """
-        requests = self._row_requests((token_ids,), device, adapter)
-        return cast("torch.Tensor", (await self._batcher.ask(requests))[0])
+        request = self._row_request(token_ids, device, self._bound(adapter))
+        [row] = await self._batcher.ask((request,))
+        return cast("torch.Tensor", row)
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, device: Device | None = None, adapter: str | None = None
     ) -> torch.Tensor:
         """``next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        requests = self._row_requests((token_ids,), device, adapter)
-        return cast("torch.Tensor", self._batcher.ask_sync(requests)[0])
+        request = self._row_request(token_ids, device, self._bound(adapter))
+        return cast("torch.Tensor", self._batcher.ask_sync((request,))[0])
 
     async def batch_next_token_logprobs(
         self,
@@ -355,14 +356,19 @@ class AsyncLM(Reads):
 
     # -- from arguments to requests -----------------------------------------------------------
 
+    def _row_request(
+        self, token_ids: TokenIds, device: Device | None, adapter: Adapter | None
+    ) -> LogprobsRequest | ReadRequest:
+        row = self._limits.logprobs_request(token_ids, adapter)
+        if device is not None and must_move(device, self.device):
+            return ReadRequest(row, HostRow())
+        return row
+
     def _row_requests(
         self, contexts: Sequence[TokenIds], device: Device | None, adapter: str | None
-    ) -> list[LogprobsRequest] | list[ReadRequest]:
+    ) -> list[LogprobsRequest | ReadRequest]:
         bound = self._bound(adapter)
-        rows = [self._limits.logprobs_request(ids, bound) for ids in contexts]
-        if device is not None and must_move(device, self.device):
-            return [ReadRequest(row, HostRow()) for row in rows]
-        return rows
+        return [self._row_request(token_ids, device, bound) for token_ids in contexts]
 
     def _sample_request(
         self, token_ids: TokenIds, *, adapter: str | None = None, **options: Any

@@ -61,8 +61,8 @@ class Reads:
         Raises:
             InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
         """
-        requests = self._draw_requests([token_ids], [mask], temperature, seed, adapter)
-        return _only(Draw, await self._batcher.ask(requests))
+        request = self._draw_request(token_ids, mask, temperature, seed, self._bound(adapter))
+        return _only(Draw, await self._batcher.ask((request,)))
 
     def draw_sync(
         self,
@@ -74,8 +74,8 @@ class Reads:
         adapter: str | None = None,
     ) -> Draw:
         """``draw``, blocking. An interrupt withdraws the question."""
-        requests = self._draw_requests([token_ids], [mask], temperature, seed, adapter)
-        return _only(Draw, self._batcher.ask_sync(requests))
+        request = self._draw_request(token_ids, mask, temperature, seed, self._bound(adapter))
+        return _only(Draw, self._batcher.ask_sync((request,)))
 
     async def batch_draw(
         self,
@@ -180,17 +180,29 @@ class Reads:
         bound = self._bound(adapter)
         given = check_masks(masks, len(check_contexts(contexts)))
         return [
-            self._limits.draw_request(
-                ids,
-                bound,
-                next(self._nonces),
-                mask=mask,
-                temperature=temperature,
-                seed=seed,
-                place=i,
-            )
-            for i, (ids, mask) in enumerate(zip(contexts, given, strict=True))
+            self._draw_request(ids, mask, temperature, seed, bound, place=place)
+            for place, (ids, mask) in enumerate(zip(contexts, given, strict=True))
         ]
+
+    def _draw_request(
+        self,
+        token_ids: TokenIds,
+        mask: Mask | None,
+        temperature: float,
+        seed: int | None,
+        adapter: Adapter | None,
+        *,
+        place: int = 0,
+    ) -> ReadRequest:
+        return self._limits.draw_request(
+            token_ids,
+            adapter,
+            next(self._nonces),
+            mask=mask,
+            temperature=temperature,
+            seed=seed,
+            place=place,
+        )
 
 
 def _only(kind: type[T], results: list[Result]) -> T:

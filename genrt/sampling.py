@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from genrt.errors import InvalidRequest
 
@@ -26,6 +28,7 @@ __all__ = [
     "TopLogprobs",
     "check_parameters",
     "draw",
+    "drawn",
     "seeded_uniforms",
     "truncate",
 ]
@@ -33,16 +36,21 @@ __all__ = [
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
-BLOCK = 256
-"""Tokens in a block of a draw: about the square root of a vocabulary, so that both stages are short."""
+BLOCK = 128
+"""Tokens in a block of a draw. It divides the width of nearly every model's rows, so that they need no
+padding, and is near enough to the square root of it that both stages are short."""
+
+LARGEST = 1.0 - 2.0**-52
+"""The largest uniform number that is used: its share of any total is less than the total."""
 
 CPU_CHUNK, CHUNK = 2**20, 2**25
 """How many entries of the rows are worked on at once: what a CPU's caches hold, and what leaves room in a
 GPU's memory."""
 
-LEAST = -86.0
-"""Tokens with a log-probability under about this, relative to the likeliest, count as impossible: by then
-a float32 probability is hardly representable, and the random numbers have too few bits to meet it."""
+
+ADDING = ("cpu",)
+"""Devices where adding to a row is much faster than choosing between its entries; on others choosing by
+bools moves less."""
 
 
 def check_parameters(
@@ -176,16 +184,17 @@ def draw(
 ) -> BatchDraw:
     """One token per row, in proportion to the row's tempered probabilities under the mask.
 
-    By inversion of the cumulative law in two stages, which takes one pass over a row and two random
-    numbers: a block of tokens in proportion to its mass, then a token of that block. Probabilities
-    are exact to float32, however small, because no sum runs over more than a block in float32. A token
-    of probability zero is never drawn; a row with no mass under its mask is a dead end (token -1), not
-    an error.
+    By inversion of the cumulative law in two stages, which takes two random numbers: a block of tokens
+    in proportion to its mass, then a token of that block. Probabilities are exact to float32, however
+    small, because no sum runs over more than a block in float32, and every block has its own scale. A
+    token of probability zero is never drawn; a row with no mass under its mask is a dead end (token
+    -1), not an error.
 
     Args:
         rows: ``[n, V]`` log-probabilities (``[V]`` counts as ``[1, V]``), finite or -inf,
             normalised or not; not changed.
-        mask: bool ``[V]`` or ``[n, V]``, true where a token may be drawn.
+        mask: true where a token may be drawn: bool ``[V]`` or ``[n, V]``, or packed as in
+            ``engine.DrawToken``, uint8 ``[n, 4 * ceil(V / 32)]``.
         temperature: at least 0, for all rows or ``[n]``; 0 takes the likeliest token, the lowest id among
             equals. ``log_mass`` is the row's own whatever it is.
         generators: one for the whole batch, or one per row, in which case a row's draw depends on
@@ -199,82 +208,141 @@ def draw(
     """
     batch = _batch(rows)
     count = len(batch)
-    if mask is not None and (
-        mask.dtype != torch.bool or mask.shape not in (batch.shape, batch.shape[1:])
-    ):
-        raise InvalidRequest(
-            f"mask is {mask.dtype} {list(mask.shape)}: give torch.bool, "
-            f"{list(batch.shape[1:])} or {list(batch.shape)}"
-        )
+    masks = None if mask is None else _row_masks(mask, batch)
     numbers = _numbers(count, batch.device, generators, uniforms)
     check_parameters(temperature=temperature)
-    heat = _column("temperature", temperature, batch)
-    forbidden = None if mask is None else ~mask.to(batch.device).expand(batch.shape)
     is_plain = isinstance(temperature, float) and temperature == 1.0
+    heat = None if is_plain else _column("temperature", temperature, batch)
     size = rows_at_once(batch)
     parts = []
     for start in range(0, max(count, 1), size):
         part = slice(start, start + size)
         parts.append(
-            _draw(
+            drawn(
                 batch[part],
-                None if forbidden is None else forbidden[part],
-                None if is_plain else heat[part],
                 numbers[part],
+                mask=None if masks is None else masks[part],
+                heat=None if heat is None else heat[part],
             )
         )
-    return parts[0] if len(parts) == 1 else BatchDraw(*map(torch.cat, zip(*parts, strict=True)))
+    token_ids, logprobs, log_mass = torch.cat(parts).unbind(dim=-1)
+    return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
 
 
-def _draw(
-    batch: Tensor, forbidden: Tensor | None, heat: Tensor | None, numbers: Tensor
-) -> BatchDraw:
-    """``draw`` of as many rows as are worked on at once; no ``heat`` is temperature 1 for all."""
-    count, width = batch.shape
-    weights = batch.new_empty(count, -(-width // BLOCK) * BLOCK)
-    weights[:, width:] = 0.0
-    masked = weights[:, :width].copy_(batch)
-    if forbidden is not None:
-        masked.masked_fill_(forbidden, -math.inf)
-    peak = masked.amax(dim=-1, keepdim=True)
-    alive = peak > -math.inf
-    peak = peak.masked_fill(~alive, 0.0)
-    masked.sub_(peak)
-    if heat is not None:
-        own_masses = _weigh(weights.clone(), width)
+def drawn(
+    batch: Tensor, numbers: Tensor, *, mask: Tensor | None = None, heat: Tensor | None = None
+) -> Tensor:
+    """``draw`` of as many rows as are worked on at once, unchecked, all on one device.
+
+    Args:
+        batch: float32 or float64 ``[n, V]``; not changed.
+        numbers: float64 ``[n, 2]`` in [0, 1).
+        mask: bool ``[n, V]`` or packed, as ``draw`` takes it; ``None`` allows everything.
+        heat: the temperatures, ``[n, 1]``; ``None`` is 1 for all.
+
+    Returns:
+        float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
+        Nothing here waits for the device.
+    """
+    logarithms = batch if mask is None else _masked(batch, mask)
+    if logarithms.shape[-1] % BLOCK:
+        padding = (0, -logarithms.shape[-1] % BLOCK)
+        logarithms = functional.pad(logarithms, padding, value=-math.inf)
+    blocks = logarithms.reshape(len(batch), logarithms.shape[-1] // BLOCK, BLOCK)
+    highest = blocks.amax(dim=-1)
+    peak = highest.amax(dim=-1, keepdim=True).double()
+    within = blocks.softmax(dim=-1)
+    masses = _masses(highest - peak, within)
+    log_total = masses.sum(dim=-1, keepdim=True).log()
+    log_mass = peak + log_total
+    numbers = numbers.clamp(max=LARGEST)
+    if heat is None:
+        block = _inverse(masses, numbers[:, :1])
+        tokens = _of_block(within, block)
+    else:
         greedy = heat < GREEDY_BELOW
-        if bool(greedy.any()):
-            others = torch.arange(width, device=batch.device) != _first_argmax(masked)
-            masked.masked_fill_(others & greedy, -math.inf)
-            heat = heat.masked_fill(greedy, 1.0)
-        masked.div_(heat)
-    masses = _weigh(weights, width)
-    blocks = weights.view(count, weights.shape[-1] // BLOCK, BLOCK)
-    block = _inverse(masses, numbers[:, :1])
-    tokens = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
-    token_ids = (block * BLOCK + _inverse(tokens, numbers[:, 1:])).masked_fill(~alive, 0)
-    chosen = (batch.gather(-1, token_ids) - peak).double()
+        heat = heat.masked_fill(greedy, 1.0)
+        numbers = numbers.masked_fill(greedy, 0.0)
+        # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
+        within = blocks.sub(highest[:, :, None]).div_(heat[:, :, None]).softmax(dim=-1)
+        masses = _masses((highest - peak) / heat, within)
+        log_total = masses.sum(dim=-1, keepdim=True).log()
+        block = _inverse(torch.where(greedy, highest == peak, masses), numbers[:, :1])
+        tokens = torch.where(greedy, _of_block(blocks, block) == peak, _of_block(within, block))
+    token_ids = torch.add(_inverse(tokens, numbers[:, 1:]), block, alpha=BLOCK)
+    logprobs = logarithms.gather(-1, token_ids) - peak
     if heat is not None:
-        chosen /= heat
-    total = masses if heat is None else own_masses
-    log_mass = peak.double() + total.sum(dim=-1, keepdim=True).log()
-    logprobs = (chosen - masses.sum(dim=-1, keepdim=True).log()).clamp(max=0.0)
-    return BatchDraw(
-        token_ids.masked_fill(~alive, -1)[:, 0],
-        logprobs.masked_fill(~alive, -math.inf)[:, 0].float(),
-        log_mass[:, 0].float(),
+        logprobs = (logprobs / heat).masked_fill_(greedy, math.inf)  # certain, when clamped
+    dead = ~(peak > -math.inf)
+    logprobs = logprobs.sub_(log_total).clamp_(max=0.0).masked_fill_(dead, -math.inf)
+    return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
+
+
+def _masses(highest: Tensor, within: Tensor) -> Tensor:
+    """The mass of each block, float64 ``[n, blocks]``, from the logarithm of its likeliest token's weight
+    and its tokens' shares ``[n, blocks, BLOCK]``, the greatest of which is that token's. A block without
+    mass, whose shares are 0 / 0, has 0."""
+    return highest.exp().div_(within.amax(dim=-1)).nan_to_num_(nan=0.0)
+
+
+def _of_block(blocks: Tensor, block: Tensor) -> Tensor:
+    """``[n, BLOCK]``: in each row of ``[n, blocks, BLOCK]`` the block of its number in ``[n, 1]``."""
+    return blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+
+
+def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """``[n, 1]``: the first index whose cumulative weight exceeds the uniform's share of the total; of
+    ``[n, m]`` and, up to ``LARGEST``, float64 ``[n, 1]``. It has a positive weight, if there is one in
+    its row; else it is 0.
+
+    Parallel sums may fall by a rounding where they should stay: so an index needs a weight of its own,
+    and the total is the greatest sum at such an index, which exceeds every share of it."""
+    sums = weights.cumsum(dim=-1, dtype=torch.float64).mul_(weights > 0)
+    passed = sums > sums.amax(dim=-1, keepdim=True) * uniforms
+    return passed.view(torch.uint8).argmax(dim=-1, keepdim=True)
+
+
+def _row_masks(mask: Tensor, batch: Tensor) -> Tensor:
+    """A mask that ``draw`` was given, with a row for each of the batch's and on its device."""
+    if mask.dtype == torch.bool and mask.shape in (batch.shape, batch.shape[1:]):
+        return mask.to(batch.device).expand(batch.shape)
+    packed = (len(batch), 4 * -(-batch.shape[-1] // 32))
+    if mask.dtype == torch.uint8 and mask.shape == packed:
+        return mask.to(batch.device)
+    raise InvalidRequest(
+        f"mask is {mask.dtype} {list(mask.shape)}: give torch.bool, {list(batch.shape[1:])} or "
+        f"{list(batch.shape)}, or packed torch.uint8, {list(packed)}"
     )
 
 
-def _weigh(weights: Tensor, width: int) -> Tensor:
-    """Exponentiate the first ``width`` columns in place, and sum each block: float64 ``[n, blocks]``.
+def _masked(batch: Tensor, mask: Tensor) -> Tensor:
+    """The rows with -inf where the mask, bool or packed, allows nothing. A packed one is looked up byte
+    by byte, eight tokens at a time, as what is added to the row or as the bools to choose by."""
+    if mask.dtype == torch.bool:
+        return torch.where(mask, batch, -math.inf)
+    width, bytes_ = batch.shape[-1], mask.reshape(-1).int()
+    if batch.device.type in ADDING:
+        biases = _eight_biases(batch.device).index_select(0, bytes_)
+        return biases.view(len(batch), -1)[:, :width].to(batch.dtype).add_(batch)
+    bools = _eight_bools(batch.device).index_select(0, bytes_).view(len(batch), -1)
+    return torch.where(bools.view(torch.bool)[:, :width], batch, -math.inf)
 
-    Nothing but normal numbers passes the exponential: on a CPU, that of -inf or of what underflows takes
-    up to a hundred times as long."""
-    logarithms = weights[:, :width]
-    logarithms.clamp_(min=LEAST).exp_()
-    torch.threshold_(logarithms, 2 * math.exp(LEAST), 0.0)
-    return weights.view(len(weights), weights.shape[-1] // BLOCK, BLOCK).sum(dim=-1).double()
+
+_EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+"""For each byte its bits, lowest first."""
+
+
+@functools.lru_cache
+def _eight_biases(device: torch.device) -> Tensor:
+    """For each byte of a packed mask 0 or -inf for each of its tokens: float32 ``[256, 8]``."""
+    return torch.from_numpy(_EIGHT_BITS).to(device, torch.float32).log_()
+
+
+@functools.lru_cache
+def _eight_bools(device: torch.device) -> Tensor:
+    """For each byte of a packed mask a bool for each of its tokens, as the eight bytes of one number:
+    int64 ``[256]``."""
+    return torch.from_numpy(_EIGHT_BITS.view(np.int64)[:, 0]).to(device)
 
 
 def rows_at_once(rows: Tensor) -> int:
@@ -299,20 +367,6 @@ def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return bits ^ bits >> np.uint64(31)
-
-
-def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """``[n, 1]``: the first index whose cumulative weight exceeds the uniform's share of the total; of
-    float64 ``[n, m]`` and ``[n, 1]``. It has a positive weight, if there is one in its row."""
-    cumulative = weights.cumsum(dim=-1)
-    indices = torch.arange(weights.shape[-1], device=weights.device)
-    possible = weights > 0
-    # Parallel sums may fall by a rounding where they should stay, and a share may round up to the total:
-    # so an index needs a weight of its own, and the last that has one is never passed.
-    passed = possible & (cumulative > uniforms * cumulative[:, -1:])
-    first = torch.where(passed, indices, len(indices)).amin(dim=-1, keepdim=True)
-    last = torch.where(possible, indices, 0).amax(dim=-1, keepdim=True)
-    return torch.minimum(first, last)
 
 
 def _numbers(

@@ -91,6 +91,19 @@ def same(one: Result, other: Result) -> bool:
     )
 
 
+def test_draws_are_equal_in_everything_and_their_hash_is_cheap() -> None:
+    fields: list[Any] = [packed(1), 1.0, 5, None]
+    others = [packed(2), 0.5, 6, 7]
+    one = DrawToken(*fields)
+    assert one == DrawToken(*fields)
+    assert hash(one) == hash(DrawToken(*fields))
+    for place, other in enumerate(others):
+        changed = [*fields[:place], other, *fields[place + 1 :]]
+        assert one != DrawToken(*changed)
+    assert one != tuple(fields)
+    assert hash(one) == hash(DrawToken(packed(2), seed=5)), "masks are too long to be hashed"
+
+
 # -- who shares a row -------------------------------------------------------------------------
 
 
@@ -221,7 +234,7 @@ def test_a_kind_of_read_that_fails_fails_alone(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(answers, "draw", fail)
+    monkeypatch.setattr(answers, "drawn", fail)
     engine = answering(ScriptedEngine())
     engine.submit([*every_kind(A), A])
     ends = drain(engine, 7)

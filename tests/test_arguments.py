@@ -19,12 +19,25 @@ from genrt.errors import ContextTooLong, InvalidRequest
 
 LIMITS = Limits(vocab_size=10, max_model_len=8)
 
+
+class Token:
+    """Stands for a token id where an index is wanted, and can't be added."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+    def __index__(self) -> int:
+        return self.token_id
+
+
 SAME: list[Callable[[list[int]], Any]] = [
     list,
     tuple,
     lambda ids: range(ids[0], ids[-1] + 1),
     lambda ids: [np.int64(i) for i in ids],
     lambda ids: [torch.tensor(i) for i in ids],
+    lambda ids: [Token(i) for i in ids],
+    lambda ids: (*ids[:-1], np.int32(ids[-1])),
     lambda ids: array.array("q", ids),
     *(
         lambda ids, dtype=dtype: np.array(ids, dtype)
@@ -81,6 +94,21 @@ def test_token_ids_of_any_form_are_one_tuple_of_int(form: Callable[[list[int]], 
     ids = LIMITS.token_ids(form([3, 4, 5]))
     assert ids == (3, 4, 5)
     assert {type(token_id) for token_id in ids} == {int}
+
+
+@given(st.lists(st.sampled_from([False, True, 0, 1, 2, 9, np.int8(1), np.uint64(3)]), min_size=1))
+def test_bools_and_numpy_ints_become_int_wherever_they_are(token_ids: list[Any]) -> None:
+    ids = LIMITS.token_ids(token_ids)
+    assert ids == tuple(map(int, token_ids))
+    assert {type(token_id) for token_id in ids} == {int}
+
+
+def test_token_ids_that_are_int_already_are_not_made_again() -> None:
+    context = [1000, 2000, 1000]
+    ids = Limits(vocab_size=3000, max_model_len=8).token_ids(context)
+    assert all(one is other for one, other in zip(ids, context, strict=True))
+    context[0] = 5
+    assert ids == (1000, 2000, 1000)
 
 
 @pytest.mark.parametrize(("token_ids", "message"), BAD_IDS)

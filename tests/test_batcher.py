@@ -16,6 +16,7 @@ from genrt.batcher import PATIENCE, Batcher
 from genrt.cache import RowCache
 from genrt.engine import Adapter, LogprobsRequest, Request, Result
 from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory
+from genrt.rows import apart
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -492,8 +493,11 @@ async def test_a_request_with_an_error_of_its_own_fails_alone_and_is_not_cached(
 
 async def test_no_memory_for_a_copy_fails_that_waiter_alone(by_hand: Make) -> None:
     class Row(torch.Tensor):
-        def clone(self, **_: Any) -> torch.Tensor:
-            raise torch.OutOfMemoryError("no room")
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.empty_like:
+                raise torch.OutOfMemoryError("no room")
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def scarce(request: LogprobsRequest) -> torch.Tensor:
         row = expected_row(request)
@@ -508,6 +512,42 @@ async def test_no_memory_for_a_copy_fails_that_waiter_alone(by_hand: Make) -> No
     after = await hand.queued(B)
     await hand.finish()
     assert right([B], await after)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+async def test_a_steps_rows_are_copied_together(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch, cache_bytes: int
+) -> None:
+    hand = by_hand(cache_bytes=cache_bytes)
+    tasks = [await hand.queued(A, B, A), await hand.queued(C), await hand.queued(B)]
+    copied: list[int] = []
+
+    def counted(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        copied.append(len(rows))
+        return apart(rows)
+
+    for module in ("batcher", "cache"):
+        monkeypatch.setattr(f"genrt.{module}.apart", counted)
+    hand.turn()
+    await passes()
+    assert copied == ([3] if cache_bytes else []) + [5]
+    assert [right([A, B, A], await tasks[0]), right([C], await tasks[1])] == [True, True]
+    assert right([B], await tasks[2])
+
+
+async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = by_hand()
+    await hand.queued(A)
+    await hand.finish()
+
+    def full(_: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("genrt.batcher.apart", full)
+    with pytest.raises(OutOfMemory, match="no room"):
+        await hand.batcher.ask([A])
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
@@ -545,8 +585,11 @@ async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
 
 async def test_no_memory_to_cache_a_row_fails_that_request_alone(by_hand: Make) -> None:
     class Row(torch.Tensor):
-        def clone(self, **_: Any) -> torch.Tensor:
-            raise MemoryError
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.empty_like:
+                raise MemoryError
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def scarce(request: LogprobsRequest) -> torch.Tensor:
         row = expected_row(request)
@@ -604,9 +647,11 @@ async def test_close_while_results_are_copied_leaves_no_batch_with_holes(by_hand
     """A batch question that lacks one row is closed; one that lacks none is answered."""
 
     class Row(torch.Tensor):
-        def clone(self, **options: Any) -> torch.Tensor:
-            hand.batcher.close()
-            return self.as_subclass(torch.Tensor).clone(**options)
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.empty_like:
+                hand.batcher.close()
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     engine = ScriptedEngine(
         steps=lambda r: 5 if r == B else 1, row=lambda r: expected_row(r).as_subclass(Row)

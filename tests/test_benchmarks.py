@@ -23,8 +23,10 @@ import pytest
 import torch
 
 import genrt
-from benchmarks import fidelity, overheads, step
-from benchmarks.step import Measured, Particles
+from benchmarks import fidelity, overheads, plots, pressure, step
+from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packed_masks
+from genrt.engine import Finished, Request
+from genrt.engines.exact import ExactEngine, NGram
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"
@@ -92,6 +94,7 @@ def test_overheads_are_measured(
 ) -> None:
     [result] = results_of(overheads, tmp_path / "overheads.json", monkeypatch)
     costs = {"cached_us", "deduplicated_us", "batched_us", "latency_us"}
+    costs |= {"vllm_cached_us", "vllm_latency_us", "vllm_step_us"}
     gaps = {"idle_gap_ms", "loop_gap_ms"}
     assert result.keys() >= {"torch"} | costs | gaps
     assert all(result[gap].keys() == {"largest", "p99", "beats"} for gap in gaps)
@@ -106,9 +109,8 @@ def test_a_step_is_measured_in_every_mode(
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     results = {result["mode"]: result for result in map(json.loads, file.read_text().splitlines())}
-    absent = set() if hasattr(genrt.AsyncLM, "draw") else {"draw"}
-    assert list(results) == [mode for mode in step.MODES if mode not in absent]
-    assert all(f"{mode} " in output for mode in step.MODES)
+    assert list(results) == list(MODES)
+    assert all(f"{mode} " in output for mode in MODES)
 
     for mode, result in results.items():
         assert result.keys() == step.Result.__annotations__.keys()
@@ -121,7 +123,7 @@ def test_a_step_is_measured_in_every_mode(
         if mode != "decode":
             assert 0.0 < result["quartiles"][0] <= result["ms_per_step"] <= result["quartiles"][1]
             assert result["speedup_over_fresh"] > 0.0
-        if mode in step.GENRT_MODES:
+        if mode in GENRT_MODES:
             counted = result["engine_steps_per_step"], result["computed_tokens_per_particle_step"]
             assert counted == (0.0, 0.0) if mode == "cached" else min(counted) > 0.0
             assert result["host_bytes_per_step"] >= 0.0
@@ -178,7 +180,7 @@ def test_resampled_particles_share_all_but_their_last_token(count: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 4096])
 def test_masks_allow_about_half_of_the_vocabulary_and_nothing_beyond(vocab_size: int) -> None:
-    masks = step.packed_masks(8, vocab_size)
+    masks = packed_masks(8, vocab_size)
     assert masks.dtype == torch.int32
     assert masks.shape == (8, math.ceil(vocab_size / 32))
     bits = (masks[:, :, None] >> torch.arange(32)) & 1
@@ -196,6 +198,7 @@ def test_masks_allow_about_half_of_the_vocabulary_and_nothing_beyond(vocab_size:
         "--options [1]",
         "--options {",
         "--plot x.png",
+        "--json /no/such/directory/x.json",
     ],
 )
 def test_bad_arguments_end_a_run_before_anything_is_opened(
@@ -205,7 +208,18 @@ def test_bad_arguments_end_a_run_before_anything_is_opened(
     monkeypatch.setattr(sys, "argv", ["step", *arguments.split()])
     with pytest.raises(SystemExit, match="2"):
         step.parsed()
-    assert arguments.split()[0].strip("-") in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert arguments.split()[0].strip("-") in said or arguments.split()[1] in said
+
+
+def test_a_plot_wants_the_mode_that_its_ratios_are_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots, "available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["step", "--plot", "x.png", "--modes", "draw", "cached"])
+    with pytest.raises(SystemExit, match="2"):
+        step.parsed()
+    assert "add it to --modes" in capsys.readouterr().err
 
 
 def test_quick_defaults_give_way_to_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,59 +228,274 @@ def test_quick_defaults_give_way_to_what_is_asked(monkeypatch: pytest.MonkeyPatc
     assert (arguments.particles, arguments.steps, arguments.repeats) == ([16, 64, 256], 5, 3)
 
 
-class Drawing:
-    """Stands for a figure and its axes, and records the lines."""
+# -- plots ------------------------------------------------------------------------------------
+
+
+def result_of(mode: str, particles: int, ratio: float | None, **more: Any) -> dict[str, Any]:
+    """A result of ``benchmarks.step``, as far as plots read it."""
+    return {
+        "mode": mode,
+        "particles": particles,
+        "ms_per_step": 2.0 * (ratio or 1.0),
+        "ratio_to_decode": ratio,
+        "ratio_quartiles": ratio and [ratio * 0.9, ratio * 1.1],
+        "model": "tiny",
+        "device": "d",
+        "runner": "V1",
+        "context": 8,
+        "shared": 0,
+    } | more
+
+
+RESULTS = [
+    result_of("decode", 16, 1.0),
+    result_of("resident", 64, 1.25),
+    result_of("resident", 16, 9.0),
+    result_of("resident", 16, 0.75),
+    result_of("draw", 16, None),
+    result_of("batch", 16, -3.0),
+    result_of("cached", 16, 0.01),
+    result_of("fresh", 16, 20.0, model="embedded", runner="V2", shared=4),
+    {"worst": 0.1, "model": "of another benchmark"},
+]
+
+
+class Recorder:
+    """Stands for a figure and its axes: has every method, and records the calls by name."""
 
     def __init__(self) -> None:
-        self.panels: list[str] = []
-        self.lines: list[tuple[str, str, list[int], list[float]]] = []
-        self.saved: list[Path] = []
+        self.calls: dict[str, list[tuple[Any, ...]]] = {}
 
-    def add_subplot(self, *place: int) -> Drawing:
-        return self
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.setdefault(name, []).append(arguments)
+            return [object()] if name == "bar" else self
 
-    def set_title(self, title: str) -> None:
-        self.panels.append(title)
-
-    def plot(self, x: list[int], y: list[float], style: str, *, label: str) -> None:
-        self.lines.append((label, style, x, y))
-
-    def set(self, **axes: str) -> None: ...
-
-    def legend(self) -> None: ...
-
-    def savefig(self, path: Path, **options: Any) -> None:
-        self.saved.append(path)
+        return call
 
 
-def test_a_plot_has_a_panel_a_model_and_a_line_a_mode(
+def test_a_panel_is_a_model_on_a_device_and_the_last_result_counts() -> None:
+    tiny, embedded = plots.panels(RESULTS)
+    assert tiny.title == "tiny, context 8\nd, runner V1"
+    assert embedded.title == "embedded, context 8, 4 of them shared\nd, runner V2"
+    assert tiny.counts == [16, 64]
+    assert tiny.decode == {16: 2.0}
+    assert {mode: sorted(bars) for mode, bars in tiny.bars.items()} == {"resident": [16, 64]}
+    assert tiny.bars["resident"][16] == pytest.approx((0.75, 0.675, 0.825))
+
+
+def test_a_plot_has_a_bar_for_each_ratio_which_says_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    drawing = Drawing()
+    drawing = Recorder()
     module = types.SimpleNamespace(Figure=lambda **options: drawing)
     monkeypatch.setattr(importlib, "import_module", {"matplotlib.figure": module}.__getitem__)
-    rows = [
-        ("tiny", "resident", 64, 1.2),
-        ("tiny", "resident", 16, 9.0),
-        ("tiny", "resident", 16, 1.1),
-        ("tiny", "draw", 16, None),
-        ("embedded", "fresh", 16, 20.0),
-    ]
-    results: Any = [
-        {
-            "model": m,
-            "mode": mode,
-            "particles": n,
-            "ratio_to_decode": r,
-            "device": "d",
-            "context": 8,
-        }
-        for m, mode, n, r in rows
-    ]
-    step.plot(results, tmp_path / "ratios.png")
-    assert drawing.panels == ["tiny, d\ncontext 8", "embedded, d\ncontext 8"]
-    assert drawing.lines == [
-        ("resident", "o-", [16, 64], [1.1, 1.2]),
-        ("fresh", "o-", [16], [20.0]),
-    ]
-    assert drawing.saved == [tmp_path / "ratios.png"]
+    plots.plot(RESULTS, tmp_path / "ratios.png")
+    heights = [height for _, height, _ in drawing.calls["bar"]]
+    assert heights == [0.25, -0.25, 19.0]
+    assert [text for text, _ in drawing.calls["annotate"]] == ["1.25", "0.75", "20.0"]
+    assert len(drawing.calls["add_subplot"]) == 2
+    [(_, shown)] = drawing.calls["legend"]
+    assert shown == ["resident", "fresh", "decode"]
+    assert drawing.calls["savefig"] == [(tmp_path / "ratios.png",)]
+
+
+def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no results"):
+        plots.plot(RESULTS[4:5], tmp_path / "ratios.png")
+
+
+@pytest.mark.parametrize("installed", sorted({False, plots.available()}))
+def test_plots_are_drawn_where_matplotlib_is_and_refused_where_it_is_not(
+    installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results, png = tmp_path / "results.jsonl", tmp_path / "ratios.png"
+    results.write_text("".join(json.dumps(result) + "\n" for result in RESULTS))
+    monkeypatch.setattr(plots, "available", lambda: installed)
+    monkeypatch.setattr(sys, "argv", ["plots", str(results), "--png", str(png)])
+    if installed:
+        plots.main()
+        assert png.read_bytes().startswith(b"\x89PNG")
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            plots.main()
+        assert "pip install matplotlib" in capsys.readouterr().err
+        assert not png.exists()
+
+
+# -- pressure ---------------------------------------------------------------------------------
+
+
+class Forgetful(ExactEngine):
+    """Breaks every ``k``-th of its rows; ``k = 0`` breaks none."""
+
+    def __init__(self, k: int, shape: int) -> None:
+        super().__init__(NGram.random(8, seed=0))
+        self._k, self._shape, self._rows = k, shape, 0
+
+    def step(self) -> list[Finished]:
+        return [self._broken(end) for end in super().step()]
+
+    def _broken(self, end: Finished) -> Finished:
+        self._rows += 1
+        if not self._k or self._rows % self._k:
+            return end
+        if self._shape:
+            return Finished(end.request, torch.zeros(self._shape))
+        return Finished(end.request, error=genrt.EngineFailed("forgotten"))
+
+
+class Silent(ExactEngine):
+    """Takes questions and answers none."""
+
+    def __init__(self) -> None:
+        super().__init__(NGram.random(8, seed=0))
+        self._asked: list[Request] = []
+
+    def submit(self, requests: Any) -> None:
+        self._asked += requests
+
+    def cancel(self, requests: Any) -> None:
+        self._asked = [request for request in self._asked if request not in requests]
+
+
+async def under_pressure(engine: Any, *, patience: float = 60.0) -> dict[str, Any]:
+    """Three groups of at most 8 particles, 4 rounds of 2 steps."""
+    particles = Particles(20, 5, 0, 8, vocab_size=8, seed=0)
+    async with await genrt.aload(engine=engine, cache_bytes=0) as lm:
+        result, asked = await pressure.run(
+            lm, particles, group=8, rounds=4, steps=2, patience=patience
+        )
+        return result | pressure.compared(lm, asked)
+
+
+async def test_rows_of_other_contexts_are_seen_as_different() -> None:
+    particles = Particles(3, 5, 0, 4, vocab_size=8, seed=0)
+    async with await genrt.aload(engine=lambda: Forgetful(0, 0), cache_bytes=0) as lm:
+        _, asked = await pressure.run(lm, particles, group=3, rounds=4, steps=1, patience=60.0)
+        right = pressure.compared(lm, asked)
+        contexts, rows = zip(*asked.last.values(), strict=True)
+        asked.last = dict(enumerate(zip(contexts, (rows[1], rows[0], rows[2]), strict=True)))
+        crossed = pressure.compared(lm, asked)
+        asked.last = {}
+        none = pressure.compared(lm, asked)
+    assert right["compared"] == 3
+    assert right["largest_difference"] == 0.0 < right["between_contexts"]
+    assert crossed["largest_difference"] >= right["between_contexts"]
+    assert none == {"compared": 0, "largest_difference": None, "between_contexts": None}
+
+
+async def test_under_pressure_every_question_is_counted_and_compared() -> None:
+    result = await under_pressure(lambda: Forgetful(0, 0))
+    assert (result["questions"], result["missing"]) == (20 * (1 + 4 * 2), 0)
+    assert (result["finished"], result["error"]) == (True, None)
+    assert result["flat"] is True
+    assert len(result["resident_mib"]) == 5
+    assert result["engine_steps"] >= 4 * 3 * 2
+    assert (result["compared"], result["largest_difference"]) == (16, 0.0)
+
+
+@pytest.mark.parametrize(("shape", "error"), [(0, "EngineFailed: forgotten"), (7, None)])
+async def test_failed_and_misshapen_answers_are_missing(shape: int, error: str | None) -> None:
+    particles = Particles(20, 5, 0, 8, vocab_size=8, seed=0)
+    async with await genrt.aload(engine=lambda: Forgetful(5, shape), cache_bytes=0) as lm:
+        result, _ = await pressure.run(lm, particles, group=20, rounds=3, steps=1, patience=60.0)
+    assert (result["questions"], result["missing"]) == (80, 16)
+    assert result["error"] == error
+
+
+async def test_a_round_that_hangs_ends_the_case() -> None:
+    result = await under_pressure(Silent, patience=0.01)
+    assert (result["questions"], result["missing"], result["finished"]) == (8, 8, False)
+    assert "was not over" in result["error"]
+    assert result["flat"] is False
+
+
+@pytest.mark.parametrize(
+    ("samples", "grown", "flat"),
+    [
+        ([0.0, 900.0, 1000.0, 1063.0], 63.0, True),
+        ([0.0, 900.0, 1000.0, 1064.0], 64.0, False),
+        ([0.0, 900.0, 10_000.0, 10_001.0, 10_099.0], 99.0, True),
+        ([0.0, 900.0, 10_000.0, 10_001.0, 10_100.0], 100.0, False),
+        ([0.0, 900.0, 800.0, 700.0], -100.0, True),
+        ([0.0, 900.0, 800.0], None, False),
+        ([], None, False),
+    ],
+)
+def test_flat_is_within_a_percent_or_64_mib_after_the_second_round(
+    samples: list[float], grown: float | None, flat: bool
+) -> None:
+    assert pressure.growth(samples) == grown
+    assert pressure.is_flat(samples) is flat
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status"), [({}, 0), ({"flat": False}, 1), ({"missing": 1, "error": "why"}, 1)]
+)
+def test_the_exit_status_is_the_verdict(
+    verdict: dict[str, Any],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = "case questions contexts fits ms_per_question computed_tokens_per_question"
+    names += " engine_steps extended forked evicted resident compared largest_difference"
+    names += " between_contexts resident_growth_mib"
+    result = dict.fromkeys(names.split(), 1) | {
+        "missing": 0,
+        "error": None,
+        "flat": True,
+        "resident_mib": [1.0, 2.0],
+        "device_mib": None,
+    }
+    file = tmp_path / "pressure.json"
+    results = [result | verdict, result]
+    monkeypatch.setattr(pressure, "measure", lambda arguments: iter(results))
+    monkeypatch.setattr(sys, "argv", ["pressure", "--json", str(file)])
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    if status:
+        with pytest.raises(SystemExit, match="1"):
+            pressure.main()
+    else:
+        pressure.main()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == results
+    output = capsys.readouterr().out
+    assert ("NOT FLAT" in output) is ("flat" in verdict)
+    assert ("why" in output) is ("error" in verdict)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--rounds 2", "--kv-share 1", "--particles -1", "--options [1]", "--json /no/such/file/x"],
+)
+def test_bad_arguments_end_pressure_before_anything_is_opened(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pressure", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        pressure.parsed()
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_a_small_kv_memory_is_survived(
+    step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    small = "--particles 24 --contexts 40 --max-num-seqs 4 --context 40 --rounds 3"
+    results = results_of(pressure, tmp_path / "pressure.json", monkeypatch, *small.split())
+    assert [result["case"] for result in results] == ["particles", "alternating"]
+    assert [result["contexts"] for result in results] == [24, 40]
+    for result in results:
+        assert (result["missing"], result["finished"], result["flat"]) == (0, True, True)
+        assert result["questions"] == result["contexts"] * (1 + 3 * result["steps"])
+        assert result["resident"] <= result["fits"] == 12
+        assert result["evicted"] > 0
+        assert result["engine_steps"] >= result["contexts"] * 3 / 4
+        assert result["compared"] == 16
+        assert result["largest_difference"] < 1e-3 < result["between_contexts"]

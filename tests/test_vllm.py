@@ -241,7 +241,9 @@ async def test_poisoned_logits_fail_alone_and_are_not_cached(
     poisoned = prompts[1]
 
     def poison(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
-        by_ticket = {p.ticket: p.request.token_ids for p in engine_of(lm)._by_core_id.values()}
+        by_ticket = {
+            int(p.core_id): p.request.token_ids for p in engine_of(lm)._by_core_id.values()
+        }
         logits = logits.clone()
         for position, ticket in enumerate(tickets):
             if by_ticket[ticket] == tuple(poisoned):

@@ -10,12 +10,13 @@ On the CPU, V1 also draws every token of a seeded sample from ``(seed, how many 
 own generators go on from step to step there, the discarded draws of a chunked prompt included, and
 taking those back, which vLLM tries, fails: CPU generators have no offset.
 
-Private to vLLM and touched here: how a worker holds its processors (``_find``). ``engines/vllm.py``
-runs a self-test at start that fails when any of this has changed.
+Private to vLLM and touched here: how a worker holds its processors (``_find``). ``vllm_self_test.py``
+runs at start and fails when any of this has changed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,10 +34,51 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
-__all__ = ["TICKET", "CaptureV1", "CaptureV2", "RemoteStore", "RowStore", "WorkerRows"]
+__all__ = [
+    "TICKET",
+    "CaptureV1",
+    "CaptureV2",
+    "FiniteCheck",
+    "RemoteStore",
+    "RowStore",
+    "WorkerRows",
+    "log_probabilities",
+]
 
 TICKET = "genrt_ticket"
 """The key in ``extra_args`` under which a logprobs request carries its ticket, an int."""
+
+
+@torch.inference_mode()
+def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> torch.Tensor:
+    """Rows ``[n, vocab_size]`` of ``logits``, in their place where they may be overwritten and are wide
+    enough."""
+    if may_overwrite and logits.dtype == torch.float32:
+        return torch.log_softmax(logits, dim=-1, out=logits)
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+class FiniteCheck:
+    """Which of the rows ``[n, vocab_size]`` come from logits that are not finite: asked of the device,
+    while the host goes on."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        # NaN, +inf or nothing but -inf among the logits makes every entry of the row NaN
+        self._first = rows[:, 0]
+        self._sum = self._first.sum()
+        self._done: torch.Event | None = None
+        if rows.is_cuda:
+            self._sum = self._sum.to("cpu", non_blocking=True)
+            self._done = torch.Event(rows.device)
+            self._done.record()
+
+    def wait(self) -> set[int]:
+        """The positions of such rows, once the device has computed them all."""
+        if self._done is not None:
+            self._done.synchronize()
+        if not math.isnan(self._sum.item()):
+            return set()
+        return set(self._first.isnan().nonzero()[:, 0].tolist())
 
 
 class RowStore:
@@ -48,7 +90,7 @@ class RowStore:
     def put(self, tickets: Sequence[int], logits: torch.Tensor) -> None:
         """Normalise ``logits`` ``[len(tickets), vocab_size]``; a ticket's later row replaces its
         earlier one."""
-        rows = logits.log_softmax(dim=-1, dtype=torch.float32)
+        rows = log_probabilities(logits)
         for position, ticket in enumerate(tickets):
             self._rows[ticket] = (rows, position)
 
@@ -59,7 +101,7 @@ class RowStore:
         Raises:
             EngineUnsupported: a request finished without a row: vLLM skipped the processor.
         """
-        finite: dict[int, list[bool]] = {}
+        not_finite: dict[int, set[int]] = {}
         taken: list[torch.Tensor | None] = []
         for ticket in tickets:
             try:
@@ -69,12 +111,11 @@ class RowStore:
                     "vLLM finished a request without passing its logits to genrt's processor; this "
                     "version or configuration of vLLM is not supported"
                 ) from None
-            if id(rows) not in finite:
+            if id(rows) not in not_finite:
                 if rows.is_cuda:  # allocated on vLLM's stream, read on this one
                     rows.record_stream(torch.cuda.current_stream(rows.device))
-                # NaN, +inf or nothing but -inf among the logits makes every entry of the row NaN
-                finite[id(rows)] = (~rows[:, 0].isnan()).tolist()
-            taken.append(rows[position] if finite[id(rows)][position] else None)
+                not_finite[id(rows)] = FiniteCheck(rows).wait()
+            taken.append(None if position in not_finite[id(rows)] else rows[position])
         return taken
 
     def forget(self, tickets: Iterable[int]) -> None:

@@ -1,16 +1,17 @@
 """Which sequences are resident, and which of them a new context can start from.
 
 Pure bookkeeping, over names that the engine gives its sequences: an engine tells what became resident,
-was extended or went, and asks, for a context, for the resident sequence that shares the longest prefix.
+was extended or went, and asks, for a context, for the resident sequence that it can start from.
 
-Two look-ups: a sequence whose whole context is the asked one less its last token is found in one
-dictionary access (the step of a sampler); any other through the chained hashes of its context in pieces
-of ``PIECE`` tokens, the last shared piece then compared token by token (a fork, an edit, a backtrack).
+Two look-ups: a sequence whose whole context is the asked one less its last token (the step of a sampler)
+is found by a *digest* of a few of its tokens, then compared token by token; any other through the chained
+hashes of its context in pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). Both indexes are
+brought up to date when they are asked, so that sequences that only grow, and are guessed, cost nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from genrt.engine import Adapter
 
@@ -23,9 +24,11 @@ if it is at least this long."""
 
 @dataclass(slots=True)
 class _Resident:
+    name: str
     adapter: Adapter | None
     token_ids: tuple[int, ...]
-    pieces: list[int]
+    digest: int | None = None
+    pieces: list[int] = field(default_factory=list)
 
 
 class Residents:
@@ -33,8 +36,10 @@ class Residents:
 
     def __init__(self) -> None:
         self._by_name: dict[str, _Resident] = {}
-        self._by_context: dict[tuple[Adapter | None, tuple[int, ...]], str] = {}
+        self._by_digest: dict[int, list[_Resident]] = {}
         self._by_piece: dict[int, dict[str, None]] = {}
+        self._without_digest: dict[str, None] = {}
+        self._without_pieces: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -44,31 +49,39 @@ class Residents:
 
     def put(self, name: str, adapter: Adapter | None, token_ids: tuple[int, ...]) -> None:
         """The sequence is resident with this context; where it was, the context has grown."""
-        old = self._by_name.get(name)
-        if old is None:
-            old = self._by_name[name] = _Resident(adapter, (), [])
-        elif self._by_context.get((adapter, old.token_ids)) == name:
-            del self._by_context[adapter, old.token_ids]
-        old.token_ids = token_ids
-        self._by_context[adapter, token_ids] = name
-        for start in range(len(old.pieces) * PIECE, len(token_ids) - PIECE + 1, PIECE):
-            piece = _chained(old.pieces[-1] if old.pieces else hash(adapter), token_ids, start)
-            old.pieces.append(piece)
-            self._by_piece.setdefault(piece, {})[name] = None
+        resident = self._by_name.get(name)
+        if resident is None:
+            resident = self._by_name[name] = _Resident(name, adapter, token_ids)
+        else:
+            self._undigest(resident)
+            resident.token_ids = token_ids
+        self._without_digest[name] = None
+        if len(token_ids) - len(resident.pieces) * PIECE >= PIECE:
+            self._without_pieces[name] = None
 
     def remove(self, name: str) -> None:
         """The sequence is resident no more; an unknown name is ignored."""
         resident = self._by_name.pop(name, None)
         if resident is None:
             return
-        context = (resident.adapter, resident.token_ids)
-        if self._by_context.get(context) == name:
-            del self._by_context[context]
+        self._undigest(resident)
+        self._without_digest.pop(name, None)
+        self._without_pieces.pop(name, None)
         for piece in resident.pieces:
             names = self._by_piece[piece]
             del names[name]
             if not names:
                 del self._by_piece[piece]
+
+    def _undigest(self, resident: _Resident) -> None:
+        if resident.digest is None:
+            return
+        alike = self._by_digest[resident.digest]
+        if len(alike) == 1:
+            del self._by_digest[resident.digest]
+        else:
+            self._by_digest[resident.digest] = [one for one in alike if one is not resident]
+        resident.digest = None
 
     def names(self) -> list[str]:
         """All of them."""
@@ -78,15 +91,33 @@ class Residents:
         """The names of an adapter's sequences."""
         return [name for name, resident in self._by_name.items() if resident.adapter == adapter]
 
+    def is_parent(self, name: str, adapter: Adapter | None, token_ids: tuple[int, ...]) -> bool:
+        """Whether this sequence's context is ``token_ids`` less the last one: to try a guess."""
+        resident = self._by_name.get(name)
+        return (
+            resident is not None
+            and resident.token_ids == token_ids[:-1]
+            and resident.adapter == adapter
+        )
+
     def parent(self, adapter: Adapter | None, token_ids: tuple[int, ...]) -> str | None:
-        """The sequence whose context is ``token_ids`` less the last one."""
-        return self._by_context.get((adapter, token_ids[:-1]))
+        """The sequence whose context is ``token_ids`` less the last one; of several, the last put."""
+        self._digest_all()
+        length = len(token_ids) - 1
+        alike = self._by_digest.get(_digest(adapter, token_ids, length))
+        if alike is not None:
+            context = token_ids[:length]
+            for resident in reversed(alike):
+                if resident.token_ids == context and resident.adapter == adapter:
+                    return resident.name
+        return None
 
     def nearest(
         self, adapter: Adapter | None, token_ids: tuple[int, ...]
     ) -> tuple[str, int] | None:
         """A sequence that shares the longest prefix with ``token_ids``, and how many tokens that is, at
         least ``PIECE`` and less than all of them; ``None`` if there is none."""
+        self._cut_pieces()
         piece = hash(adapter)
         candidates: dict[str, None] = {}
         shared = 0
@@ -109,6 +140,32 @@ class Residents:
         if best is None:
             return None
         return best[0], min(best[1], len(token_ids) - 1)
+
+    def _digest_all(self) -> None:
+        for name in self._without_digest:
+            resident = self._by_name[name]
+            resident.digest = digest = _digest(
+                resident.adapter, resident.token_ids, len(resident.token_ids)
+            )
+            self._by_digest.setdefault(digest, []).append(resident)
+        self._without_digest.clear()
+
+    def _cut_pieces(self) -> None:
+        for name in self._without_pieces:
+            resident = self._by_name[name]
+            pieces, token_ids = resident.pieces, resident.token_ids
+            for start in range(len(pieces) * PIECE, len(token_ids) - PIECE + 1, PIECE):
+                piece = _chained(pieces[-1] if pieces else hash(resident.adapter), token_ids, start)
+                pieces.append(piece)
+                self._by_piece.setdefault(piece, {})[name] = None
+        self._without_pieces.clear()
+
+
+def _digest(adapter: Adapter | None, token_ids: tuple[int, ...], length: int) -> int:
+    """Of the first ``length`` tokens: their number, the last eight and about sixteen in equal distances.
+    Sequences of one population nearly always differ in these, and hashing all takes time with each."""
+    last = token_ids[max(0, length - 8) : length]
+    return hash((adapter, length, last, token_ids[: length : length // 16 + 1]))
 
 
 def _chained(piece: int, token_ids: tuple[int, ...], start: int) -> int:

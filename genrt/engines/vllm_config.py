@@ -1,21 +1,25 @@
-"""In vLLM's words: options, versions and sampling parameters; and its errors in genrt's."""
+"""In vLLM's words: options, versions, requests and their parameters; and its errors in genrt's."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engine import SampleRequest
 from genrt.engines.capture import CaptureV1, CaptureV2, WorkerRows
-from genrt.engines.open_requests import OpenScheduler
+from genrt.engines.open_scheduler import OpenScheduler
 from genrt.errors import (
     EngineFailed,
     EngineUnsupported,
@@ -29,6 +33,7 @@ __all__ = [
     "LOGPROBS",
     "check_version",
     "configure",
+    "core_request",
     "reserved_share",
     "sampling_params",
     "translated",
@@ -144,3 +149,20 @@ def translated(error: Exception, what: str) -> GenrtError:
         translated = EngineFailed(message)
     translated.__cause__ = error
     return translated
+
+
+def core_request(
+    core_id: str, token_ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None
+) -> EngineCoreRequest:
+    """A request as vLLM's core takes it."""
+    return EngineCoreRequest(
+        request_id=core_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=lora,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

@@ -1,0 +1,210 @@
+"""What one step of N particles is: the particles, and every way to ask about them.
+
+fresh, decode                                vLLM directly, an ``LLM``'s generate
+resident, batch, resample, draw, cached      genrt, through its public interface
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+import genrt
+
+SHORT = 2
+"""Tokens of the shorter of ``decode``'s two generations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A mode in one repeat: milliseconds and engine steps a step, tokens put through the model for a
+    particle and step, bytes copied to the host a step."""
+
+    ms: float
+    engine_steps: float | None = None
+    computed_tokens: float | None = None
+    host_bytes: float | None = None
+
+
+class Particles:
+    """N contexts, and everything random that happens to them, decided beforehand.
+
+    Step ``s`` appends ``tokens[s][n]`` to particle ``n``. Resampling copies the first half of
+    ``orders[s]`` onto the second.
+    """
+
+    def __init__(
+        self, count: int, context: int, shared: int, steps: int, vocab_size: int, seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(0, vocab_size, (count, context + steps), generator=generator)
+        drawn[:, :shared] = drawn[0, :shared].clone()
+        self.contexts: list[list[int]] = drawn[:, :context].tolist()
+        self.tokens: list[list[int]] = drawn[:, context:].T.tolist()
+        self.orders = [torch.randperm(count, generator=generator).tolist() for _ in range(steps)]
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def extend(self, step: int) -> None:
+        for context, token in zip(self.contexts, self.tokens[step], strict=True):
+            context.append(token)
+
+    def resample(self, step: int) -> None:
+        half = len(self) // 2
+        order = self.orders[step]
+        for survivor, replaced in zip(order[:half], order[len(self) - half :], strict=True):
+            self.contexts[replaced] = list(self.contexts[survivor])
+
+
+def clock() -> float:
+    """Seconds, once the device has done all it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# -- vLLM's modes -----------------------------------------------------------------------------
+
+
+def fresh(llm: Any, particles: Particles, steps: int) -> Measured:
+    """What a runtime does that keeps nothing from one step to the next, with nothing around it."""
+    generate(llm, particles.contexts, 1)
+    gc.collect()
+    computed, started = 0, clock()
+    for step in range(steps):
+        particles.extend(step)
+        for output in generate(llm, particles.contexts, 1):
+            computed += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+    ms = (clock() - started) * 1e3 / steps
+    return Measured(ms, computed_tokens=computed / steps / len(particles))
+
+
+def decode(llm: Any, particles: Particles, steps: int) -> Measured:
+    """The untimed generation leaves the prompts in the prefix cache, alike for the two timed ones."""
+    generate(llm, particles.contexts, 1)
+    seconds = []
+    for length in (SHORT, SHORT + steps):
+        gc.collect()
+        started = clock()
+        generate(llm, particles.contexts, length)
+        seconds.append(clock() - started)
+    return Measured((seconds[1] - seconds[0]) * 1e3 / steps)
+
+
+def generate(llm: Any, contexts: Sequence[list[int]], max_tokens: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    prompts = [{"prompt_token_ids": context} for context in contexts]
+    return cast("list[Any]", llm.generate(prompts, params, use_tqdm=False))
+
+
+# -- genrt's modes ----------------------------------------------------------------------------
+
+
+async def resident(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """Particles know nothing of each other: one may be a step ahead."""
+
+    async def run(number: int) -> None:
+        context = particles.contexts[number]
+        for step in range(steps):
+            context.append(particles.tokens[step][number])
+            await lm.next_token_logprobs(context)
+
+    return await metered(lm, particles, steps, together(run, particles))
+
+
+async def draw(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """Every mask allows about half of the vocabulary, packed as a constraint packs it."""
+    masks = packed_masks(8, lm.vocab_size)
+
+    async def run(number: int) -> None:
+        context = particles.contexts[number]
+        context.append(particles.tokens[0][number])
+        for step in range(steps):
+            drawn = await lm.draw(context, mask=masks[(number + step) % len(masks)])
+            context.append(drawn.token_id)
+
+    return await metered(lm, particles, steps, together(run, particles))
+
+
+async def cached(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """The contexts stay as they are, so that their rows are there from the first time on."""
+
+    async def run(number: int) -> None:
+        for _ in range(steps):
+            await lm.next_token_logprobs(particles.contexts[number])
+
+    return await metered(lm, particles, steps, together(run, particles))
+
+
+async def batch(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    async def run() -> None:
+        for step in range(steps):
+            particles.extend(step)
+            await lm.batch_next_token_logprobs(particles.contexts)
+
+    return await metered(lm, particles, steps, run())
+
+
+async def resample(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """Resampling needs the weights of all, so a step begins when the last one has ended for all."""
+
+    async def run() -> None:
+        for step in range(steps):
+            particles.resample(step)
+            particles.extend(step)
+            await asyncio.gather(*map(lm.next_token_logprobs, particles.contexts))
+
+    return await metered(lm, particles, steps, run())
+
+
+async def together(run: Callable[[int], Coroutine[Any, Any, None]], particles: Particles) -> None:
+    await asyncio.gather(*map(run, range(len(particles))))
+
+
+async def metered(
+    lm: genrt.AsyncLM, particles: Particles, steps: int, work: Coroutine[Any, Any, None]
+) -> Measured:
+    """Ask every context once, then time the work and take what the engine counted meanwhile."""
+    await asyncio.gather(*map(lm.next_token_logprobs, particles.contexts))
+    gc.collect()
+    before, started = lm.statistics().engine, clock()
+    await work
+    ms, after = (clock() - started) * 1e3 / steps, lm.statistics().engine
+    return Measured(
+        ms,
+        engine_steps=(after.steps - before.steps) / steps,
+        computed_tokens=(after.computed_tokens - before.computed_tokens) / steps / len(particles),
+        host_bytes=(after.bytes_to_host - before.bytes_to_host) / steps,
+    )
+
+
+def packed_masks(count: int, vocab_size: int) -> torch.Tensor:
+    """Random masks, int32 ``[count, ceil(vocab_size / 32)]``, no bit set beyond the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, math.ceil(vocab_size / 32))
+    masks = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=generator)
+    masks[:, -1] &= (1 << (vocab_size - 1) % 32) - 1
+    return masks
+
+
+VLLM_MODES = {"fresh": fresh, "decode": decode}
+GENRT_MODES = {
+    "resident": resident,
+    "batch": batch,
+    "resample": resample,
+    "draw": draw,
+    "cached": cached,
+}
+MODES = (*VLLM_MODES, *GENRT_MODES)

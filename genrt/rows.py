@@ -1,0 +1,88 @@
+"""A step's rows, together and apart, with few kernels.
+
+An engine answers a step with a row for each request, and these are mostly views of one tensor: the rows
+of the step's ``[n, vocab_size]``, in whatever order the requests came. Stacking or copying them one by
+one costs a kernel launch each; here it is one for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["apart", "stacked", "together"]
+
+
+def together(rows: Sequence[Tensor]) -> Tensor:
+    """The rows, of which there is at least one, as one tensor ``[n, width]`` in their order.
+
+    Rows that lie in one storage at even distances, as a step's do in their own order, are not copied:
+    the result is a view of that storage, and not to be written to. Others that lie in one storage are
+    gathered at once; the rest are stacked. Rows of several lengths or devices raise what ``torch.stack``
+    raises.
+    """
+    offsets = _offsets(rows)
+    if offsets is None:
+        return torch.stack(list(rows))
+    first, count, width = rows[0], len(rows), rows[0].numel()
+    gap = offsets[1] - offsets[0] if count > 1 else width
+    if gap > 0 and offsets == list(range(offsets[0], offsets[0] + gap * count, gap)):
+        return first.as_strided((count, width), (gap, 1))
+    # Cut the storage at every multiple of the gaps' common divisor: each row is then a row of that table.
+    start = min(offsets)
+    stride = math.gcd(*(offset - start for offset in offsets)) or width
+    places = [(offset - start) // stride for offset in offsets]
+    table = first.as_strided((max(places) + 1, width), (stride, 1), start)
+    index = torch.tensor(
+        places, pin_memory=first.is_cuda
+    )  # pageable memory would wait for the device
+    return table.index_select(0, index.to(first.device, non_blocking=True))
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor:
+    """``together``, in storage of its own that holds nothing else."""
+    whole = together(rows)
+    if whole.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
+        return whole.clone(memory_format=torch.contiguous_format)
+    return whole
+
+
+def apart(rows: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each row, in storage of its own that holds nothing else. All or none: it raises when
+    memory is short for one of them."""
+    if not rows:
+        return []
+    copies = list(map(torch.empty_like, rows))
+    torch._foreach_copy_(copies, list(rows))
+    return copies
+
+
+def _offsets(rows: Sequence[Tensor]) -> list[int] | None:
+    """Where in their storage the rows begin, in entries; ``None`` unless it is one storage, and the rows
+    are unbroken stretches of it, of one length and type.
+
+    Told by address and not by ``_base``, which views that were made in inference mode lack.
+    """
+    first = rows[0]
+    if first.ndim != 1 or not first.numel():
+        return None
+    if not all(map(Tensor.is_contiguous, rows)) or len(set(map(_SHAPE, rows))) > 1:
+        return None
+    if len(set(map(_DTYPE, rows))) > 1:
+        return None
+    offsets = cast("list[int]", list(map(Tensor.storage_offset, rows)))
+    size = first.element_size()
+    origins = {
+        address - size * offset
+        for address, offset in zip(map(Tensor.data_ptr, rows), offsets, strict=True)
+    }
+    return offsets if len(origins) == 1 else None
+
+
+_SHAPE = attrgetter("shape")
+_DTYPE = attrgetter("dtype")

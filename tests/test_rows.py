@@ -1,0 +1,178 @@
+"""rows.py: the same numbers as stacking and cloning, in the storage that is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from genrt.rows import apart, stacked, together
+
+
+def step(count: int = 6, width: int = 5) -> Tensor:
+    """A step's rows: each entry is another number."""
+    return torch.arange(float(count * width)).view(count, width)
+
+
+def padded(count: int = 6, width: int = 5) -> Tensor:
+    """A step whose logits were wider than the vocabulary, as padded ones are."""
+    return step(count, width + 3)[:, :width]
+
+
+def inferred() -> Tensor:
+    with torch.inference_mode():
+        return step() + 0.5
+
+
+STEPS: list[Callable[[], Tensor]] = [step, padded, inferred, lambda: step(12)[1::2]]
+
+ANY_ROWS: list[Callable[[], list[Tensor]]] = [
+    lambda: [step()[0]],
+    lambda: [step()[0], step()[1]],
+    lambda: [step(2)[0].clone() for _ in range(3)],
+    lambda: list(step().t()),
+    lambda: [step()[0], step().t()[0][:5]],
+    lambda: [torch.tensor(1.0).expand(4)] * 2,
+    lambda: list(step().bfloat16()),
+    lambda: [row[:3] for row in step()],
+    lambda: [step().view(-1)[at : at + 4] for at in (7, 0, 3)],
+    lambda: [step()[0].view(torch.int32), step()[1].view(torch.int32)],
+    lambda: [torch.tensor([-torch.inf, -0.0, torch.nan, 1e-45])] * 3,
+    lambda: [torch.empty(0), torch.empty(0)],
+    lambda: [torch.tensor(3.0), torch.tensor(4.0)],
+    lambda: list(torch.arange(24.0).view(2, 3, 4)),
+]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Bit by bit, also where it is NaN or -0."""
+    return (one.dtype, one.shape, one.tolist().__repr__()) == (
+        other.dtype,
+        other.shape,
+        other.tolist().__repr__(),
+    )
+
+
+class Calls(TorchFunctionMode):
+    """The torch functions called meanwhile, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", ANY_ROWS)
+def test_together_is_a_stack(rows: Callable[[], list[Tensor]]) -> None:
+    given_rows = rows()
+    assert same(together(given_rows), torch.stack(given_rows))
+    assert same(together(tuple(given_rows[::-1])), torch.stack(given_rows[::-1]))
+
+
+@pytest.mark.parametrize("rows", ANY_ROWS)
+def test_stacked_is_a_stack_in_storage_of_its_own(rows: Callable[[], list[Tensor]]) -> None:
+    given_rows = rows()
+    whole = stacked(given_rows)
+    assert same(whole, torch.stack(given_rows))
+    assert whole.untyped_storage().nbytes() == whole.nbytes
+    held = {row.untyped_storage().data_ptr() for row in given_rows}
+    assert whole.untyped_storage().data_ptr() not in held - {0}
+
+
+@pytest.mark.parametrize("rows", ANY_ROWS)
+def test_apart_are_clones_in_storage_of_their_own(rows: Callable[[], list[Tensor]]) -> None:
+    given_rows = rows()
+    copies = apart(given_rows)
+    assert len(copies) == len(given_rows)
+    for copy, row in zip(copies, given_rows, strict=True):
+        assert same(copy, row)
+        assert copy.untyped_storage().nbytes() == row.numel() * row.element_size()
+    held = [row.untyped_storage().data_ptr() for row in [*copies, *given_rows] if row.numel()]
+    assert len(set(held)) == len(held) // 2 + len(set(held[len(held) // 2 :]))
+
+
+@pytest.mark.parametrize("make", STEPS)
+@settings(max_examples=60, deadline=None)
+@given(places=st.lists(st.integers(0, 5), min_size=1, max_size=12))
+def test_rows_of_one_step_in_any_order_are_together_what_they_are(
+    make: Callable[[], Tensor], places: list[int]
+) -> None:
+    whole = make()
+    rows = [whole[place] for place in places]
+    with Calls() as calls:
+        found = together(rows)
+    assert same(found, whole[places])
+    assert "stack" not in calls.names, "one kernel, or none"
+
+
+@pytest.mark.parametrize("make", STEPS)
+@pytest.mark.parametrize("places", [range(6), range(1, 4), range(0, 6, 2), [3]])
+def test_evenly_spaced_rows_are_not_copied(
+    make: Callable[[], Tensor], places: list[int] | range
+) -> None:
+    whole = make()
+    found = together([whole[place] for place in places])
+    assert same(found, whole[list(places)])
+    assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_a_gathered_or_stacked_result_is_a_copy() -> None:
+    whole = step()
+    for rows in (
+        [whole[2], whole[0]],
+        [whole[1]] * 2,
+        [whole[0], whole[1], whole[3]],
+        [whole[0], step()[1]],
+    ):
+        together(rows).zero_()
+    assert same(whole, step())
+
+
+def test_neighbours_in_memory_that_are_no_views_of_one_storage_are_stacked() -> None:
+    numbers = step()
+    strangers = [torch.from_numpy(row) for row in numbers.numpy()]
+    with Calls() as calls:
+        assert same(together(strangers), numbers)
+    assert "stack" in calls.names
+
+
+def test_rows_of_several_lengths_are_not_together() -> None:
+    with pytest.raises(RuntimeError):
+        together([step()[0], step()[1][:4]])
+
+
+def test_rows_of_several_types_come_apart_each_in_its_own() -> None:
+    rows = [torch.randn(3), torch.arange(5), torch.randn(2, dtype=torch.float64)]
+    assert all(same(copy, row) for copy, row in zip(apart(rows), rows, strict=True))
+
+
+def test_a_steps_rows_come_apart_with_one_copy() -> None:
+    with Calls() as calls:
+        apart(list(step()))
+    assert calls.names.count("_foreach_copy_") == 1
+    assert not {"clone", "copy_"} & set(calls.names)
+
+
+def test_no_rows_come_apart() -> None:
+    assert apart([]) == []
+
+
+def test_a_row_without_memory_for_its_copy_raises_and_changes_nothing() -> None:
+    class Full(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.empty_like and args[0].shape[0] == 7:
+                raise torch.OutOfMemoryError("no room")
+            return function(*args, **(kwargs or {}))
+
+    rows = [torch.ones(3), torch.ones(7)]
+    with Full(), pytest.raises(torch.OutOfMemoryError):
+        apart(rows)
+    assert all(bool((row == 1).all()) for row in rows)
