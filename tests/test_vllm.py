@@ -198,7 +198,7 @@ async def test_waiters_cancelled_at_any_time_leave_the_others_their_rows(
     await lm.next_token_logprobs([9])
     statistics = lm.statistics().batcher
     assert (statistics.queued, statistics.in_flight) == (0, 0)
-    assert not engine_of(lm)._by_core_id
+    assert not engine_of(lm)._in_progress
 
 
 async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
@@ -242,7 +242,7 @@ async def test_poisoned_logits_fail_alone_and_are_not_cached(
 
     def poison(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
         by_ticket = {
-            int(p.core_id): p.request.token_ids for p in engine_of(lm)._by_core_id.values()
+            int(name): request.token_ids for name, request in engine_of(lm)._in_progress.items()
         }
         logits = logits.clone()
         for position, ticket in enumerate(tickets):

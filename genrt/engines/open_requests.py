@@ -83,69 +83,75 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._residents)
 
-    def submit(self, requests: Sequence[LogprobsRequest]) -> dict[LogprobsRequest, str]:
+    def submit(self, requests: Sequence[LogprobsRequest]) -> list[str | None]:
         """Extend, or fork, resident sequences to these contexts where that is a matter of one token.
-        Returns the ids of the vLLM requests that now go on as these questions; the others need one of
-        their own."""
+        For each the id of the vLLM request that now goes on as this question; ``None`` if it needs one of
+        its own."""
         self._flush += 1
-        woken: dict[LogprobsRequest, str] = {}
-        forks: list[tuple[LogprobsRequest, str]] = []
+        names: list[str | None] = []
+        forks: list[tuple[int, str]] = []
         parked, residents = self._scheduler.parked, self._residents
         # Who goes on step after step mostly asks in the same order.
-        guesses = self._populations.get(self._flush - 1, ())
-        for request, guess in zip_longest(requests, guesses[: len(requests)]):
+        guesses = self._populations.get(self._flush - 1, ())[: len(requests)]
+        for request, guess in zip_longest(requests, guesses):
             adapter, token_ids = request.adapter, request.token_ids
             if guess in parked and residents.is_parent(guess, adapter, token_ids):
                 parent: str | None = guess
             else:
                 parent = residents.parent(adapter, token_ids)
-            if parent is None:
-                continue
             if parent in parked:
                 self._wake(parent, token_ids[-1])
                 self.extended += 1
-                woken[request] = parent
-            else:
-                forks.append((request, parent))
+                names.append(parent)
+                continue
+            if parent is not None:
+                forks.append((len(names), parent))
+            names.append(None)
         if forks:
-            self._fork(forks, woken)
+            self._fork(requests, forks, names)
         self._scheduler.admit()
-        names = list(woken.values())
-        self._asked_in.update(dict.fromkeys(names, self._flush))
-        self._populations[self._flush] = names
+        asked = [name for name in names if name is not None]
+        self._asked_in.update(dict.fromkeys(asked, self._flush))
+        self._populations[self._flush] = asked
         if len(self._populations) > POPULATIONS:
             self._populations.popitem(last=False)
-        return woken
+        return names
 
     def _wake(self, name: str, token_id: int) -> None:
         position, prompt = self._scheduler.wake(name, token_id)
         self._tokens.append(Next(name, token_id, position, prompt))
 
     def _fork(
-        self, forks: Sequence[tuple[LogprobsRequest, str]], woken: dict[LogprobsRequest, str]
+        self,
+        requests: Sequence[LogprobsRequest],
+        forks: Sequence[tuple[int, str]],
+        names: list[str | None],
     ) -> None:
+        """Seat forks of these parents, as many as there are seats, and enter their names."""
         passed_over: dict[int, list[str]] = {}
         parents = {parent for _, parent in forks}
-        parked = self._scheduler.parked
-        for request, parent in forks:
+        for place, parent in forks:
             population = self._asked_in.get(parent, 0)
             if population not in passed_over:
-                passed_over[population] = [
-                    name
-                    for name in self._populations.get(population, ())
-                    if name in parked
-                    and name not in parents
-                    and self._asked_in.get(name) == population
-                ]
-            while passed_over[population]:
-                name = passed_over[population].pop()
-                block_ids = self._scheduler.reseat(name, parent, request.token_ids[:-1])
+                passed_over[population] = self._passed_over(population, parents)
+            free, token_ids = passed_over[population], requests[place].token_ids
+            while free and names[place] is None:
+                name = free.pop()
+                block_ids = self._scheduler.reseat(name, parent, token_ids[:-1])
                 if block_ids is not None:
                     self._residents.remove(name)
-                    self._seats.append(Seat(name, list(request.token_ids[:-1]), block_ids))
-                    self._wake(name, request.token_ids[-1])
-                    woken[request] = name
-                    break
+                    self._seats.append(Seat(name, list(token_ids[:-1]), block_ids))
+                    self._wake(name, token_ids[-1])
+                    names[place] = name
+
+    def _passed_over(self, population: int, parents: set[str]) -> list[str]:
+        """Those of a population that have been asked about in no flush since, nor are in this one."""
+        parked, asked_in = self._scheduler.parked, self._asked_in
+        return [
+            name
+            for name in self._populations.get(population, ())
+            if name in parked and name not in parents and asked_in.get(name) == population
+        ]
 
     def share(self, name: str, request: LogprobsRequest) -> None:
         """Have a request that was just added start from the nearest resident one."""

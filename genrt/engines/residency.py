@@ -53,7 +53,8 @@ class Residents:
         if resident is None:
             resident = self._by_name[name] = _Resident(name, adapter, token_ids)
         else:
-            self._undigest(resident)
+            if resident.digest is not None:
+                self._undigest(resident)
             resident.token_ids = token_ids
         self._without_digest[name] = None
         if len(token_ids) - len(resident.pieces) * PIECE >= PIECE:

@@ -21,7 +21,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -67,15 +67,6 @@ from genrt.errors import (
 __all__ = ["VLLMEngine"]
 
 
-@dataclass(slots=True)
-class _Progress:
-    """One submitted request: its id in vLLM, which is the number of its ticket, and its tokens so far."""
-
-    request: Request
-    core_id: str
-    token_ids: list[int]
-
-
 class VLLMEngine:
     """The Engine protocol over an ``LLMEngine`` whose scheduler runs in this process."""
 
@@ -115,8 +106,8 @@ class VLLMEngine:
                 ahead=self._device.type == "cuda",
             )
         self._numbers = itertools.count(1)
-        self._by_request: dict[Request, _Progress] = {}
-        self._by_core_id: dict[str, _Progress] = {}
+        self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}
+        self._drawn: dict[str, list[int]] = {}
         self._waiting_samples: dict[SampleRequest, None] = {}
         self._samples = 0
         self._ended: list[Finished] = []
@@ -159,16 +150,16 @@ class VLLMEngine:
     # -- submit, step, cancel -----------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        woken: dict[LogprobsRequest, str] = {}
-        if self._open is not None:
-            woken = self._open.submit([r for r in requests if isinstance(r, LogprobsRequest)])
-            for row, name in woken.items():
-                self._begin(_Progress(row, name, []))
-        for request in requests:
-            if isinstance(request, SampleRequest):
-                self._waiting_samples[request] = None
-            elif request not in woken:
-                self._add(request)
+        rows = [request for request in requests if isinstance(request, LogprobsRequest)]
+        names = [None] * len(rows) if self._open is None else self._open.submit(rows)
+        for row, name in zip(rows, names, strict=True):
+            if name is None:
+                self._add(row)
+            else:
+                self._begin(name, row)
+        if len(rows) < len(requests):
+            samples = (request for request in requests if isinstance(request, SampleRequest))
+            self._waiting_samples.update(dict.fromkeys(samples))
         self._count(requests=len(requests))
 
     def _admit_samples(self) -> None:
@@ -177,28 +168,31 @@ class VLLMEngine:
             del self._waiting_samples[request]
             self._samples += self._add(request)
 
-    def _add(self, request: Request) -> bool:
-        """Hand one request to vLLM; an error of its own ends it at the next step. True if vLLM has it."""
+    def _add(self, request: LogprobsRequest | SampleRequest) -> bool:
+        """Hand one request to vLLM; an error of its own ends it at the next step. True if vLLM has it.
+
+        It goes by a number, which is its id in vLLM and its ticket.
+        """
         number = next(self._numbers)
-        progress = _Progress(request, str(number), [])
+        core_id = str(number)
         try:
             params = self._params(request, number)
             lora = self._adapters.request(request.adapter) if self._adapters is not None else None
             with self._on_stream():
-                self._core.add_request(
-                    core_request(progress.core_id, request.token_ids, params, lora)
-                )
+                self._core.add_request(core_request(core_id, request.token_ids, params, lora))
         except Exception as error:
             refused = translated(error, "vLLM does not take this request")
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return False
-        if self._open is not None and isinstance(request, LogprobsRequest):
-            self._open.share(progress.core_id, request)
-        self._begin(progress)
+        if isinstance(request, SampleRequest):
+            self._drawn[core_id] = []
+        elif self._open is not None:
+            self._open.share(core_id, request)
+        self._begin(core_id, request)
         return True
 
-    def _params(self, request: Request, ticket: int) -> SamplingParams:
+    def _params(self, request: LogprobsRequest | SampleRequest, ticket: int) -> SamplingParams:
         if isinstance(request, SampleRequest):
             return sampling_params(request)
         params = copy(LOGPROBS)
@@ -208,19 +202,27 @@ class VLLMEngine:
             params.max_tokens = self.max_model_len + 1 - len(request.token_ids)
         return params
 
-    def _begin(self, progress: _Progress) -> None:
+    def _begin(self, core_id: str, request: LogprobsRequest | SampleRequest) -> None:
         if self._adapters is not None:
-            self._adapters.hold(progress.request.adapter)
-        self._by_request[progress.request] = self._by_core_id[progress.core_id] = progress
+            self._adapters.hold(request.adapter)
+        self._in_progress[core_id] = request
+
+    def _end(self, core_id: str) -> LogprobsRequest | SampleRequest:
+        request = self._in_progress.pop(core_id)
+        if self._drawn:
+            self._samples -= self._drawn.pop(core_id, None) is not None
+        if self._adapters is not None:
+            self._adapters.release(request.adapter)
+        return request
 
     def step(self) -> list[Finished]:
         self._admit_samples()
         # Without a forward, so that a failing one cannot take these ends from their requests.
-        if self._ended or not self._by_core_id:
+        if self._ended or not self._in_progress:
             ended, self._ended = self._ended, []
             return ended
         started = time.perf_counter()
-        in_progress = len(self._by_request) + len(self._waiting_samples)
+        in_progress = len(self._in_progress) + len(self._waiting_samples)
         try:
             with self._on_stream():
                 finished = self._decode()
@@ -249,10 +251,9 @@ class VLLMEngine:
         self._open.end_decode()
         finished: list[Finished] = []
         for name, row in zip(names, rows.unbind(), strict=True):
-            progress = self._by_core_id[name]
-            self._release(progress)
-            self._open.keep(name, cast("LogprobsRequest", progress.request))
-            finished.append(Finished(progress.request, row))
+            request = cast("LogprobsRequest", self._end(name))
+            self._open.keep(name, request)
+            finished.append(Finished(request, row))
         bad = check.wait()
         for position in bad:
             finished[position] = Finished(finished[position].request, error=_not_finite())
@@ -264,43 +265,39 @@ class VLLMEngine:
     def _collect(self, outputs: Sequence[Any]) -> list[Finished]:
         """What a step's outputs end, with rows on the default stream."""
         finished: list[Finished] = []
-        with_rows: list[_Progress] = []
+        with_rows = self._open.after_step() if self._open is not None else []
         computed = sampled = 0
-        for name in self._open.after_step() if self._open is not None else ():
-            with_rows.append(self._by_core_id[name])
-            self._release(self._by_core_id[name])
         for output in outputs:
-            progress = self._by_core_id.get(output.request_id)
-            if progress is None:
+            core_id = output.request_id
+            if core_id not in self._in_progress:
                 continue
-            prefill = output.prefill_stats
-            computed += (
-                len(output.new_token_ids) if prefill is None else prefill.num_computed_tokens
-            )
-            if isinstance(progress.request, SampleRequest):
-                progress.token_ids += output.new_token_ids
-                sampled += len(output.new_token_ids)
+            prefill, new = output.prefill_stats, output.new_token_ids
+            computed += len(new) if prefill is None else prefill.num_computed_tokens
+            token_ids = self._drawn.get(core_id)
+            if token_ids is not None:
+                token_ids += new
+                sampled += len(new)
             if output.finish_reason is None:
                 continue
-            self._release(progress)
             if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                 reason = f"vLLM ended the request with {output.finish_reason}"
-                finished.append(Finished(progress.request, error=EngineFailed(reason)))
-            elif isinstance(progress.request, LogprobsRequest):
-                with_rows.append(progress)
+                finished.append(Finished(self._end(core_id), error=EngineFailed(reason)))
+            elif token_ids is None:
+                with_rows.append(core_id)
             else:
                 stopped = output.finish_reason == FinishReason.STOP
-                token_ids = progress.token_ids[:-1] if stopped else progress.token_ids
-                finished.append(Finished(progress.request, tuple(token_ids)))
-        rows = self._store.take([int(p.core_id) for p in with_rows]) if with_rows else []
-        for progress, row in zip(with_rows, rows, strict=True):
+                result = tuple(token_ids[:-1] if stopped else token_ids)
+                finished.append(Finished(self._end(core_id), result))
+        rows = self._store.take(map(int, with_rows)) if with_rows else []
+        for core_id, row in zip(with_rows, rows, strict=True):
+            request = cast("LogprobsRequest", self._end(core_id))
             if row is None:
-                finished.append(Finished(progress.request, error=_not_finite()))
-                self._abort([progress.core_id])
+                finished.append(Finished(request, error=_not_finite()))
+                self._abort([core_id])
                 continue
-            finished.append(Finished(progress.request, row))
-            if self._open is not None and isinstance(progress.request, LogprobsRequest):
-                self._open.keep(progress.core_id, progress.request)
+            finished.append(Finished(request, row))
+            if self._open is not None:
+                self._open.keep(core_id, request)
         self._count(
             rows=sum(row is not None for row in rows),
             failed=sum(end.error is not None for end in finished),
@@ -316,13 +313,13 @@ class VLLMEngine:
         self._ended = [end for end in self._ended if end.request not in wanted]
         for request in [r for r in self._waiting_samples if r in wanted]:
             del self._waiting_samples[request]
-        here = [self._by_request[r] for r in wanted if r in self._by_request]
+        here = [core_id for core_id, request in self._in_progress.items() if request in wanted]
         gone = before - len(self._ended) - len(self._waiting_samples) + len(here)
         if here:
-            self._abort([progress.core_id for progress in here])
-            for progress in here:
-                self._release(progress)
-            self._store.forget([int(progress.core_id) for progress in here])
+            self._abort(here)
+            for core_id in here:
+                self._end(core_id)
+            self._store.forget(map(int, here))
         self._count(cancelled=gone)
 
     def _abort(self, names: Sequence[str]) -> None:
@@ -332,25 +329,17 @@ class VLLMEngine:
         if self._open is not None:
             self._open.forget(names)
 
-    def _release(self, progress: _Progress) -> None:
-        del self._by_request[progress.request]
-        del self._by_core_id[progress.core_id]
-        self._samples -= isinstance(progress.request, SampleRequest)
-        if self._adapters is not None:
-            self._adapters.release(progress.request.adapter)
-
     def _recover(self) -> None:
         """Forget everything after a failed step, so that the next one finds vLLM clean.
 
         Raises:
             EngineFailed: vLLM's blocks can't be freed: this engine can't go on.
         """
-        progresses = list(self._by_request.values())
         self._waiting_samples.clear()
         self._abort(list(self._core.engine_core.scheduler.requests))
-        for progress in progresses:
-            self._release(progress)
-        self._store.forget([int(progress.core_id) for progress in progresses])
+        self._store.forget(map(int, self._in_progress))
+        for core_id in list(self._in_progress):
+            self._end(core_id)
         if not self._core.reset_prefix_cache():
             raise EngineFailed(
                 "vLLM still holds blocks of requests that were aborted; load it again"
@@ -383,7 +372,7 @@ class VLLMEngine:
     def _idle(self, adapter: Adapter | None) -> list[str]:
         """An adapter's resident sequences that no question in progress extends."""
         bound = self._open.bound_to(adapter) if self._open is not None else []
-        return [name for name in bound if name not in self._by_core_id]
+        return [name for name in bound if name not in self._in_progress]
 
     # -- self-test, close ---------------------------------------------------------------------
 
@@ -396,7 +385,7 @@ class VLLMEngine:
     def forget_residents(self) -> None:
         """Have vLLM forget every sequence that nothing in progress extends, and every block."""
         if self._open is not None:
-            self._abort([name for name in self._open.names() if name not in self._by_core_id])
+            self._abort([name for name in self._open.names() if name not in self._in_progress])
         self._core.reset_prefix_cache()
 
     def stop_keeping(self) -> None:
@@ -412,7 +401,7 @@ class VLLMEngine:
         others: list[Finished] = []
         try:
             while len(ends) < len(requests):
-                bystanders = [*self._by_request, *self._waiting_samples]
+                bystanders = [*self._in_progress.values(), *self._waiting_samples]
                 try:
                     finished = self.step()
                 except GenrtError as error:
@@ -433,7 +422,7 @@ class VLLMEngine:
 
     def _unused_context(self) -> tuple[int, ...]:
         """A context that no request in progress asks about."""
-        asked = {request.token_ids for request in self._by_request}
+        asked = {request.token_ids for request in self._in_progress.values()}
         return next((token,) for token in range(self._vocab_size) if (token,) not in asked)
 
     def close(self) -> None:
@@ -448,8 +437,8 @@ class VLLMEngine:
             core.scheduler.shutdown()
         if self._adapters is not None:
             self._adapters.close()
-        self._by_request.clear()
-        self._by_core_id.clear()
+        self._in_progress.clear()
+        self._drawn.clear()
         self._waiting_samples.clear()
         self._store = RowStore()
         self._llm_engine = self._core = None
