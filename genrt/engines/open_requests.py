@@ -137,10 +137,10 @@ class OpenRequests:
             free, token_ids = passed_over[population], requests[place].token_ids
             while free and names[place] is None:
                 name = free.pop()
-                block_ids = self._scheduler.reseat(name, parent, token_ids[:-1])
-                if block_ids is not None:
+                seat = self._scheduler.reseat(name, parent, token_ids[:-1])
+                if seat is not None:
                     self._residents.remove(name)
-                    self._seats.append(Seat(name, list(token_ids[:-1]), block_ids))
+                    self._seats.append(seat)
                     self._wake(name, token_ids[-1])
                     names[place] = name
 
@@ -197,7 +197,7 @@ class OpenRequests:
     def _launch(self, held: Held, tokens: Sequence[Next]) -> torch.Tensor:
         if self._seats:
             self._runner.reseat(self._seats)
-            self._runner.refresh(held, self._scheduler.take_copies())
+            self._runner.refresh(held)
             self._seats.clear()
         logits = self._runner.launch(held, tokens)
         self._tokens.clear()

@@ -14,7 +14,7 @@ Rules:
     Nothing is parked that a running or waiting request needs the room of: before every step the parked
     requests that were used longest ago are finished until the step's blocks and slots are there.
     Scheduling is synchronous: a step's tokens are known before the next one is scheduled.
-    A block that is to be copied is read before anything in its step is written: the copies come first.
+    Blocks are copied before anything else is done for the step that needs the copies.
 
 Private to vLLM and touched here: ``Scheduler._get_local_prefix_cache_hit``, its queues, the KV manager of
 a single group and its block pool, and a request's lists. ``vllm_self_test.py`` compares rows that come by
@@ -32,6 +32,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
+
+from genrt.engines.runners import Seat
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
@@ -61,7 +63,6 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         self._open: set[str] = set()
         self._donors: dict[str, tuple[str, int]] = {}
         self._waking: dict[str, Request] = {}
-        self._copies: list[tuple[int, int]] = []
         self._answered: list[str] = []
         self._evicted: list[str] = []
         # The V2 runner has a slot for each request it knows; V1 only keeps a record.
@@ -114,12 +115,10 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         self._waking[request_id] = request
         return len(token_ids) - 1, request.num_prompt_tokens
 
-    def reseat(
-        self, request_id: str, donor_id: str, token_ids: tuple[int, ...]
-    ) -> list[int] | None:
+    def reseat(self, request_id: str, donor_id: str, token_ids: tuple[int, ...]) -> Seat | None:
         """Have a parked request go on with the tokens of another one, all of which that one has computed,
-        and with its blocks; the last one, if it is not full, is copied by the next step. Returns the
-        ids of the blocks; ``None``, and nothing is changed, where that can't be."""
+        and with its blocks; the last one, if it is not full, with a copy of it that the runner makes.
+        ``None``, and nothing is changed, where that can't be."""
         request, donor = self.parked[request_id], self.requests[donor_id]
         length = len(token_ids)
         if (
@@ -139,8 +138,6 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         pool.touch(kept)
         manager.free(request_id)
         [own] = pool.get_new_blocks(1)
-        if length % self.block_size:
-            self._copies.append((donated[full].block_id, own.block_id))
         manager.req_to_blocks[request_id] = [*kept, own]
         manager.num_cached_block[request_id] = full
         request.prompt_token_ids = list(token_ids)
@@ -149,7 +146,12 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         request.block_hashes[:] = donor.block_hashes[: length // self.hash_block_size]
         request.num_prompt_tokens = request.num_computed_tokens = length
         self.reseated += 1
-        return [block.block_id for block in manager.req_to_blocks[request_id]]
+        return Seat(
+            request_id,
+            request.prompt_token_ids,
+            block_ids=[*(block.block_id for block in kept), own.block_id],
+            copied=donated[full].block_id if length % self.block_size else None,
+        )
 
     def admit(self) -> None:
         """Move what was woken to the running requests, within their number and ``max_loras``."""
@@ -190,7 +192,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
 
     def begin_ahead(self, request_ids: Collection[str]) -> bool:
         """Whether what was scheduled by ``decode_step_ahead`` for these is the next step, but for blocks
-        of those that were reseated; if so, it has begun, and ``take_copies`` belongs to it."""
+        of those that were reseated; if so, it has begun."""
         running = self.running
         if (
             len(running) != len(request_ids)
@@ -236,7 +238,6 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             if blocks is None:
                 raise RuntimeError("vLLM has no block where its pool has a free one")
             new_blocks[n] = blocks.get_block_ids(allow_none=True)
-        copies = self.take_copies()
         finished, self.finished_req_ids = self.finished_req_ids, set()
         preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         self.prev_step_scheduled_req_ids = set(request_ids)
@@ -259,13 +260,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             preempted_req_ids=preempted,
             free_encoder_mm_hashes=[],
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
-            kv_cache_block_copies=copies or None,
         )
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        """The blocks to be copied, source and copy, before anything is written in the next step."""
-        copies, self._copies = self._copies, []
-        return copies
 
     def _begin_decode_step(self) -> None:
         for request in self.running:
@@ -298,12 +293,6 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             self._make_room()
         output = super().schedule(throttle_prefills)
         self.computed_tokens += output.total_num_scheduled_tokens
-        if self._copies:
-            # A block that was freed meanwhile may be copied to by vLLM as well: then that copy counts.
-            vllms = output.kv_cache_block_copies or ()
-            sources = {own: source for source, own in chain(self._copies, vllms)}
-            output.kv_cache_block_copies = [(source, own) for own, source in sources.items()]
-            self._copies = []
         if self._donors:
             for request in output.scheduled_new_reqs:
                 self._donors.pop(request.req_id, None)

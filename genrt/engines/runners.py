@@ -38,11 +38,13 @@ class Next(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A request that goes on as another sequence: the tokens it has, all computed, and its blocks."""
+    """A request that goes on as another sequence: the tokens it has, all computed, its blocks, and which
+    block the last of them is a copy of, if it is one."""
 
     request_id: str
     token_ids: list[int]
     block_ids: list[int]
+    copied: int | None
 
 
 class Held(NamedTuple):
@@ -68,9 +70,8 @@ class Runner(Protocol):
         earlier, or is not to be had apart."""
         ...
 
-    def refresh(self, held: Held, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, source and copy, and tell a held step of requests that were reseated since, none
-        of them to another position."""
+    def refresh(self, held: Held) -> None:
+        """Tell a held step of requests that were reseated since, none of them to another position."""
         ...
 
     def launch(self, held: Held, tokens: Sequence[Next]) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Runner(Protocol):
         ...
 
     def reseat(self, seats: Sequence[Seat]) -> None:
-        """Have these requests go on as other sequences."""
+        """Copy blocks, and have these requests go on as other sequences."""
         ...
 
     def write(self, tokens: Sequence[Next]) -> None:
@@ -99,11 +100,31 @@ class _Stopped(Exception):
     """Raised in place of the forward, with what it would have been given."""
 
 
-class _V1:
-    """Requests have a record, and a row of the persistent batch while they are in it."""
+class _Blocks:
+    """The KV memory that both runners have."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+
+    def copy_blocks(self, seats: Sequence[Seat]) -> None:
+        """Make the copies that these go on with."""
+        caches, count = self._runner.kv_caches, self._runner.kv_cache_config.num_blocks
+        copies = [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
+        if caches[0].device.type != "cpu":
+            copy_kv_cache_blocks_inplace(caches, count, copies)
+            return
+        # On a CPU, to gather blocks and scatter them takes five times as long as to copy each.
+        for cache in {cache.data_ptr(): cache for cache in caches}.values():
+            blocks = cache.unflatten(0, (count, -1))
+            for source, copy in copies:
+                blocks[copy].copy_(blocks[source])
+
+
+class _V1(_Blocks):
+    """Requests have a record, and a row of the persistent batch while they are in it."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the copies of the one before may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
@@ -124,9 +145,8 @@ class _V1:
             return None
         return _held(output, list(runner.input_batch.req_ids), (context, inputs))
 
-    def refresh(self, held: Held, copies: Sequence[tuple[int, int]]) -> None:
+    def refresh(self, held: Held) -> None:
         runner, count = self._runner, len(held.request_ids)
-        _copy_blocks(runner, copies)
         tables = runner.input_batch.block_table
         tables.commit_block_table(count)
         tables.compute_slot_mapping(
@@ -145,8 +165,9 @@ class _V1:
         return logits
 
     def reseat(self, seats: Sequence[Seat]) -> None:
+        self.copy_blocks(seats)
         batch = self._runner.input_batch
-        for request_id, token_ids, block_ids in seats:
+        for request_id, token_ids, block_ids, _ in seats:
             record = self._runner.requests[request_id]
             record.prompt_token_ids = token_ids
             record.num_prompt_tokens = record.num_computed_tokens = len(token_ids)
@@ -192,11 +213,8 @@ class _Stopping:
         raise _Stopped(batch)
 
 
-class _V2:
+class _V2(_Blocks):
     """Requests have a slot for as long as they are known."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
 
     def hold(self, output: SchedulerOutput) -> Held | None:
         runner = self._runner
@@ -220,9 +238,8 @@ class _V2:
             return None
         return _held(output, list(batch.req_ids), (graph, batch))
 
-    def refresh(self, held: Held, copies: Sequence[tuple[int, int]]) -> None:
+    def refresh(self, held: Held) -> None:
         _, batch = held.launch
-        _copy_blocks(self._runner, copies)
         self._runner.block_tables.apply_staged_writes()
         self._runner.prepare_attn(batch)
 
@@ -240,8 +257,9 @@ class _V2:
         return logits
 
     def reseat(self, seats: Sequence[Seat]) -> None:
+        self.copy_blocks(seats)
         states = self._runner.req_states
-        for request_id, token_ids, block_ids in seats:
+        for request_id, token_ids, block_ids, _ in seats:
             slot, length = states.req_id_to_index[request_id], len(token_ids)
             states.prompt_len.np[slot] = states.prefill_len.np[slot] = length
             states.num_computed_prefill_tokens[slot] = length
@@ -265,7 +283,3 @@ class _V2:
         logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
         self._runner.postprocess_num_computed_tokens(batch)
         return list(batch.req_ids), logits
-
-
-def _copy_blocks(runner: Any, copies: Sequence[tuple[int, int]]) -> None:
-    copy_kv_cache_blocks_inplace(runner.kv_caches, runner.kv_cache_config.num_blocks, list(copies))
