@@ -265,6 +265,41 @@ def test_a_population_s_steps_are_right_and_held_where_they_can_be(
 
 
 @pytest.mark.vllm
+def test_the_runner_always_has_a_slot(
+    llama: Path,
+    oracle: Callable[[Sequence[int]], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where, as in the V2 runner, a request takes a slot for as long as it is known: contexts that share
+    a prefix with one resident sequence, or each with its own, and are as many as there are slots."""
+    from genrt.engines import open_scheduler
+
+    monkeypatch.setattr(open_scheduler, "MOST_RECORDS", 8)
+    with load(llama, blocks=400, max_num_seqs=8) as lm:
+        runner: Any = lm._engine
+        runner = runner._core.engine_core.model_executor.driver_worker.worker.model_runner
+        execute, most = runner.execute_model, 0
+
+        def counted(output: Any, *more: Any) -> Any:
+            nonlocal most
+            known = runner.requests.keys() - output.finished_req_ids
+            most = max(most, len(known) + len(output.scheduled_new_reqs))
+            return execute(output, *more)
+
+        monkeypatch.setattr(runner, "execute_model", counted)
+        prefix = list(range(100))
+        flushes = [[[*prefix, n] for n in range(8)], [[*prefix, n, n] for n in range(8)]]
+        flushes += [[[*prefix, 20 + n] for n in range(8)]]  # all from one
+        flushes += [[[*prefix, 20 + n, 1, 2, 3] for n in range(8)]]  # each from its own
+        flushes += [[[n, *prefix] for n in range(12)]]  # more than there are slots
+        flushes += [[[n, *prefix, n] for n in range(12)]]
+        for flush, rows in zip(flushes, rows_of(lm, flushes), strict=True):
+            for context, row in zip(flush, rows, strict=True):
+                assert float((oracle(context) - row).abs().max()) < TOLERANCE
+        assert most <= 8
+
+
+@pytest.mark.vllm
 async def test_what_happens_between_two_steps_takes_a_held_one_back(
     llama: Path,
     oracle: Callable[[Sequence[int]], torch.Tensor],

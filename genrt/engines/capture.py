@@ -51,11 +51,12 @@ TICKET = "genrt_ticket"
 
 @torch.inference_mode()
 def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> torch.Tensor:
-    """Rows ``[n, vocab_size]`` of ``logits``, in their place where they may be overwritten and are wide
-    enough."""
-    if may_overwrite and logits.dtype == torch.float32:
-        return torch.log_softmax(logits, dim=-1, out=logits)
-    return logits.log_softmax(dim=-1, dtype=torch.float32)
+    """Rows ``[n, vocab_size]`` of ``logits``; in their place, if they may be overwritten and are wide
+    enough, and with no second tensor as wide in any case."""
+    if not may_overwrite:
+        return logits.log_softmax(dim=-1, dtype=torch.float32)
+    wide = logits.float()
+    return torch.log_softmax(wide, dim=-1, out=wide)
 
 
 class FiniteCheck:

@@ -365,13 +365,18 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         needed = {donor for donor, _ in self._donors.values()}
         for request_id in [*self.parked]:
             if blocks <= pool.get_num_free_blocks() and slots <= 0:
-                break
+                return
             if request_id not in needed:
-                self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-                self._evicted.append(request_id)
+                self._evict(request_id)
                 slots -= 1
-        if self.parked and not self.running and blocks > pool.get_num_free_blocks():
-            # Only donors are left: what waits recomputes rather than waits for ever.
-            for request_id in [*self.parked]:
-                self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-                self._evicted.append(request_id)
+        # Only donors are left. What waits recomputes rather than waits for ever, or finds no slot.
+        stuck = not self.running and blocks > pool.get_num_free_blocks()
+        for request_id in [*self.parked]:
+            if not stuck and slots <= 0:
+                return
+            self._evict(request_id)
+            slots -= 1
+
+    def _evict(self, request_id: str) -> None:
+        self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self._evicted.append(request_id)

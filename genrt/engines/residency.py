@@ -4,9 +4,10 @@ Pure bookkeeping, over names that the engine gives its sequences: an engine tell
 was extended or went, and asks, for a context, for the resident sequence that it can start from.
 
 Two look-ups: a sequence whose whole context is the asked one less its last token (the step of a sampler)
-is found by a *digest* of a few of its tokens, then compared token by token; any other through the chained
-hashes of its context in pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). Both indexes are
-brought up to date when they are asked, so that sequences that only grow, and are guessed, cost nothing.
+is found by the hash of its context, its *digest*; any other through the chained hashes of its context in
+pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). What is found is compared token by token. Both
+indexes are brought up to date when they are asked: sequences that only grow, and are guessed, cost
+nothing.
 """
 
 from __future__ import annotations
@@ -104,13 +105,10 @@ class Residents:
     def parent(self, adapter: Adapter | None, token_ids: tuple[int, ...]) -> str | None:
         """The sequence whose context is ``token_ids`` less the last one; of several, the last put."""
         self._digest_all()
-        length = len(token_ids) - 1
-        alike = self._by_digest.get(_digest(adapter, token_ids, length))
-        if alike is not None:
-            context = token_ids[:length]
-            for resident in reversed(alike):
-                if resident.token_ids == context and resident.adapter == adapter:
-                    return resident.name
+        context = token_ids[:-1]
+        for resident in reversed(self._by_digest.get(_digest(adapter, context), ())):
+            if resident.token_ids == context and resident.adapter == adapter:
+                return resident.name
         return None
 
     def nearest(
@@ -145,9 +143,7 @@ class Residents:
     def _digest_all(self) -> None:
         for name in self._without_digest:
             resident = self._by_name[name]
-            resident.digest = digest = _digest(
-                resident.adapter, resident.token_ids, len(resident.token_ids)
-            )
+            resident.digest = digest = _digest(resident.adapter, resident.token_ids)
             self._by_digest.setdefault(digest, []).append(resident)
         self._without_digest.clear()
 
@@ -162,11 +158,8 @@ class Residents:
         self._without_pieces.clear()
 
 
-def _digest(adapter: Adapter | None, token_ids: tuple[int, ...], length: int) -> int:
-    """Of the first ``length`` tokens: their number, the last eight and about sixteen in equal distances.
-    Sequences of one population nearly always differ in these, and hashing all takes time with each."""
-    last = token_ids[max(0, length - 8) : length]
-    return hash((adapter, length, last, token_ids[: length : length // 16 + 1]))
+def _digest(adapter: Adapter | None, context: tuple[int, ...]) -> int:
+    return hash((adapter, context))
 
 
 def _chained(piece: int, token_ids: tuple[int, ...], start: int) -> int:
