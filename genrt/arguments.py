@@ -78,21 +78,24 @@ class Limits:
         Raises:
             InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
         """
+        return tuple(self._words(token_ids, allow_empty=allow_empty, name=name))
+
+    def _words(
+        self, token_ids: TokenIds, *, allow_empty: bool = False, name: str = "token ids"
+    ) -> array.array[int]:
         if type(token_ids) is not list and type(token_ids) is not tuple:
             token_ids = _sequence(token_ids, name)
-        ids = tuple(token_ids)
         try:
-            words = array.array("I", ids)
+            words = array.array("I", token_ids)
         except (TypeError, OverflowError, ValueError):
-            raise InvalidRequest(self._what_is_wrong(ids, name)) from None
+            raise InvalidRequest(self._what_is_wrong(token_ids, name)) from None
         if not words:
             if allow_empty:
-                return ()
+                return words
             raise InvalidRequest("an empty prompt has no next token: give at least one token id")
-        values = np.frombuffer(words, np.uint32)
-        if words[values.argmax()] >= self.vocab_size:
+        if words[np.frombuffer(words, np.uint32).argmax()] >= self.vocab_size:
             raise InvalidRequest(self._what_is_wrong(words, name))
-        return ids if _are_int(ids, values) else tuple(words)
+        return words
 
     def _what_is_wrong(self, token_ids: Sequence[Any], name: str) -> str:
         for position, token_id in enumerate(token_ids):
@@ -108,7 +111,7 @@ class Limits:
 
     def logprobs_request(self, token_ids: TokenIds, adapter: Adapter | None) -> LogprobsRequest:
         """Raises InvalidRequest for bad token ids, ContextTooLong for too many."""
-        ids = self.token_ids(token_ids)
+        ids = self._words(token_ids)
         if len(ids) > self.max_model_len:
             raise ContextTooLong(
                 f"a context of {len(ids)} tokens is over max_model_len={self.max_model_len}: shorten "
@@ -278,22 +281,6 @@ def _array(mask: torch.Tensor | np.ndarray) -> np.ndarray:
     if isinstance(mask, np.ndarray):
         return mask
     return (mask if mask.is_cpu else mask.cpu()).numpy()
-
-
-def _are_int(ids: tuple[Any, ...], values: np.ndarray) -> bool:
-    """Whether these token ids, which are ``values``, are int and nothing that is as good as one.
-
-    Told by their sum, which is many times quicker than to ask each: only ints and bools add up to an int,
-    and a bool is 0 or 1.
-    """
-    try:
-        if type(sum(ids)) is not int:
-            return False
-    except TypeError:  # something that can stand for an index, but not be added
-        return False
-    if values[values.argmin()] > 1:
-        return True
-    return not any(isinstance(ids[place], bool) for place in np.flatnonzero(values <= 1).tolist())
 
 
 def _sequence(token_ids: TokenIds, name: str) -> Sequence[int]:

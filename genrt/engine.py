@@ -6,13 +6,16 @@ it is the key by which questions are deduplicated, rows are cached and results c
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from genrt.errors import EngineFailed, GenrtError, OutOfMemory
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest, OutOfMemory
 
 __all__ = [
+    "TOKEN_BYTES",
     "Adapter",
     "Candidates",
     "DrawToken",
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
     from genrt.sampling import Draw, TopLogprobs
 
 
+TOKEN_BYTES = array("I").itemsize
+"""What a token id takes in a packed context."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A LoRA adapter as a request binds it: its name and which loading of that name.
@@ -52,17 +59,44 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class LogprobsRequest:
-    """The row after ``token_ids``: log-probabilities over the vocabulary, float32, normalised."""
+    """The row after ``token_ids``: log-probabilities over the vocabulary, float32, normalised.
 
-    token_ids: tuple[int, ...]
+    Fields:
+        packed: the token ids as unsigned 32-bit numbers in this machine's byte order, ``TOKEN_BYTES``
+            each. Contexts are long and are compared all the time: bytes are hashed and compared at the
+            speed of memory, whatever number objects they were made of.
+    """
+
+    packed: bytes
     adapter: Adapter | None = None
     _hash: int = field(init=False, compare=False)
 
-    def __init__(self, token_ids: tuple[int, ...], adapter: Adapter | None = None) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int] = (),
+        adapter: Adapter | None = None,
+        *,
+        packed: bytes | None = None,
+    ) -> None:
+        if packed is None:
+            packed = (token_ids if type(token_ids) is array else _words(token_ids)).tobytes()
         # One is made for every question: what a frozen dataclass would do costs half as much again.
-        _set_token_ids(self, token_ids)
+        _set_packed(self, packed)
         _set_adapter(self, adapter)
-        _set_hash(self, hash((token_ids, adapter)))
+        _set_hash(self, hash((packed, adapter)))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The context; unpacked every time."""
+        return tuple(array("I", self.packed))
+
+    @property
+    def last_token(self) -> int:
+        """The last token id of the context."""
+        return int.from_bytes(self.packed[-TOKEN_BYTES:], sys.byteorder)
+
+    def __len__(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
 
     def __hash__(self) -> int:
         return self._hash
@@ -71,8 +105,15 @@ class LogprobsRequest:
         return f"LogprobsRequest({abbreviated(self.token_ids)}, adapter={self.adapter})"
 
 
-_set_token_ids, _set_adapter, _set_hash = (
-    vars(LogprobsRequest)[name].__set__ for name in ("token_ids", "adapter", "_hash")
+def _words(token_ids: Sequence[int]) -> array[int]:
+    try:
+        return array("I", token_ids)
+    except OverflowError as error:
+        raise InvalidRequest(f"{abbreviated(token_ids)}: no token id is negative") from error
+
+
+_set_packed, _set_adapter, _set_hash = (
+    vars(LogprobsRequest)[name].__set__ for name in ("packed", "adapter", "_hash")
 )
 
 

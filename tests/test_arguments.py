@@ -103,14 +103,6 @@ def test_bools_and_numpy_ints_become_int_wherever_they_are(token_ids: list[Any])
     assert {type(token_id) for token_id in ids} == {int}
 
 
-def test_token_ids_that_are_int_already_are_not_made_again() -> None:
-    context = [1000, 2000, 1000]
-    ids = Limits(vocab_size=3000, max_model_len=8).token_ids(context)
-    assert all(one is other for one, other in zip(ids, context, strict=True))
-    context[0] = 5
-    assert ids == (1000, 2000, 1000)
-
-
 @pytest.mark.parametrize(("token_ids", "message"), BAD_IDS)
 def test_bad_token_ids_are_refused_with_what_is_wrong(token_ids: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:

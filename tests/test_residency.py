@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 import genrt
-from genrt.engine import Adapter
+from genrt.engine import Adapter, LogprobsRequest
 from genrt.engines.open_requests import OpenRequests
 from genrt.engines.residency import PIECE, Residents
 from genrt.lm import AsyncLM
@@ -30,6 +30,10 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )
+
+
+def packed(context: Sequence[int]) -> bytes:
+    return LogprobsRequest(context).packed
 
 
 class ResidentsMachine(RuleBasedStateMachine):
@@ -52,7 +56,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def put_new(self, adapter: Adapter | None, context: tuple[int, ...]) -> str:
         self.count += 1
         name = str(self.count)
-        self.residents.put(name, adapter, context)
+        self.residents.put(name, adapter, packed(context))
         self.model[name] = adapter, context
         return name
 
@@ -62,7 +66,7 @@ class ResidentsMachine(RuleBasedStateMachine):
             return
         adapter, context = self.model[name]
         self.model[name] = adapter, (*context, *more)
-        self.residents.put(name, *self.model[name])
+        self.residents.put(name, adapter, packed((*context, *more)))
 
     @rule(name=consumes(names))
     def remove(self, name: str) -> None:
@@ -73,12 +77,12 @@ class ResidentsMachine(RuleBasedStateMachine):
     @rule(adapter=st.sampled_from(ADAPTERS), context=contexts, last=st.integers(0, 2))
     def look_up(self, adapter: Adapter | None, context: tuple[int, ...], last: int) -> None:
         asked = (*context, last)
-        parent = self.residents.parent(adapter, asked)
+        parent = self.residents.parent(adapter, packed(asked))
         parents = [n for n, known in self.model.items() if known == (adapter, context)]
         assert (parent in parents) if parents else (parent is None)
         for name in (*self.model, "unknown"):
-            assert self.residents.is_parent(name, adapter, asked) == (name in parents)
-        found = self.residents.nearest(adapter, asked)
+            assert self.residents.is_parent(name, adapter, packed(asked)) == (name in parents)
+        found = self.residents.nearest(adapter, packed(asked))
         best = max(
             (shared(known, asked) for a, known in self.model.values() if a == adapter), default=0
         )

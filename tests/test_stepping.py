@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,6 +163,16 @@ def test_a_poisoned_request_fails_alone(worst: float) -> None:
     assert engine.statistics().failed == 2
 
 
+def test_a_context_is_packed_and_unpacked() -> None:
+    request = LogprobsRequest((7, 0, 2**32 - 1), Adapter("a", 1))
+    assert request.token_ids == (7, 0, 2**32 - 1)
+    assert (len(request), request.last_token) == (3, 2**32 - 1)
+    assert request == LogprobsRequest([7, 0, 2**32 - 1], Adapter("a", 1)) != LogprobsRequest((7,))
+    assert replace(request, adapter=None) == LogprobsRequest(request.token_ids)
+    with pytest.raises(InvalidRequest, match="no token id is negative"):
+        LogprobsRequest((1, -1))
+
+
 def test_impossible_requests_get_their_own_error_and_disturb_nobody() -> None:
     script = Script()
     script.failures[1] = ValueError("boom")
@@ -169,7 +180,7 @@ def test_impossible_requests_get_their_own_error_and_disturb_nobody() -> None:
     faults: dict[Request, type[Exception]] = {
         LogprobsRequest(()): InvalidRequest,
         LogprobsRequest((1, V)): InvalidRequest,
-        LogprobsRequest((-1,)): InvalidRequest,
+        SampleRequest((-1,), max_tokens=1): InvalidRequest,
         LogprobsRequest((1,) * 33): ContextTooLong,
         SampleRequest((1,) * 30, max_tokens=3): ContextTooLong,
         SampleRequest((1,), max_tokens=0): InvalidRequest,

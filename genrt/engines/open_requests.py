@@ -94,13 +94,13 @@ class OpenRequests:
         # Who goes on step after step mostly asks in the same order.
         guesses = self._populations.get(self._flush - 1, ())[: len(requests)]
         for request, guess in zip_longest(requests, guesses):
-            adapter, token_ids = request.adapter, request.token_ids
-            if guess in parked and residents.is_parent(guess, adapter, token_ids):
+            adapter, context = request.adapter, request.packed
+            if guess in parked and residents.is_parent(guess, adapter, context):
                 parent: str | None = guess
             else:
-                parent = residents.parent(adapter, token_ids)
+                parent = residents.parent(adapter, context)
             if parent in parked:
-                self._wake(parent, token_ids[-1])
+                self._wake(parent, request.last_token)
                 self.extended += 1
                 names.append(parent)
                 continue
@@ -134,14 +134,14 @@ class OpenRequests:
             population = self._asked_in.get(parent, 0)
             if population not in passed_over:
                 passed_over[population] = self._passed_over(population, parents)
-            free, token_ids = passed_over[population], requests[place].token_ids
+            free, request = passed_over[population], requests[place]
             while free and names[place] is None:
                 name = free.pop()
-                seat = self._scheduler.reseat(name, parent, token_ids[:-1])
+                seat = self._scheduler.reseat(name, parent, len(request) - 1)
                 if seat is not None:
                     self._residents.remove(name)
                     self._seats.append(seat)
-                    self._wake(name, token_ids[-1])
+                    self._wake(name, request.last_token)
                     names[place] = name
 
     def _passed_over(self, population: int, parents: set[str]) -> list[str]:
@@ -157,11 +157,11 @@ class OpenRequests:
         """Have a request that was just added start from the nearest resident one."""
         self._asked_in[name] = self._flush
         self._populations.setdefault(self._flush, []).append(name)
-        parent = self._residents.parent(request.adapter, request.token_ids)
+        parent = self._residents.parent(request.adapter, request.packed)
         if parent is not None:
-            self._scheduler.share(name, parent, len(request.token_ids) - 1)
+            self._scheduler.share(name, parent, len(request) - 1)
             return
-        found = self._residents.nearest(request.adapter, request.token_ids)
+        found = self._residents.nearest(request.adapter, request.packed)
         if found is not None:
             self._scheduler.share(name, *found)
 
@@ -238,7 +238,7 @@ class OpenRequests:
 
     def keep(self, name: str, request: LogprobsRequest) -> None:
         """An answered request is resident with the context of its question."""
-        self._residents.put(name, request.adapter, request.token_ids)
+        self._residents.put(name, request.adapter, request.packed)
 
     def forget(self, names: Iterable[str]) -> None:
         """These requests are gone from vLLM, or what they are computed with may change."""

@@ -115,12 +115,11 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         self._waking[request_id] = request
         return len(token_ids) - 1, request.num_prompt_tokens
 
-    def reseat(self, request_id: str, donor_id: str, token_ids: tuple[int, ...]) -> Seat | None:
-        """Have a parked request go on with the tokens of another one, all of which that one has computed,
-        and with its blocks; the last one, if it is not full, with a copy of it that the runner makes.
-        ``None``, and nothing is changed, where that can't be."""
+    def reseat(self, request_id: str, donor_id: str, length: int) -> Seat | None:
+        """Have a parked request go on with so many of another one's tokens, which that one has computed,
+        and with their blocks; instead of the last one, if that is not full, with a copy of it that the
+        runner makes. ``None``, and nothing is changed, where that can't be."""
         request, donor = self.parked[request_id], self.requests[donor_id]
-        length = len(token_ids)
         if (
             not self._decodes_plainly
             or donor.num_computed_tokens < length
@@ -140,7 +139,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         [own] = pool.get_new_blocks(1)
         manager.req_to_blocks[request_id] = [*kept, own]
         manager.num_cached_block[request_id] = full
-        request.prompt_token_ids = list(token_ids)
+        request.prompt_token_ids = token_ids = donor._all_token_ids[:length]
         request._all_token_ids[:] = token_ids
         request._output_token_ids.clear()
         request.block_hashes[:] = donor.block_hashes[: length // self.hash_block_size]

@@ -199,7 +199,7 @@ class VLLMEngine:
         params.extra_args = {TICKET: ticket}
         if self._open is not None:
             params.extra_args[OPEN] = True
-            params.max_tokens = self.max_model_len + 1 - len(request.token_ids)
+            params.max_tokens = self.max_model_len + 1 - len(request)
         return params
 
     def _begin(self, core_id: str, request: LogprobsRequest | SampleRequest) -> None:
