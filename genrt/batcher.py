@@ -13,21 +13,18 @@ Rules:
     the lock, so none falls in between.
     A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
     one that holds the lock included, waits for nothing any more and takes no lock.
-    Every waiter gets storage (or an exception object) of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
@@ -42,16 +39,12 @@ from genrt.engine import (
     failure,
 )
 from genrt.errors import Closed, GenrtError
-from genrt.rows import apart, stacked
-from genrt.sampling import TopLogprobs
+from genrt.waiters import Outcome, Waiter, deliver, outcomes
 
 __all__ = ["Batcher", "BatcherStatistics"]
 
 PATIENCE = 100
 """How many passes a loop that asks something new in each of them is waited for."""
-
-Outcome: TypeAlias = list[Result] | GenrtError
-"""What a waiter's future gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +68,11 @@ class BatcherStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
-    """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
-
-    ``found`` has the result of each distinct request; ``missing`` counts those that are still None.
-    """
-
-    requests: Sequence[Request]
-    loop: asyncio.AbstractEventLoop | None
-    future: asyncio.Future[list[Result]] | concurrent.futures.Future[list[Result]]
-    stacked: bool
-    found: dict[Request, Result | None]
-    missing: int = 0
-
-    def results(self) -> list[Result]:
-        """What was found for each request; others may hold it too."""
-        return [cast("Result", self.found[request]) for request in self.requests]
-
-
-@dataclass(slots=True, eq=False)
 class _Entry:
     """One request on its way, and who waits for it. With no waiter it is withdrawn, or was never sent."""
 
     request: Request
-    waiters: dict[_Waiter, None]
+    waiters: dict[Waiter, None]
     in_flight: bool = False
 
 
@@ -169,7 +143,7 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Result]] = loop.create_future()
-        waiter = _Waiter(requests, loop, future, stacked, {})
+        waiter = Waiter(requests, loop, future, stacked, {})
         try:
             results = self._join(waiter)
             return await future if results is None else results
@@ -180,7 +154,7 @@ class Batcher:
     def ask_sync(self, requests: Sequence[Request], *, stacked: bool = False) -> list[Result]:
         """``ask`` for a thread, which blocks; an interrupt withdraws the question."""
         future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
-        waiter = _Waiter(requests, None, future, stacked, {})
+        waiter = Waiter(requests, None, future, stacked, {})
         try:
             results = self._join(waiter)
             return future.result() if results is None else results
@@ -188,7 +162,7 @@ class Batcher:
             if waiter.missing:
                 self._leave(waiter)
 
-    def _join(self, waiter: _Waiter) -> list[Result] | None:
+    def _join(self, waiter: Waiter) -> list[Result] | None:
         """Register the waiter for what the cache lacks; the results if that is nothing."""
         with self._lock:
             if self._closed is not None:
@@ -199,33 +173,34 @@ class Batcher:
             self._wake()
         if waiter.missing:
             return None
-        [outcome] = _outcomes([waiter])
+        [outcome] = outcomes([waiter])
         if isinstance(outcome, GenrtError):
             raise outcome
         return outcome
 
-    def _register(self, waiter: _Waiter) -> list[_Entry]:
+    def _register(self, waiter: Waiter) -> list[_Entry]:
         """Under the lock: find or join each request; the entries that have to be queued."""
         queued: list[_Entry] = []
-        found = waiter.found
+        found, entries, borrow = waiter.found, self._entries, self._cache.borrow
         self._questions += len(waiter.requests)
         for request in waiter.requests:
             if request in found:
                 self._cached += found[request] is not None
                 self._deduplicated += found[request] is None
                 continue
-            row = self._cache.borrow(request) if isinstance(request, LogprobsRequest) else None
+            row = borrow(request) if isinstance(request, LogprobsRequest) else None
             found[request] = row
             if row is not None:
                 self._cached += 1
                 continue
             waiter.missing += 1
-            entry = self._entries.get(request)
+            entry = entries.get(request)
             if entry is None:
-                entry = self._entries[request] = _Entry(request, {})
-            else:
-                self._deduplicated += 1
-                self._withdrawn.pop(entry, None)
+                entries[request] = entry = _Entry(request, {waiter: None})
+                queued.append(entry)
+                continue
+            self._deduplicated += 1
+            self._withdrawn.pop(entry, None)
             entry.waiters[waiter] = None
             if not entry.in_flight and entry not in self._ready:
                 queued.append(entry)
@@ -242,7 +217,8 @@ class Batcher:
             gathering = self._gathering[loop] = _Gathering()
             loop.call_soon(self._quiet, loop, gathering, 0)
         gathering.questions += 1
-        gathering.entries.update(dict.fromkeys(queued))
+        for entry in queued:
+            gathering.entries[entry] = None
         if len(gathering.entries) < self._max_batch_size:
             return False
         return self._make_ready(gathering.pop())
@@ -270,20 +246,20 @@ class Batcher:
 
     # -- leaving ------------------------------------------------------------------------------
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _leave(self, waiter: Waiter) -> None:
         with self._lock:
             self._cancel(waiter)
             wake = bool(self._withdrawn or self._retired)
         if wake:
             self._wake()
 
-    def _cancel(self, waiter: _Waiter) -> None:
+    def _cancel(self, waiter: Waiter) -> None:
         """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
         if waiter.missing:
             self._cancelled += 1
             self._drop(waiter)
 
-    def _drop(self, waiter: _Waiter) -> None:
+    def _drop(self, waiter: Waiter) -> None:
         """Under the lock: take a waiter off every request it still waits for."""
         waiter.missing = 0
         for request, result in waiter.found.items():
@@ -375,18 +351,21 @@ class Batcher:
     def _settle(self, finished: Sequence[Finished]) -> None:
         """End these requests: cache the rows, then hand every waiter its own."""
         no_room = self._keep(finished)
-        failed: list[tuple[_Waiter, Outcome]] = []
-        answered: list[_Waiter] = []
+        failed: list[tuple[Waiter, Outcome]] = []
+        answered: list[Waiter] = []
         with self._lock:
+            entries, withdrawn = self._entries, self._withdrawn
             for end in finished:
-                request, result = end.request, end.result
-                entry = self._entries.get(request)
+                request, result, error = end.request, end.result, end.error
+                entry = entries.get(request)
                 if entry is None or not entry.in_flight:
                     continue
-                del self._entries[request]
-                self._withdrawn.pop(entry, None)
+                del entries[request]
+                if withdrawn:
+                    withdrawn.pop(entry, None)
                 self._in_flight -= 1
-                error = end.error or no_room.get(request)
+                if no_room and error is None:
+                    error = no_room.get(request)
                 self._failed += error is not None
                 for waiter in entry.waiters:
                     if error is not None:
@@ -397,7 +376,7 @@ class Batcher:
                     waiter.missing -= 1
                     if not waiter.missing:
                         answered.append(waiter)
-        _deliver(failed + list(zip(answered, _outcomes(answered), strict=True)))
+        deliver(failed + list(zip(answered, outcomes(answered), strict=True)))
 
     def _keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
         """Put the rows into the cache; the errors of those for whose copies there is no memory."""
@@ -433,7 +412,7 @@ class Batcher:
             self._retired.clear()
             self._in_flight = 0
             self._due = float("inf")
-        _deliver([(waiter, self._closed.fresh()) for waiter in waiters])
+        deliver([(waiter, self._closed.fresh()) for waiter in waiters])
 
     def statistics(self) -> BatcherStatistics:
         with self._lock:
@@ -453,48 +432,3 @@ class Batcher:
         s = self.statistics()
         state = "closed" if self._closed is not None else "open"
         return f"Batcher({state}, {s.queued} queued, {s.in_flight} in flight, {s.flushes} flushes)"
-
-
-def _outcomes(waiters: Sequence[_Waiter]) -> list[Outcome]:
-    """What each of these waiters gets: results in storage of its own, or an error if there is no memory
-    for that. All are copied at once; or, if that fails, one by one, to see whose copies do."""
-    try:
-        return list(_own(waiters))
-    except Exception as error:
-        if len(waiters) == 1:
-            return [failure(error)]
-    return [outcome for waiter in waiters for outcome in _outcomes([waiter])]
-
-
-def _own(waiters: Sequence[_Waiter]) -> Iterator[list[Result]]:
-    """What each found, in storage of its own: one stack of the rows for who wants that."""
-    apiece = [each for waiter in waiters if not waiter.stacked for each in waiter.results()]
-    rows = iter(apart([each for each in apiece if isinstance(each, Tensor)]))
-    own = iter([next(rows) if isinstance(each, Tensor) else _copy(each) for each in apiece])
-    for waiter in waiters:
-        if waiter.stacked:
-            yield [stacked(cast("list[Tensor]", waiter.results()))]
-        else:
-            yield list(islice(own, len(waiter.requests)))
-
-
-def _copy(result: Result) -> Result:
-    return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result
-
-
-def _deliver(done: Iterable[tuple[_Waiter, Outcome]]) -> None:
-    """Resolve the waiters still waiting: threads here, each event loop by one call into it."""
-    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Any, Outcome]]] = {}
-    for waiter, outcome in done:
-        by_loop.setdefault(waiter.loop, []).append((waiter.future, outcome))
-    _resolve(by_loop.pop(None, []))
-    for loop, outcomes in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # closed, and with it all who waited there
-            cast("asyncio.AbstractEventLoop", loop).call_soon_threadsafe(_resolve, outcomes)
-
-
-def _resolve(outcomes: Iterable[tuple[Any, Outcome]]) -> None:
-    for future, outcome in outcomes:
-        if not future.done():
-            failed = isinstance(outcome, GenrtError)
-            (future.set_exception if failed else future.set_result)(outcome)

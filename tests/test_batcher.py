@@ -526,7 +526,7 @@ async def test_a_steps_rows_are_copied_together(
         copied.append(len(rows))
         return apart(rows)
 
-    for module in ("batcher", "cache"):
+    for module in ("waiters", "cache"):
         monkeypatch.setattr(f"genrt.{module}.apart", counted)
     hand.turn()
     await passes()
@@ -545,7 +545,7 @@ async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
     def full(_: list[torch.Tensor]) -> list[torch.Tensor]:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("genrt.batcher.apart", full)
+    monkeypatch.setattr("genrt.waiters.apart", full)
     with pytest.raises(OutOfMemory, match="no room"):
         await hand.batcher.ask([A])
 

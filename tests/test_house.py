@@ -41,6 +41,7 @@ HOUSE = (
     "arguments.py",
     "engine_thread.py",
     "batcher.py",
+    "waiters.py",
     "answers.py",
     "cache.py",
     "models.py",
