@@ -1,4 +1,4 @@
-"""Who waits for what: one waiter for each awaiting caller, and how all of them get their results.
+"""Who waits for what: a waiter for each awaiting caller, an entry for each request; delivery.
 
 Rules:
     Every waiter gets storage (or an exception object) of its own.
@@ -10,18 +10,30 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
 from genrt.engine import Request, Result, failure
-from genrt.errors import GenrtError
+from genrt.errors import GenrtError, TimedOut
 from genrt.rows import apart, stacked
 from genrt.sampling import TopLogprobs
 
-__all__ = ["Outcome", "Waiter", "deliver", "outcomes"]
+__all__ = [
+    "Entry",
+    "Gathering",
+    "Outcome",
+    "Waiter",
+    "deliver",
+    "outcome_of",
+    "outcomes",
+    "timed_out",
+    "within",
+]
+
+T = TypeVar("T")
 
 Outcome: TypeAlias = list[Result] | GenrtError
 """What a waiter's future gets."""
@@ -49,6 +61,28 @@ class Waiter:
         return [found[request] for request in self.requests]
 
 
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request on its way, and who waits for it. With no waiter it is withdrawn, or was never sent."""
+
+    request: Request
+    waiters: dict[Waiter, None]
+    in_flight: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """What one event loop has asked since it was last quiet."""
+
+    entries: dict[Entry, None] = field(default_factory=dict)
+    questions: int = 0
+    passes: int = 0
+
+    def pop(self) -> dict[Entry, None]:
+        entries, self.entries = self.entries, {}
+        return entries
+
+
 def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
     """What each of these waiters gets: results in storage of its own, or an error if there is no memory
     for that. All are copied at once; or, if that fails, one by one, to see whose copies do."""
@@ -58,6 +92,14 @@ def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
         if len(waiters) == 1:
             return [failure(error)]
     return [outcome for waiter in waiters for outcome in outcomes([waiter])]
+
+
+def outcome_of(waiter: Waiter) -> list[Result]:
+    """What this one gets, or the error that it gets raised."""
+    [outcome] = outcomes([waiter])
+    if isinstance(outcome, GenrtError):
+        raise outcome
+    return outcome
 
 
 def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
@@ -100,3 +142,21 @@ def _resolve(done: Iterable[tuple[Any, Outcome]]) -> None:
         if not future.done():
             failed = isinstance(outcome, GenrtError)
             (future.set_exception if failed else future.set_result)(outcome)
+
+
+async def within(seconds: float, answer: Awaitable[T]) -> T:
+    """The answer, if it comes in time; if not, it is cancelled.
+
+    Raises:
+        TimedOut: it did not.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except TimeoutError:
+        raise timed_out(seconds) from None
+
+
+def timed_out(seconds: float) -> TimedOut:
+    """That there was no answer within these seconds."""
+    return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")
