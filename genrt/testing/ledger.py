@@ -1,0 +1,376 @@
+"""Every question of a simulation: what must become of it, told from what passes between batcher and
+engine, and what became of it.
+
+The ledger stands on both sides of the batcher. From the callers it hears what is asked and how it ends,
+from the engine's side what was sent, withdrawn, finished and failed; so it knows of every open question
+what it waits for, and of every ended one what it had to end in. Nothing of the batcher's own bookkeeping is
+believed, but for what it does at its own time: the waiters of a closed loop go when it comes by them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from genrt.batcher import Batcher, _Entry
+from genrt.cache import RowCache
+from genrt.engine import Finished, LogprobsRequest, Request, Result, failure
+from genrt.errors import GenrtError, OutOfMemory
+from genrt.sampling import Draw
+from genrt.testing.answer_laws import is_random, is_right, owns_storage
+from genrt.testing.simulated_engine import SimulatedEngine
+from genrt.testing.violation import Violation
+
+OUT_OF_MEMORY_IS_RETRIED = False
+"""What must happen to the requests of a step that ran out of memory: ``False`` if all of them end in
+``OutOfMemory``, ``True`` if they are sent again in smaller flushes, until one that was alone ends in
+it."""
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One caller's question. It waits for the requests in ``missing``, and ends in ``error`` if that is
+    not ``None``. One that is ``lost`` was asked on a loop that has been closed: nobody will hear the
+    answer."""
+
+    number: int
+    requests: tuple[Request, ...]
+    stacked: bool
+    loop: asyncio.AbstractEventLoop
+    missing: dict[Request, None]
+    error: GenrtError | None = None
+    ended: bool = False
+    lost: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the batcher has to see to it still."""
+        return bool(self.missing) and self.error is None and not self.ended
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """A request from the question that queued it to its end, and the questions that want it."""
+
+    questions: dict[Question, None]
+    sent: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not question.lost for question in self.questions)
+
+
+class Ledger:
+    """What was asked in one simulation, and what became of it. Its methods raise a Violation, and
+    remember the first, where something is wrong."""
+
+    def __init__(self, batcher: Batcher, cache: RowCache, engine: SimulatedEngine) -> None:
+        self.violation: Violation | None = None
+        self.trace: list[tuple[object, ...]] = []
+        self.questions: list[Question] = []
+        self._batcher = batcher
+        self._cache = cache
+        self._engine = engine
+        self._lives: dict[Request, _Life] = {}
+        self._ready_since: dict[_Entry, int] = {}
+        self._to_withdraw: dict[Request, _Life] = {}
+        self._failing: dict[Request, GenrtError] = {}
+        self._turns = 0
+        self._closed: GenrtError | None = None
+        self._errors: dict[int, BaseException] = {}
+        self._decided: dict[Request, Draw] = {}
+        self._asked = self._cached = self._deduplicated = self._entered = 0
+        self._sent = self._dropped = self._flushes = self._cancelled = self._failed = 0
+
+    def violated(self, message: str) -> NoReturn:
+        """Something is wrong. The first such message is kept, whoever catches what this raises."""
+        violation = Violation(message)
+        self.violation = self.violation or violation
+        raise violation
+
+    # -- the callers' side --------------------------------------------------------------------
+
+    def asked(self, requests: Sequence[Request], stacked: bool) -> Question:
+        """A question, at the moment before the batcher gets it."""
+        loop = asyncio.get_running_loop()
+        question = Question(len(self.questions), tuple(requests), stacked, loop, {})
+        self.questions.append(question)
+        self.trace.append(("asked", question.number, question.requests))
+        if self._closed is not None:
+            question.error = self._closed
+            return question
+        self._asked += len(requests)
+        hits: set[Request] = set()
+        for request in requests:
+            if request in question.missing:
+                self._deduplicated += 1
+            elif request in hits or (
+                isinstance(request, LogprobsRequest) and request in self._cache
+            ):
+                self._cached += 1
+                hits.add(request)
+            else:
+                question.missing[request] = None
+                self._join(question, request)
+        return question
+
+    def _join(self, question: Question, request: Request) -> None:
+        self._find_swept(request)
+        life = self._lives.get(request)
+        if life is None:
+            life = self._lives[request] = _Life({})
+            self._entered += 1
+        else:
+            self._deduplicated += 1
+        life.questions[question] = None
+
+    def _find_swept(self, request: Request) -> None:
+        """Whether the batcher came by a request whose last waiters went with their loop."""
+        life = self._lives.get(request)
+        if life is None or life.sent or life.is_wanted or request in self._batcher._entries:
+            return
+        self._dropped += 1
+        del self._lives[request]
+
+    def answered(self, question: Question, results: list[Result]) -> None:
+        """What the batcher returned."""
+        self._end(question, "answered")
+        if question.error is not None:
+            self.violated(f"{question} was answered, but had to end in {question.error!r}")
+        if question.missing:
+            self.violated(f"{question} was answered before {list(question.missing)} were")
+        if question.stacked:
+            [whole] = results
+            if not isinstance(whole, Tensor) or not owns_storage(whole):
+                self.violated(f"{question} got no stack in storage of its own")
+            results = list(whole.unbind())
+        elif not all(map(owns_storage, results)):
+            self.violated(f"{question} got a view of something")
+        if len(results) != len(question.requests):
+            self.violated(f"{question} got {len(results)} results")
+        for request, result in zip(question.requests, results, strict=True):
+            if not is_right(self._engine.model, request, result):
+                self.violated(f"{request} was answered wrongly: {result}")
+            if isinstance(result, Draw) and not is_random(request):
+                known = self._decided.setdefault(request, result)
+                if known.token_id != result.token_id:
+                    self.violated(f"{request} was answered with {known} before: {result}")
+
+    def left(self, question: Question, error: BaseException) -> None:
+        """What the batcher raised, or the caller's own leaving."""
+        if question.lost:
+            return  # collected with its loop, whenever that happens
+        self._end(question, type(error).__name__)
+        if isinstance(error, GenrtError):
+            self._check_error(question, error)
+            return
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                self.violated(f"{question} was cancelled, but not by its caller")
+        if question.missing and question.error is None:
+            self._cancelled += 1
+            self._drop(question)
+
+    def _check_error(self, question: Question, error: GenrtError) -> None:
+        expected = question.error
+        if expected is None:
+            self.violated(f"{question} ended in {error!r}, and nothing explains that")
+        if type(error) is not type(expected) or str(error) != str(expected):
+            self.violated(f"{question} ended in {error!r}, not in {expected!r}")
+        if error is expected or id(error) in self._errors:
+            self.violated(f"{question} got an exception object that is not its own")
+        self._errors[id(error)] = error
+
+    def _end(self, question: Question, how: str) -> None:
+        self.trace.append((how, question.number))
+        if question.ended:
+            self.violated(f"{question} ended twice")
+        question.ended = True
+
+    def loop_closed(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Nobody hears what is delivered to this loop any more."""
+        for question in self.questions:
+            question.lost |= question.loop is loop and not question.ended
+
+    # -- the engine's side --------------------------------------------------------------------
+
+    def turning(self) -> None:
+        """The batcher is about to turn: note what is ready, and since when."""
+        self._turns += 1
+        self._ready_since = {
+            entry: self._ready_since.get(entry, self._turns) for entry in self._batcher._ready
+        }
+        self._to_withdraw = {
+            request: life
+            for request, life in self._lives.items()
+            if life.sent and not life.questions
+        }
+
+    def turned(self) -> None:
+        """The turn is over: what a step failed with, if one did, is what its requests end in; and what
+        had lost its last waiter before it has been withdrawn."""
+        failed, self._failing = self._failing, {}
+        for request, error in failed.items():
+            self._finish(request, error)
+        for request, life in self._to_withdraw.items():
+            if self._lives.get(request) is life and not life.questions:
+                self.violated(f"{request} is not wanted any more, but was not withdrawn")
+
+    def submitted(self, flush: Sequence[Request]) -> None:
+        """A flush that the batcher sends."""
+        self.trace.append(("submitted", *flush))
+        self._flushes += 1
+        self._sent += len(flush)
+        for request in flush:
+            life = self._lives.get(request)
+            if life is None or not life.is_wanted:
+                self.violated(f"{request} was sent, and nobody wants it")
+            if life.sent:
+                self.violated(f"{request} was sent twice")
+            life.sent = True
+        sent = set(flush)
+        newest = max(since for entry, since in self._ready_since.items() if entry.request in sent)
+        for entry, since in self._ready_since.items():
+            life = self._lives.get(entry.request)
+            if life is not None and life.is_wanted and not life.sent and since < newest:
+                self.violated(f"{entry.request} was passed over by younger ones")
+
+    def finished(self, ends: Sequence[Finished]) -> None:
+        """What came out of a step."""
+        if self._closed is not None:
+            return
+        self.trace.append(("finished", *(end.request for end in ends)))
+        for end in ends:
+            life = self._lives.get(end.request)
+            if life is None or not life.sent:
+                if end.request not in self._engine.echoed:
+                    self.violated(f"{end.request} is not in progress, but was answered")
+                continue
+            if end.error is not None and not self._engine.explains(end.request, end.error):
+                self.violated(f"{end.request} ended in {end.error!r}, and nothing explains that")
+            self._finish(end.request, end.error)
+
+    def submit_failed(self, flush: Sequence[Request], error: Exception) -> None:
+        """The flush was not taken."""
+        if self._closed is not None:
+            return
+        self.trace.append(("submit failed", error))
+        for request in flush:
+            self._finish(request, failure(error))
+
+    def step_failed(self, error: Exception) -> None:
+        """Nothing is in progress any more."""
+        if self._closed is not None:
+            return
+        self.trace.append(("step failed", error))
+        meaning = failure(error)
+        in_progress = [request for request, life in self._lives.items() if life.sent]
+        if isinstance(meaning, OutOfMemory) and self._is_retried(in_progress):
+            return
+        self._failing = dict.fromkeys(in_progress, meaning)
+
+    def _is_retried(self, in_progress: list[Request]) -> bool:
+        if not OUT_OF_MEMORY_IS_RETRIED or len(in_progress) == 1:
+            return False
+        for request in in_progress:
+            self._lives[request].sent = False
+        self._sent -= len(in_progress)
+        return True
+
+    def withdrawn(self, requests: Sequence[Request]) -> None:
+        """What the batcher has the engine forget."""
+        self.trace.append(("withdrawn", *requests))
+        for request in requests:
+            life = self._lives.get(request)
+            if request in self._failing:
+                continue
+            if life is None or not life.sent or life.is_wanted:
+                self.violated(f"{request} was withdrawn, but it is wanted")
+            del self._lives[request]
+
+    def closed(self, reason: GenrtError) -> None:
+        """The batcher was closed: every question ends in this, the later ones too."""
+        self.trace.append(("closed", reason))
+        self._closed = self._closed or reason
+        for question in self.questions:
+            if question.waits:
+                question.error = self._closed
+        self._lives.clear()
+        self._failing.clear()
+
+    def _finish(self, request: Request, error: GenrtError | None) -> None:
+        life = self._lives.pop(request)
+        self._failed += error is not None
+        for question in life.questions:
+            if question.error is not None:
+                continue
+            if error is None:
+                question.missing.pop(request)
+            else:
+                question.error = error
+                self._drop(question)
+
+    def _drop(self, question: Question) -> None:
+        for request in question.missing:
+            life = self._lives.get(request)
+            if life is None or question not in life.questions:
+                continue
+            del life.questions[question]
+            if not life.questions and not life.sent:
+                self._dropped += 1
+                del self._lives[request]
+
+    # -- at the end ---------------------------------------------------------------------------
+
+    def unanswered(self) -> list[Question]:
+        """Who has heard nothing yet, and still could."""
+        return [question for question in self.questions if not question.ended and not question.lost]
+
+    def check_counters(self) -> None:
+        """The batcher counted what happened; of the waiters of closed loops as many as it came by."""
+        for request in list(self._lives):
+            self._find_swept(request)
+        s = self._batcher.statistics()
+        lost = sum(question.lost for question in self.questions)
+        counted = (s.questions, s.cached, s.deduplicated, s.flushes, s.failed)
+        expected = (self._asked, self._cached, self._deduplicated, self._flushes, self._failed)
+        if counted != expected:
+            self.violated(
+                f"questions, cached, deduplicated, flushes, failed: {counted}, not {expected}"
+            )
+        if not self._cancelled <= s.cancelled <= self._cancelled + lost:
+            self.violated(f"{s.cancelled} cancelled, not {self._cancelled} (and {lost} lost)")
+        if s.questions != s.cached + s.deduplicated + self._entered:
+            self.violated(f"{self._entered} requests entered the queue, but {s}")
+        if self._closed is None and self._entered != self._sent + self._dropped + s.queued:
+            self.violated(
+                f"{self._entered} entered, {self._sent} were sent, {self._dropped} dropped: {s}"
+            )
+
+    def check_nothing_is_left(self) -> None:
+        """Neither batcher nor engine hold anything, once nobody waits any more."""
+        batcher = self._batcher
+        held = (batcher._entries, batcher._gathering, batcher._ready, batcher._withdrawn)
+        if any(held) or batcher._in_flight or (batcher._retired and self._closed is None):
+            self.violated(f"nobody waits, but the batcher holds {held}: {batcher}")
+        if self._engine.in_progress:
+            self.violated(f"nobody waits, but in progress is {list(self._engine.in_progress)}")
+
+    def check_cache(self) -> None:
+        """What is cached is right, of adapters that are loaded, and as large as it says."""
+        rows = dict(self._cache._rows)
+        for request, row in rows.items():
+            if not torch.equal(row, self._engine.model.row(request)):
+                self.violated(f"the cached row of {request} is {row}")
+            if request.adapter is not None and request.adapter not in self._engine.adapters:
+                self.violated(f"{request} is cached, but its adapter is gone")
+        s = self._cache.statistics()
+        held = sum(row.untyped_storage().nbytes() for row in rows.values())
+        if not s.bytes == held <= s.max_bytes or s.rows != len(rows):
+            self.violated(f"{held} bytes are held in {len(rows)} rows, but {s}")
