@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,6 +26,12 @@ from genrt.testing.virtual_loop import VirtualLoop
 
 ADAPTERS = ("a", "b")
 MOST_LOOPS = 4
+
+_Kind: TypeAlias = Callable[[list[int], str | None], Awaitable[None]]
+"""A kind of question, of a context and an adapter's name."""
+
+_Question: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+"""A question that can be asked again."""
 
 
 class SimulatedClients:
@@ -44,6 +51,7 @@ class SimulatedClients:
         self._operations = operations
         self._directory = directory
         self._tasks: dict[asyncio.Task[None], VirtualLoop] = {}
+        self._asked: deque[_Question] = deque(maxlen=5)
         self._kept: list[tuple[LogprobsRequest, torch.Tensor]] = []
         root = [self._token() for _ in range(20)]
         self._contexts = [[self._token()], root[:2], root[:15], root[:17], root]
@@ -81,10 +89,12 @@ class SimulatedClients:
     @cached_property
     def _shares(self) -> list[tuple[float, Callable[[], None]]]:
         return [
-            (0.55, self._ask),
+            (0.45, self._ask),
             (0.10, self._particle),
             (0.05, self._crowd),
-            (0.15, self._cancel),
+            (0.10, self._ask_again),
+            (0.10, self._cancel),
+            (0.05, self._change_mind),
             (0.03, self._load_adapter),
             (0.02, self._remove_adapter),
             (0.02, self._clear_cache),
@@ -95,7 +105,8 @@ class SimulatedClients:
         ]
 
     def _ask(self) -> None:
-        self._start(self._question(self._context()))
+        self._asked.append(self._any_question(self._context()))
+        self._start(self._asked[-1]())
 
     def _particle(self) -> None:
         """One that goes on from the answer."""
@@ -103,14 +114,30 @@ class SimulatedClients:
 
     def _crowd(self) -> None:
         """Several that ask the same at once."""
-        context = self._context()
-        self._start(self._together(context, self._random.randint(2, 4)))
+        question = self._any_question(self._context())
+        self._start(self._together(question, self._random.randint(2, 4)))
+
+    def _ask_again(self) -> None:
+        """Somebody asks what somebody else has just asked."""
+        if self._asked:
+            self._start(self._random.choice(self._asked)())
 
     def _cancel(self) -> None:
         self.done += 1
         pending = [task for task in self._tasks if not task.done()]
         if pending:
             self._random.choice(pending).cancel()
+
+    def _change_mind(self) -> None:
+        """Somebody asks, goes on for a while, leaves, and asks the same again."""
+        question = self._any_question(self._context())
+        loop = self._loop()
+        task = self._start(question(), loop)
+        for _ in range(self._random.randint(0, 20)):
+            self._runtime.step()
+        task.cancel()
+        if not loop.is_closed():
+            self._start(question(), loop)
 
     def _load_adapter(self) -> None:
         self._start(self._loading(self._random.choice(ADAPTERS)))
@@ -173,16 +200,20 @@ class SimulatedClients:
 
     # -- coroutines ---------------------------------------------------------------------------
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        loop = self._loop()
-        self._tasks[loop.create_task(coroutine)] = loop
+    def _start(
+        self, coroutine: Coroutine[Any, Any, None], loop: VirtualLoop | None = None
+    ) -> asyncio.Task[None]:
+        loop = self._loop() if loop is None else loop
+        task = loop.create_task(coroutine)
+        self._tasks[task] = loop
         if len(self._tasks) > 100:
-            for task in [task for task in self._tasks if task.done()]:
-                self._check(task)
-                del self._tasks[task]
+            for done in [each for each in self._tasks if each.done()]:
+                self._check(done)
+                del self._tasks[done]
+        return task
 
     def _check(self, task: asyncio.Task[None]) -> None:
-        """A client ends well, by cancellation, or in an error of the runtime's; which, the ledger knows."""
+        """A client ends well, cancelled, or in an error of the runtime's; which, the ledger knows."""
         if not task.done() or task.cancelled():
             return
         error = task.exception()
@@ -191,11 +222,11 @@ class SimulatedClients:
 
     async def _grow(self, context: list[int], length: int) -> None:
         for _ in range(length):
-            await self._question(context)
+            await self._any_question(context)()
             context.append(self._token())
 
-    async def _together(self, context: list[int], count: int) -> None:
-        asked = [self._question(context) for _ in range(count)]
+    async def _together(self, question: _Question, count: int) -> None:
+        asked = [question() for _ in range(count)]
         done = await asyncio.gather(*asked, return_exceptions=True)
         for outcome in done:
             if outcome is not None and not isinstance(outcome, GenrtError):
@@ -205,19 +236,22 @@ class SimulatedClients:
         self.done += 1
         await self._lm.add_adapter(name, self._directory)
 
-    async def _question(self, context: list[int]) -> None:
-        """Ask something about a context, by name of an adapter that may not be there."""
-        self.done += 1
+    def _any_question(self, context: list[int]) -> _Question:
+        """Something about a context, by name of an adapter that may not be there."""
         name = self._random.choice([None, None, *ADAPTERS])
+        return partial(self._question, self._random.choice(self._kinds), [*context], name)
+
+    async def _question(self, kind: _Kind, context: list[int], name: str | None) -> None:
+        self.done += 1
         is_there = name is None or name in self._lm.adapters
         try:
-            await self._random.choice(self._kinds)(context, name)
+            await kind(context, name)
         except UnknownAdapter:
             if is_there:
                 raise Violation(f"{name!r} is unknown, and had been loaded") from None
 
     @cached_property
-    def _kinds(self) -> list[Callable[[list[int], str | None], Awaitable[None]]]:
+    def _kinds(self) -> list[_Kind]:
         return [
             self._row,
             self._row,

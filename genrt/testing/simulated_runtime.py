@@ -95,9 +95,10 @@ class SimulatedRuntime:
         self.ledger.loop_closed(loop)
 
     def discard(self) -> None:
-        """Close whatever loops there are, without a look at them."""
+        """Let go of everything, without a look at it."""
         for loop in [*self.loops]:
             self._discard(loop)
+        self.lm._finalizer.detach()
 
     def _discard(self, loop: VirtualLoop) -> None:
         for task in asyncio.all_tasks(loop):
@@ -207,6 +208,9 @@ class SimulatedRuntime:
             Violation: it is not so.
         """
         self.check_rest()
+        bound = set(self.lm._adapters.values())
+        if self.thread.alive and bound != set(self.engine.adapters):
+            raise Violation(f"bound are {bound}, but {list(self.engine.adapters)} are loaded")
         self.ledger.check_nothing_is_left()
         self.thread.check_nothing_is_left()
 

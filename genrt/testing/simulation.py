@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from genrt.lm import Statistics
+from genrt.engine import Engine
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.lm import AsyncLM, Statistics
 from genrt.testing.simulated_clients import SimulatedClients, adapter_directory
 from genrt.testing.simulated_engine import Faults
-from genrt.testing.simulated_model import VOCAB_SIZE, HashedModel
+from genrt.testing.simulated_model import VOCAB_SIZE, EngineModel, HashedModel
 from genrt.testing.simulated_runtime import SimulatedRuntime
 from genrt.testing.violation import Violation
 
-__all__ = ["Report", "simulate"]
+__all__ = ["Report", "run_simulated", "simulate"]
+
+T = TypeVar("T")
 
 LAST_EVENTS = 40
 """How much of a failed run its message shows."""
@@ -67,10 +74,91 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
             _wind_up(runtime)
             clients.check_kept()
         except Violation as violation:
-            raise AssertionError(_message(seed, violation, runtime)) from violation
+            _report(f"seed {seed}: {violation}\nreplay with simulate({seed})", violation, runtime)
         finally:
             runtime.discard()
     return Report(seed, clients.done, runtime.lm.statistics(), _told(runtime.ledger.trace))
+
+
+def run_simulated(
+    sampler: Callable[[AsyncLM], Coroutine[Any, Any, T]],
+    *,
+    seed: int,
+    model: NGram | Callable[[], Engine] | None = None,
+    faults: Faults | None = None,
+    cancel_after: int | None = None,
+    cache_bytes: int = 2**20,
+    max_batch_size: int | None = None,
+) -> T:
+    """What a sampler of your own returns on a simulated runtime.
+
+    It gets a real ``AsyncLM``, over an engine that answers in whatever order, in as many steps and with as
+    many restarts as the seed decides, on an event loop whose time is virtual: ``asyncio.sleep`` takes
+    none. The seed fixes the whole run, with torch's global generator, as long as the sampler has no other
+    source of chance.
+
+    Args:
+        sampler: an async function of the runtime.
+        seed: decides everything that is left open.
+        model: whose rows the answers are: an ``NGram``, a function that opens an engine, or ``None`` for
+            eight tokens and a row for every context that has nothing to do with any other.
+        faults: what goes wrong with the engine; nothing by default.
+        cancel_after: after how many events (callbacks, engine steps, …) the sampler is cancelled, if it
+            has not ended by then; ``None`` is never.
+        cache_bytes, max_batch_size: as for ``genrt.load``.
+
+    Raises:
+        AssertionError: an answer was wrong, the sampler waits for something that never comes, or left
+            tasks or questions behind when it ended. The message names the seed.
+        CancelledError: it was cancelled.
+
+    What the sampler itself raises comes out as it is.
+    """
+    runtime = SimulatedRuntime(
+        random.Random(seed),
+        _model(model),
+        faults=faults or Faults(),
+        cache_bytes=cache_bytes,
+        max_batch_size=max_batch_size,
+        max_wait_seconds=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            task = _started(sampler, runtime, cancel_after)
+            runtime.run_until(task.done, "the sampler waits")
+            runtime.settle()
+            left = [each for each in asyncio.all_tasks(runtime.loops[0]) if not each.done()]
+            if left:
+                raise Violation(f"the sampler has ended and left these waiting: {left}")
+            runtime.check_nothing_is_left()
+        except Violation as violation:
+            _report(f"seed {seed}: {violation}", violation, runtime)
+        finally:
+            runtime.discard()
+    return task.result()
+
+
+def _started(
+    sampler: Callable[[AsyncLM], Coroutine[Any, Any, T]],
+    runtime: SimulatedRuntime,
+    cancel_after: int | None,
+) -> asyncio.Task[T]:
+    task = runtime.open_loop().create_task(sampler(runtime.lm))
+    for _ in range(0 if cancel_after is None else cancel_after):
+        if task.done() or not runtime.step():
+            break
+    if cancel_after is not None:
+        task.cancel()
+    return task
+
+
+def _model(model: NGram | Callable[[], Engine] | None) -> HashedModel | EngineModel:
+    if model is None:
+        return HashedModel()
+    if isinstance(model, NGram):
+        return EngineModel(lambda: ExactEngine(model))
+    return EngineModel(model)
 
 
 def _wind_up(runtime: SimulatedRuntime) -> None:
@@ -103,11 +191,9 @@ def _faults(chance: random.Random) -> Faults:
     )
 
 
-def _message(seed: int, violation: Violation, runtime: SimulatedRuntime) -> str:
+def _report(what: str, violation: Violation, runtime: SimulatedRuntime) -> NoReturn:
     last = "\n  ".join(_told(runtime.ledger.trace[-LAST_EVENTS:]))
-    return (
-        f"seed {seed}: {violation}\nreplay with simulate({seed}); the last that happened:\n  {last}"
-    )
+    raise AssertionError(f"{what}; the last that happened:\n  {last}") from violation
 
 
 def _told(trace: list[tuple[object, ...]]) -> tuple[str, ...]:
