@@ -1,4 +1,4 @@
-"""The simulator: that the runtime stands up to it, that a seed is a run, and that it finds what is broken.
+"""The simulator: the runtime stands up to it, a seed is a run, and what is broken is found.
 
 The fixed seeds are the same every time; a few fresh ones are tried in addition, and named in the output.
 """
@@ -6,25 +6,34 @@ The fixed seeds are the same every time; a few fresh ones are tried in addition,
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import re
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
+import genrt
 import genrt.answers
 import genrt.batcher
 import genrt.cache
 from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
-from genrt.engine import Adapter, Finished, LogprobsRequest, ReadRequest, Request
+from genrt.engine import Finished, LogprobsRequest, ReadRequest, Request
+from genrt.engines.exact import NGram
 from genrt.engines.residency import Residents
-from genrt.errors import GenrtError
+from genrt.errors import EngineFailed, GenrtError
+from genrt.lm import AsyncLM
 from genrt.rows import together
-from genrt.testing import simulate
+from genrt.testing import Faults, Report, ledger, run_simulated, simulate, soak
 
 SEEDS = 1_000
 PARTS = 10
@@ -48,7 +57,279 @@ def test_nothing_is_found_in_fresh_seeds() -> None:
         assert simulate(seed, operations=OPERATIONS).operations >= OPERATIONS
 
 
-# -- what is broken on purpose ----------------------------------------------------------------------
+def test_a_seed_is_a_run() -> None:
+    assert simulate(3) == simulate(3)
+    assert simulate(3).trace != simulate(4).trace
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_a_seed_is_the_same_run_in_another_process(hash_seed: str) -> None:
+    code = "from genrt.testing import simulate; print(*simulate(5).trace, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    assert tuple(done.stdout.splitlines()) == simulate(5).trace
+
+
+def test_a_run_leaves_no_trace_on_torch() -> None:
+    before = torch.get_rng_state()
+    simulate(0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_runs_come_to_every_corner() -> None:
+    """Everything that can happen to a question and in an engine has happened in some run."""
+    events: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
+    for seed in range(60):
+        report = simulate(seed)
+        for line in report.trace:
+            events.update(re.findall(r"^[A-Za-z ]+?(?= |$)", line))
+            events.update(
+                re.findall(r"step failed|submit failed|SampleRequest|[A-Z]\w+(?=, \[)", line)
+            )
+        for part in (report.statistics.batcher, report.statistics.cache, report.statistics.engine):
+            counted.update({field.name: getattr(part, field.name) for field in fields(part)})
+    ends = {"answered", "CancelledError", "EngineFailed", "OutOfMemory", "NotFinite", "Closed"}
+    asked = {"DrawToken", "TopTokens", "Candidates", "HostRow", "SampleRequest"}
+    assert ends | asked | {"withdrawn", "closed", "step failed", "submit failed"} <= set(events)
+    of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "held", "seconds"}
+    of_this_moment = {"queued", "in_flight", "resident"}
+    never = {name for name, count in counted.items() if not count}
+    assert never <= of_other_engines | of_this_moment
+
+
+# -- faults, one by one -------------------------------------------------------------------------------
+
+
+def simulate_many(faults: Faults | None = None) -> None:
+    """As many runs as a break may take to be found."""
+    for seed in range(SEEDS_TO_FIND_A_BREAK):
+        simulate(seed, faults=faults)
+
+
+def told(report: Report, event: str) -> int:
+    return sum(line.startswith(event) for line in report.trace)
+
+
+@pytest.mark.parametrize(
+    ("call", "calls", "event"),
+    [
+        ("submit", 30, "submit failed"),
+        ("step", 30, "step failed"),
+        ("cancel", 5, "closed the engine can't go on"),
+    ],
+)
+def test_a_fault_at_any_call_reaches_those_it_concerns(call: str, calls: int, event: str) -> None:
+    """The k-th call fails, for every k: the ledger knows whom that concerns, and that the next works."""
+    for number in range(1, calls + 1):
+        runs = (simulate(seed, faults=Faults(at_call={call: number})) for seed in range(100))
+        assert next(told(report, event) for report in runs if told(report, event)) == 1
+
+
+@pytest.mark.parametrize("fitting", range(5))
+def test_a_step_above_any_size_runs_out_of_memory(fitting: int) -> None:
+    reports = [
+        simulate(seed, operations=60, faults=Faults(out_of_memory_above=fitting))
+        for seed in range(15)
+    ]
+    assert sum(told(report, "step failed") for report in reports) > 0
+    assert sum(told(report, "answered") for report in reports) > 0 or fitting == 0
+
+
+def test_what_out_of_memory_means_is_said_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batcher that fails the whole step is found when it has to retry, and only then."""
+    faults = Faults(out_of_memory_above=1)
+    monkeypatch.setattr(ledger, "OUT_OF_MEMORY_IS_RETRIED", not ledger.OUT_OF_MEMORY_IS_RETRIED)
+    with pytest.raises(AssertionError, match=r"^seed \d+"):
+        simulate_many(faults)
+
+
+def test_an_engine_that_dies_ends_everyone() -> None:
+    reports = [simulate(seed, operations=60, faults=Faults(death=0.1)) for seed in range(20)]
+    died = [told(report, "closed the engine can't go on") for report in reports]
+    assert sum(died) > 10
+    assert max(died) == 1
+
+
+def test_poisoned_contexts_fail_alone() -> None:
+    reports = [simulate(seed, operations=60, faults=Faults(not_finite=0.5)) for seed in range(20)]
+    assert sum(told(report, "NotFinite") for report in reports) > 0
+    assert sum(told(report, "answered") for report in reports) > 0
+    assert sum(report.statistics.batcher.failed for report in reports) > 0
+
+
+# -- samplers of one's own ----------------------------------------------------------------------------
+
+
+MODEL = NGram.random(5, seed=0)
+
+
+async def particles(lm: AsyncLM, *, count: int = 6, length: int = 4) -> list[list[int]]:
+    """Texts that grow side by side, each with draws of its own."""
+
+    async def particle(number: int) -> list[int]:
+        tokens = [0]
+        for step in range(length):
+            row = await lm.next_token_logprobs(tokens)
+            generator = torch.Generator().manual_seed(100 * number + step)
+            tokens.append(int(torch.multinomial(row.exp(), 1, generator=generator)))
+            row.zero_()
+        return tokens
+
+    return await asyncio.gather(*(particle(number) for number in range(count)))
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 60, 2**20])
+@pytest.mark.parametrize("max_batch_size", [None, 2])
+def test_a_sampler_gets_the_same_in_every_order(
+    cache_bytes: int, max_batch_size: int | None
+) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        expected = asyncio.run(particles(lm))
+    for seed in range(10):
+        found = run_simulated(
+            particles,
+            seed=seed,
+            model=MODEL,
+            cache_bytes=cache_bytes,
+            max_batch_size=max_batch_size,
+        )
+        assert found == expected
+
+
+def test_a_samplers_chance_is_the_seeds() -> None:
+    async def draws(lm: AsyncLM) -> list[int]:
+        return [(await lm.draw([0])).token_id for _ in range(20)]
+
+    runs = [run_simulated(draws, seed=seed, model=MODEL) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_sampler_can_be_cancelled_at_every_moment() -> None:
+    ended = cancelled = 0
+    for moment in range(120):
+        try:
+            run_simulated(particles, seed=1, model=MODEL, cancel_after=moment)
+            ended += 1
+        except asyncio.CancelledError:
+            cancelled += 1
+    assert ended > 0
+    assert cancelled > 50
+
+
+def test_a_sampler_meets_every_fault() -> None:
+    async def retrying(lm: AsyncLM) -> int:
+        failures = 0
+        for number in range(20):
+            try:
+                await lm.next_token_logprobs([number % 5, 1])
+            except EngineFailed:
+                failures += 1
+        return failures
+
+    failures = [run_simulated(retrying, seed=s, faults=Faults(step=0.3)) for s in range(10)]
+    assert min(failures) >= 0
+    assert max(failures) > 2
+    with pytest.raises(EngineFailed, match="can't go on"):
+        run_simulated(particles, seed=0, faults=Faults(death=1.0))
+
+
+def test_blocking_calls_work_in_a_simulation() -> None:
+    async def both(lm: AsyncLM) -> bool:
+        waiting = asyncio.ensure_future(lm.next_token_logprobs([1, 2]))
+        blocking = lm.batch_next_token_logprobs_sync([[1, 2], [2]])
+        return torch.equal(await waiting, blocking[0])
+
+    assert all(run_simulated(both, seed=seed, model=MODEL) for seed in range(10))
+
+
+def test_sleeping_takes_no_time() -> None:
+    async def patient(lm: AsyncLM) -> float:
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        await asyncio.sleep(10_000)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10_000):
+                await asyncio.Event().wait()
+        await lm.next_token_logprobs([1])
+        return loop.time() - before
+
+    assert 20_000 <= run_simulated(patient, seed=0) < 20_001
+
+
+def test_a_sampler_may_close_its_runtime() -> None:
+    async def closing(lm: AsyncLM) -> None:
+        waiting = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.sleep(0)
+        async with lm:
+            pass
+        with pytest.raises(genrt.Closed):
+            await waiting
+        with pytest.raises(genrt.Closed):
+            await lm.next_token_logprobs([1])
+
+    for seed in range(5):
+        run_simulated(closing, seed=seed)
+
+
+def test_a_sampler_that_waits_for_ever_is_found() -> None:
+    async def waiting(lm: AsyncLM) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(
+        AssertionError, match=r"^seed 7: nothing can happen any more, and the sampler"
+    ):
+        run_simulated(waiting, seed=7)
+
+
+def test_a_sampler_that_leaves_a_task_behind_is_found() -> None:
+    async def leaving(lm: AsyncLM) -> None:
+        leaving.task = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[attr-defined]
+
+    with pytest.raises(AssertionError, match=r"^seed 7: the sampler has ended and left"):
+        run_simulated(leaving, seed=7)
+
+
+def test_a_sampler_that_forgets_an_error_is_found() -> None:
+    async def forgetful(lm: AsyncLM) -> None:
+        task = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.wait([task])
+
+    with pytest.raises(AssertionError, match="was never retrieved"):
+        run_simulated(forgetful, seed=0, faults=Faults(not_finite=1.0))
+
+
+def test_what_a_sampler_raises_comes_out() -> None:
+    async def wrong(lm: AsyncLM) -> None:
+        await lm.next_token_logprobs([99])
+
+    with pytest.raises(genrt.InvalidRequest, match="99"):
+        run_simulated(wrong, seed=0)
+
+
+# -- soaking --------------------------------------------------------------------------------------------
+
+
+def test_soaking_goes_on_until_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--seconds", "0", "--operations", "20", "--seed", "5"]) == 0
+    assert re.search(r"1 seeds from 5 on, \d+ operations", capsys.readouterr().out)
+
+
+def test_soaking_says_which_seed_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_are_handed_out_as_views(monkeypatch)
+    assert soak.main(["--seconds", "1e9", "--operations", "50", "--seed", "0"]) == 1
+    assert re.search(r"replay with simulate\(\d+, operations=50\)", capsys.readouterr().out)
+
+
+# -- what is broken on purpose ------------------------------------------------------------------------
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Patch], None]
@@ -248,7 +529,9 @@ def masks_are_dropped(patch: Patch) -> None:
 
 
 def seeded_draws_depend_on_their_batch(patch: Patch) -> None:
-    patch.setattr(genrt.answers, "seeded_uniforms", lambda seeds: torch.rand(len(seeds), 2).double())
+    patch.setattr(
+        genrt.answers, "seeded_uniforms", lambda seeds: torch.rand(len(seeds), 2).double()
+    )
 
 
 def residents_of_all_adapters_are_parents(patch: Patch) -> None:
@@ -303,6 +586,5 @@ BREAKS: list[Break] = [
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda each: each.__name__)
 def test_what_is_broken_on_purpose_is_found(broken: Break, monkeypatch: Patch) -> None:
     broken(monkeypatch)
-    with pytest.raises(AssertionError, match=r"^seed \d+: .+\nreplay with simulate\(\d+\)"):
-        for seed in range(SEEDS_TO_FIND_A_BREAK):
-            simulate(seed)
+    with pytest.raises(AssertionError, match=r"^seed \d+: .+\nreplay with simulate\(\d+, op"):
+        simulate_many()

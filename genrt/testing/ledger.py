@@ -80,6 +80,7 @@ class Ledger:
         self._ready_since: dict[_Entry, int] = {}
         self._to_withdraw: dict[Request, _Life] = {}
         self._failing: dict[Request, GenrtError] = {}
+        self._forgotten: set[Request] = set()
         self._turns = 0
         self._closed: GenrtError | None = None
         self._errors: dict[int, BaseException] = {}
@@ -215,6 +216,7 @@ class Ledger:
     def turned(self) -> None:
         """The turn is over: what a step failed with, if one did, is what its requests end in; and what
         had lost its last waiter before it has been withdrawn."""
+        self._forgotten.clear()
         failed, self._failing = self._failing, {}
         for request, error in failed.items():
             self._finish(request, error)
@@ -235,7 +237,10 @@ class Ledger:
                 self.violated(f"{request} was sent twice")
             life.sent = True
         sent = set(flush)
-        newest = max(since for entry, since in self._ready_since.items() if entry.request in sent)
+        newest = max(
+            (since for entry, since in self._ready_since.items() if entry.request in sent),
+            default=0,
+        )
         for entry, since in self._ready_since.items():
             life = self._lives.get(entry.request)
             if life is not None and life.is_wanted and not life.sent and since < newest:
@@ -271,24 +276,21 @@ class Ledger:
         self.trace.append(("step failed", error))
         meaning = failure(error)
         in_progress = [request for request, life in self._lives.items() if life.sent]
-        if isinstance(meaning, OutOfMemory) and self._is_retried(in_progress):
+        is_retried = OUT_OF_MEMORY_IS_RETRIED and len(in_progress) > 1
+        if not is_retried or not isinstance(meaning, OutOfMemory):
+            self._failing = dict.fromkeys(in_progress, meaning)
             return
-        self._failing = dict.fromkeys(in_progress, meaning)
-
-    def _is_retried(self, in_progress: list[Request]) -> bool:
-        if not OUT_OF_MEMORY_IS_RETRIED or len(in_progress) == 1:
-            return False
+        self._forgotten.update(in_progress)
+        self._sent -= len(in_progress)
         for request in in_progress:
             self._lives[request].sent = False
-        self._sent -= len(in_progress)
-        return True
 
     def withdrawn(self, requests: Sequence[Request]) -> None:
         """What the batcher has the engine forget."""
         self.trace.append(("withdrawn", *requests))
         for request in requests:
             life = self._lives.get(request)
-            if request in self._failing:
+            if request in self._failing or request in self._forgotten:
                 continue
             if life is None or not life.sent or life.is_wanted:
                 self.violated(f"{request} was withdrawn, but it is wanted")

@@ -53,6 +53,10 @@ class Model(Protocol):
         """A number in [0, 1) that the context decides."""
         ...
 
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        ...
+
 
 class HashedModel:
     """Rows and samples of eight tokens, made of a hash of the whole question."""
@@ -73,6 +77,9 @@ class HashedModel:
 
     def share_of(self, request: Request) -> float:
         return share_of(request)
+
+    def close(self) -> None:
+        pass
 
 
 class EngineModel:
@@ -105,6 +112,9 @@ class EngineModel:
 
     def share_of(self, request: Request) -> float:
         return share_of(request)
+
+    def close(self) -> None:
+        self._engine.close()
 
     def _answer(self, request: Request) -> Result:
         known = self._answers.get(request)

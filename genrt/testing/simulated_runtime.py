@@ -99,6 +99,7 @@ class SimulatedRuntime:
         for loop in [*self.loops]:
             self._discard(loop)
         self.lm._finalizer.detach()
+        self.engine.model.close()
 
     def _discard(self, loop: VirtualLoop) -> None:
         for task in asyncio.all_tasks(loop):

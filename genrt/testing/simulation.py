@@ -74,7 +74,8 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
             _wind_up(runtime)
             clients.check_kept()
         except Violation as violation:
-            _report(f"seed {seed}: {violation}\nreplay with simulate({seed})", violation, runtime)
+            again = f"replay with simulate({seed}, operations={operations})"
+            _report(f"seed {seed}: {violation}\n{again}", violation, runtime)
         finally:
             runtime.discard()
     return Report(seed, clients.done, runtime.lm.statistics(), _told(runtime.ledger.trace))
@@ -92,10 +93,10 @@ def run_simulated(
 ) -> T:
     """What a sampler of your own returns on a simulated runtime.
 
-    It gets a real ``AsyncLM``, over an engine that answers in whatever order, in as many steps and with as
-    many restarts as the seed decides, on an event loop whose time is virtual: ``asyncio.sleep`` takes
+    It gets a real ``AsyncLM``, over an engine that answers in whatever order, in as many steps and with
+    as many restarts as the seed decides, on an event loop whose time is virtual: ``asyncio.sleep`` takes
     none. The seed fixes the whole run, with torch's global generator, as long as the sampler has no other
-    source of chance.
+    source of chance. The runtime is closed when the sampler has ended.
 
     Args:
         sampler: an async function of the runtime.
@@ -131,7 +132,7 @@ def run_simulated(
             left = [each for each in asyncio.all_tasks(runtime.loops[0]) if not each.done()]
             if left:
                 raise Violation(f"the sampler has ended and left these waiting: {left}")
-            runtime.check_nothing_is_left()
+            _close(runtime)
         except Violation as violation:
             _report(f"seed {seed}: {violation}", violation, runtime)
         finally:
@@ -171,6 +172,11 @@ def _wind_up(runtime: SimulatedRuntime) -> None:
         runtime.run_until(task.done, "a new loop waits for its first answer")
         task.exception()
     runtime.settle()
+    _close(runtime)
+
+
+def _close(runtime: SimulatedRuntime) -> None:
+    """Nothing is left before the runtime is closed, nor afterwards."""
     runtime.check_nothing_is_left()
     runtime.lm.close()
     runtime.settle()

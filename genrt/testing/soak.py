@@ -30,10 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             operations += simulate(seed, operations=options.operations).operations
         except AssertionError as error:
             print(error)
-            print(f"seed {seed} failed, after {seeds - 1} that did not; replay it with")
-            print(
-                f"  python -m genrt.testing.soak --seconds 0 --operations {options.operations} --seed {seed}"
-            )
+            print(f"{seeds - 1:,} seeds from {first} on did not fail")
             return 1
         now = time.monotonic()
         is_over = now - started >= options.seconds
