@@ -413,6 +413,25 @@ def an_answer_is_set_on_a_cancelled_future(patch: Patch) -> None:
     patch.setattr(genrt.batcher, "_resolve", resolve)
 
 
+def closed_loops_are_delivered_to(patch: Patch) -> None:
+    def deliver(done: Any) -> None:
+        for waiter, outcome in done:
+            waiter.loop.call_soon_threadsafe(genrt.batcher._resolve, [(waiter.future, outcome)])
+
+    patch.setattr(genrt.batcher, "_deliver", deliver)
+
+
+def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
+    settle, keep = Batcher._settle, Batcher._keep
+    patch.setattr(Batcher, "_keep", lambda self, finished: {})
+
+    def settle_so(self: Batcher, finished: Sequence[Finished]) -> None:
+        settle(self, finished)
+        keep(self, finished)
+
+    patch.setattr(Batcher, "_settle", settle_so)
+
+
 def waiters_share_an_error(patch: Patch) -> None:
     patch.setattr(GenrtError, "fresh", lambda self: self)
 
@@ -562,6 +581,8 @@ BREAKS: list[Break] = [
     a_stack_is_a_view,
     the_key_lacks_the_adapter,
     an_answer_is_set_on_a_cancelled_future,
+    closed_loops_are_delivered_to,
+    rows_are_cached_when_their_requests_have_ended,
     waiters_share_an_error,
     the_youngest_go_first,
     a_quiet_loop_wakes_nobody,

@@ -79,7 +79,7 @@ class Ledger:
         self._lives: dict[Request, _Life] = {}
         self._ready_since: dict[_Entry, int] = {}
         self._to_withdraw: dict[Request, _Life] = {}
-        self._failing: dict[Request, GenrtError] = {}
+        self._ending: dict[Request, GenrtError | None] = {}
         self._forgotten: set[Request] = set()
         self._turns = 0
         self._closed: GenrtError | None = None
@@ -214,12 +214,12 @@ class Ledger:
         }
 
     def turned(self) -> None:
-        """The turn is over: what a step failed with, if one did, is what its requests end in; and what
-        had lost its last waiter before it has been withdrawn."""
+        """The turn is over: what had lost its last waiter before it has been withdrawn."""
         self._forgotten.clear()
-        failed, self._failing = self._failing, {}
-        for request, error in failed.items():
-            self._finish(request, error)
+        if self._ending:
+            self.violated(
+                f"{list(self._ending)} came out of the engine, and the batcher did nothing"
+            )
         for request, life in self._to_withdraw.items():
             if self._lives.get(request) is life and not life.questions:
                 self.violated(f"{request} is not wanted any more, but was not withdrawn")
@@ -259,15 +259,14 @@ class Ledger:
                 continue
             if end.error is not None and not self._engine.explains(end.request, end.error):
                 self.violated(f"{end.request} ended in {end.error!r}, and nothing explains that")
-            self._finish(end.request, end.error)
+            self._ending[end.request] = end.error
 
     def submit_failed(self, flush: Sequence[Request], error: Exception) -> None:
         """The flush was not taken."""
         if self._closed is not None:
             return
         self.trace.append(("submit failed", error))
-        for request in flush:
-            self._finish(request, failure(error))
+        self._ending |= dict.fromkeys(flush, failure(error))
 
     def step_failed(self, error: Exception) -> None:
         """Nothing is in progress any more."""
@@ -278,19 +277,25 @@ class Ledger:
         in_progress = [request for request, life in self._lives.items() if life.sent]
         is_retried = OUT_OF_MEMORY_IS_RETRIED and len(in_progress) > 1
         if not is_retried or not isinstance(meaning, OutOfMemory):
-            self._failing = dict.fromkeys(in_progress, meaning)
+            self._ending |= dict.fromkeys(in_progress, meaning)
             return
         self._forgotten.update(in_progress)
         self._sent -= len(in_progress)
         for request in in_progress:
             self._lives[request].sent = False
 
+    def settling(self) -> None:
+        """The batcher is about to end what came out of the engine."""
+        ending, self._ending = self._ending, {}
+        for request, error in ending.items():
+            self._finish(request, error)
+
     def withdrawn(self, requests: Sequence[Request]) -> None:
         """What the batcher has the engine forget."""
         self.trace.append(("withdrawn", *requests))
         for request in requests:
             life = self._lives.get(request)
-            if request in self._failing or request in self._forgotten:
+            if request in self._ending or request in self._forgotten:
                 continue
             if life is None or not life.sent or life.is_wanted:
                 self.violated(f"{request} was withdrawn, but it is wanted")
@@ -304,7 +309,7 @@ class Ledger:
             if question.waits:
                 question.error = self._closed
         self._lives.clear()
-        self._failing.clear()
+        self._ending.clear()
 
     def _finish(self, request: Request, error: GenrtError | None) -> None:
         life = self._lives.pop(request)

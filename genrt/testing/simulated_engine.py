@@ -108,6 +108,7 @@ class SimulatedEngine:
         self._echoes = random.choice([0.0, 0.0, 0.2])
         self._seconds = random.choice([0.0, 0.01])
         self._residents = CheckedResidents(random, random.choice([1, 3, 8]))
+        self._raised: BaseException | None = None
         self._blocks: list[Tensor] = []
         self._answered: list[Request] = []
         self._requests = self._rows = self._failed = self._cancelled = 0
@@ -159,7 +160,7 @@ class SimulatedEngine:
         self._meanwhile()
         self._spend(self._seconds * self._random.random())
         if self._faults.death and self._random.random() < self._faults.death:
-            raise EngineDied("the simulated engine died")
+            raise self._raising(EngineDied("the simulated engine died"))
         if self._is_due("step", self._faults.step):
             self._forget()
             raise self._error("step")
@@ -167,7 +168,8 @@ class SimulatedEngine:
         most = self._faults.out_of_memory_above
         if most is not None and len(running) > most:
             self._forget()
-            raise OutOfMemory(f"{len(running)} requests do not fit into a step, {most} do")
+            message = f"{len(running)} requests do not fit into a step, {most} do"
+            raise self._raising(OutOfMemory(message))
         done = [request for request in running if self._is_done(request)]
         for request in done:
             del self.in_progress[request]
@@ -223,6 +225,10 @@ class SimulatedEngine:
             block.fill_(torch.nan)
         self._blocks.clear()
 
+    def raised(self, error: BaseException) -> bool:
+        """Whether this is what the engine raised last."""
+        return error is self._raised
+
     def explains(self, request: Request, error: GenrtError) -> bool:
         """Whether this error is one that a request ends in alone."""
         return isinstance(error, NotFinite) and self._is_poisoned(request)
@@ -237,10 +243,14 @@ class SimulatedEngine:
             return True
         return probability > 0.0 and self._random.random() < probability
 
-    def _error(self, name: str) -> Exception:
+    def _error(self, name: str) -> BaseException:
         message = f"simulated: {name} {self.calls[name]} failed"
         kinds = (RuntimeError, MemoryError, torch.OutOfMemoryError, EngineFailed)
-        return self._random.choice(kinds)(message)
+        return self._raising(self._random.choice(kinds)(message))
+
+    def _raising(self, error: BaseException) -> BaseException:
+        self._raised = error
+        return error
 
     def _forget(self) -> None:
         self._failed += len(self.in_progress)

@@ -4,7 +4,8 @@ whatever event loops are opened on it, all taken on by one seeded scheduler.
 Rules:
     One thing happens at a time: one callback of one loop, one round of the engine's thread, or time
     passes. Which, the seed decides; so any order of these that threads could bring about can come about.
-    While the engine is at work in ``submit`` and ``step``, loops go on in the middle of the call.
+    While the engine's thread is in ``submit`` or ``step``, caches rows or delivers, loops go on: in the
+    middle of the call, before and after the rows are cached, between one delivery and the next.
     The engine's thread sleeps until it is woken or a time that the batcher gave it, as the real one does:
     a wake that is forgotten is found out.
 """
@@ -25,7 +26,15 @@ import torch
 from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
-from genrt.engine import Adapter, Engine, EngineStatistics, Finished, Request, Result
+from genrt.engine import (
+    Adapter,
+    Engine,
+    EngineStatistics,
+    Finished,
+    LogprobsRequest,
+    Request,
+    Result,
+)
 from genrt.engine_thread import EngineThread
 from genrt.errors import Closed, EngineFailed, GenrtError
 from genrt.lm import AsyncLM
@@ -67,11 +76,12 @@ class SimulatedRuntime:
         self.stopped: set[VirtualLoop] = set()
         self.on_interrupt: Callable[[VirtualLoop], None] = lambda loop: None
         self._engine_share = random.choice([0.05, 0.3, 0.7])
+        self._is_meanwhile = False
         self._most_meanwhile = random.choice([0, 2, 8])
         self.engine = SimulatedEngine(
             random, model, faults, meanwhile=self._meanwhile, spend=self._spend
         )
-        self.cache = RowCache(cache_bytes)
+        self.cache = _BusyCache(cache_bytes, self._meanwhile, lambda: self.ledger.settling())
         self.thread = SimulatedThread(self, max_batch_size, max_wait_seconds)
         self.ledger = self.thread.ledger
         self.lm = AsyncLM(cast("EngineThread", self.thread), self.cache, self.engine)
@@ -80,7 +90,7 @@ class SimulatedRuntime:
 
     def open_loop(self) -> VirtualLoop:
         """Another event loop, taken on with the others until it is stopped or closed."""
-        loop = VirtualLoop(self.clock)  # type: ignore[abstract]  # it has no sockets
+        loop = VirtualLoop(self.clock, before_delivery=self._meanwhile)  # type: ignore[abstract]  # it has no sockets
         self.loops.append(loop)
         return loop
 
@@ -173,12 +183,18 @@ class SimulatedRuntime:
             self.on_interrupt(loop)
 
     def _meanwhile(self) -> None:
-        """In the middle of an engine's call: a few callbacks."""
-        for _ in range(self.random.randint(0, self._most_meanwhile)):
-            loops = [loop for loop in self.loops if loop.has_work and loop not in self.stopped]
-            if not loops:
-                return
-            self._run_one(self.random.choice(loops))
+        """In the middle of what the engine's thread does: a few callbacks."""
+        if self._is_meanwhile or not self.thread.is_turning:
+            return
+        self._is_meanwhile = True
+        try:
+            for _ in range(self.random.randint(0, self._most_meanwhile)):
+                loops = [loop for loop in self.loops if loop.has_work and loop not in self.stopped]
+                if not loops:
+                    return
+                self._run_one(self.random.choice(loops))
+        finally:
+            self._is_meanwhile = False
 
     def _spend(self, seconds: float) -> None:
         self.clock.pass_until(self.clock.now + seconds)
@@ -220,6 +236,27 @@ class SimulatedRuntime:
             raise Violation(f"an event loop's exception handler was told {loop.reports}")
 
 
+class _BusyCache(RowCache):
+    """Rows by request; ``meanwhile`` something happens, before and after some are put, and then their
+    requests end."""
+
+    def __init__(
+        self, max_bytes: int, meanwhile: Callable[[], None], afterwards: Callable[[], None]
+    ) -> None:
+        super().__init__(max_bytes)
+        self._meanwhile = meanwhile
+        self._afterwards = afterwards
+
+    def put_all(
+        self, rows: dict[LogprobsRequest, torch.Tensor]
+    ) -> dict[LogprobsRequest, Exception]:
+        self._meanwhile()
+        errors = super().put_all(rows)
+        self._meanwhile()
+        self._afterwards()
+        return errors
+
+
 class SimulatedThread:
     """Stands for ``EngineThread``, with the same members; ``go_round`` is one round of its loop."""
 
@@ -248,6 +285,7 @@ class SimulatedThread:
         ] = collections.deque()
         self._woken = False
         self._closing = False
+        self.is_turning = False
         self._is_at_work = False
         self._ended: GenrtError | None = None
 
@@ -312,19 +350,22 @@ class SimulatedThread:
                 self.alarm = self._clock.now + seconds
                 return
             self._woken = True
+            self.is_turning = True
             self.ledger.turning()
             self._batcher.turn(self._watching)
             self.ledger.turned()
         except Violation:
             raise
         except BaseException as error:
+            if not self._engine.raised(error):
+                raise Violation(f"a turn ended in {error!r}, which no engine raised") from error
             reason = EngineFailed(
                 f"the engine can't go on and was closed: {type(error).__name__}: {error}"
             )
             reason.__cause__ = error
             self._end(reason)
         finally:
-            self._is_at_work = False
+            self._is_at_work = self.is_turning = False
 
     def check_nothing_is_left(self) -> None:
         """Nothing is kept for who waited, and a thread that has ended has closed its engine."""

@@ -45,10 +45,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     It has callbacks, timers, futures, tasks and ``run_in_executor`` (which runs the function in a
     callback of its own); no sockets, pipes, signals or subprocesses. ``reports`` are what asyncio's
-    exception handler was told: on a loop where all is well, nothing.
+    exception handler was told: on a loop where all is well, nothing. ``before_delivery`` is called before
+    a callback of another thread is taken.
     """
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(
+        self, clock: VirtualClock, *, before_delivery: Callable[[], None] = lambda: None
+    ) -> None:
+        self._before_delivery = before_delivery
         self.reports: list[dict[str, Any]] = []
         self._clock = clock
         self._ready: deque[_Callback] = deque()
@@ -120,7 +124,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.append((handle, context or contextvars.copy_context(), callback, args))
         return handle
 
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+    def call_soon_threadsafe(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        self._before_delivery()
+        return self.call_soon(callback, *args, context=context)
 
     def call_later(  # type: ignore[override]
         self,
