@@ -24,7 +24,6 @@ class CheckedResidents:
         self._most = most
         self._residents = Residents()
         self._plain: dict[str, tuple[Adapter | None, bytes]] = {}  # the longest unused first
-        self._puts: dict[str, int] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -62,13 +61,12 @@ class CheckedResidents:
 
     def _put(self, name: str, adapter: Adapter | None, context: bytes) -> None:
         self._count += 1
-        self._puts[name] = self._count
         self._plain.pop(name, None)
         self._plain[name] = adapter, context
         self._residents.put(name, adapter, context)
 
     def _remove(self, name: str) -> None:
-        del self._plain[name], self._puts[name]
+        del self._plain[name]
         self._residents.remove(name)
 
     def _compare_names(self) -> None:
@@ -79,8 +77,8 @@ class CheckedResidents:
         before = context[:-TOKEN_BYTES]
         alike = [name for name, known in self._plain.items() if known == (adapter, before)]
         parent = self._residents.parent(adapter, context)
-        if (parent not in alike) if alike else (parent is not None):
-            raise Violation(f"the parent of {context!r} is {parent}, not one of {alike}")
+        if parent != (alike[-1] if alike else None):
+            raise Violation(f"the parent of {context!r} is {parent}, not the last of {alike}")
         if any(self._residents.is_parent(name, adapter, context) for name in alike) != bool(alike):
             raise Violation(f"is_parent does not know {alike} as parents of {context!r}")
         return parent
