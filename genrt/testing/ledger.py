@@ -59,6 +59,7 @@ class _Life:
 
     questions: dict[Question, None]
     sent: bool = False
+    is_retried: bool = False
 
     @property
     def is_wanted(self) -> bool:
@@ -131,7 +132,8 @@ class Ledger:
         life.questions[question] = None
 
     def _find_swept(self, request: Request) -> None:
-        """Whether the batcher came by a request whose last waiters went with their loop."""
+        """Whether the batcher came by a request whose last waiters went with their loop, or while it was
+        to be sent again."""
         life = self._lives.get(request)
         if life is None or life.sent or life.is_wanted or request in self._batcher._entries:
             return
@@ -231,7 +233,8 @@ class Ledger:
         self._sent += len(flush)
         for request in flush:
             life = self._lives.get(request)
-            if life is None or not life.is_wanted:
+            lost = life is not None and life.is_retried and life.questions
+            if life is None or not (life.is_wanted or lost):
                 self.violated(f"{request} was sent, and nobody wants it")
             if life.sent:
                 self.violated(f"{request} was sent twice")
@@ -256,10 +259,16 @@ class Ledger:
             if life is None or not life.sent:
                 if end.request not in self._engine.echoed:
                     self.violated(f"{end.request} is not in progress, but was answered")
-                continue
+                if life is None or not self._is_to_be_sent_again(end.request, life):
+                    continue
             if end.error is not None and not self._engine.explains(end.request, end.error):
                 self.violated(f"{end.request} ended in {end.error!r}, and nothing explains that")
             self._ending[end.request] = end.error
+
+    def _is_to_be_sent_again(self, request: Request, life: _Life) -> bool:
+        """Whether the batcher takes an answer that came before the request was sent a second time."""
+        entry = self._batcher._entries.get(request)
+        return life.is_retried and entry is not None and entry.in_flight
 
     def submit_failed(self, flush: Sequence[Request], error: Exception) -> None:
         """The flush was not taken."""
@@ -283,6 +292,7 @@ class Ledger:
         self._sent -= len(in_progress)
         for request in in_progress:
             self._lives[request].sent = False
+            self._lives[request].is_retried = True
 
     def settling(self) -> None:
         """The batcher is about to end what came out of the engine."""
@@ -297,8 +307,11 @@ class Ledger:
             life = self._lives.get(request)
             if request in self._ending or request in self._forgotten:
                 continue
-            if life is None or not life.sent or life.is_wanted:
+            if life is None:
+                continue  # not in progress, and so ignored
+            if life.is_wanted:
                 self.violated(f"{request} was withdrawn, but it is wanted")
+            self._dropped += not life.sent
             del self._lives[request]
 
     def closed(self, reason: GenrtError) -> None:
@@ -313,6 +326,7 @@ class Ledger:
 
     def _finish(self, request: Request, error: GenrtError | None) -> None:
         life = self._lives.pop(request)
+        self._sent += not life.sent
         self._failed += error is not None
         for question in life.questions:
             if question.error is not None:
@@ -329,7 +343,7 @@ class Ledger:
             if life is None or question not in life.questions:
                 continue
             del life.questions[question]
-            if not life.questions and not life.sent:
+            if not life.questions and not life.sent and not life.is_retried:
                 self._dropped += 1
                 del self._lives[request]
 
