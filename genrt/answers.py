@@ -61,10 +61,13 @@ class AnsweringEngine:
     Args:
         engine: computes rows and samples; owned by whoever made it, as ``close`` passes through too.
         cache: rows that answer without the engine; rows on their way to the host are put there.
+
+    ``adapters`` are those that are loaded, and where from.
     """
 
     def __init__(self, engine: Engine, cache: RowCache) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.adapters: dict[Adapter, Path] = {}
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
         self._asked: set[Request] = set()
@@ -74,27 +77,27 @@ class AnsweringEngine:
 
     @property
     def vocab_size(self) -> int:
-        return self._engine.vocab_size
+        return self.engine.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        return self._engine.max_model_len
+        return self.engine.max_model_len
 
     @property
     def max_batch_size(self) -> int:
-        return self._engine.max_batch_size
+        return self.engine.max_batch_size
 
     @property
     def device(self) -> torch.device:
-        return self._engine.device
+        return self.engine.device
 
     @property
     def tokenizer(self) -> Any:
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     def __repr__(self) -> str:
         readers = sum(map(len, self._readers.values())) + len(self._cached)
-        return f"AnsweringEngine({self._engine!r}, {readers} reads in progress)"
+        return f"AnsweringEngine({self.engine!r}, {readers} reads in progress)"
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As in the Engine protocol, and reads."""
@@ -121,7 +124,7 @@ class AnsweringEngine:
                 new[row] = None
             readers[row] = {request: None}
         if new:
-            self._engine.submit(list(new))
+            self.engine.submit(list(new))
         self._cached |= cached
         self._asked.update(asked)
         for row, joining in readers.items():
@@ -134,7 +137,7 @@ class AnsweringEngine:
             cached, self._cached = self._cached, {}
             return self._answered([_Read(request, row) for request, row in cached.items()])
         try:
-            ends = self._engine.step()
+            ends = self.engine.step()
         except Exception:
             self._forget()
             raise
@@ -173,18 +176,20 @@ class AnsweringEngine:
                 unwanted.append(request)
             self._asked.discard(request)
         if unwanted:
-            self._engine.cancel(unwanted)
+            self.engine.cancel(unwanted)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self._engine.add_adapter(adapter, path)
+        self.engine.add_adapter(adapter, path)
+        self.adapters[adapter] = path
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        self._engine.remove_adapter(adapter)
+        self.adapters.pop(adapter, None)
+        self.engine.remove_adapter(adapter)
 
     def statistics(self) -> EngineStatistics:
         """The engine's, with the reads and what they moved; ``rows`` and ``requests`` count the rows that
         were computed for reads."""
-        counted = self._engine.statistics()
+        counted = self.engine.statistics()
         return replace(
             counted, reads=self._reads, bytes_to_host=counted.bytes_to_host + self._bytes_to_host
         )
@@ -193,7 +198,7 @@ class AnsweringEngine:
         self._readers.clear()
         self._asked.clear()
         self._cached.clear()
-        self._engine.close()
+        self.engine.close()
 
     def _forget(self) -> None:
         """After a failed step: nothing is in progress, nor may the engine think so."""
@@ -201,7 +206,7 @@ class AnsweringEngine:
         self._readers.clear()
         self._asked.clear()
         if unasked:
-            self._engine.cancel(unasked)
+            self.engine.cancel(unasked)
 
     def _answered(self, reads: Sequence[_Read]) -> list[Finished]:
         """The ends of reads whose rows are there. A kind that fails, for want of memory say, fails

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
 
 __all__ = [
     "TOKEN_BYTES",
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
     from genrt.sampling import Draw, TopLogprobs
 
+
+NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""How torch says on a CPU, by a plain RuntimeError, that memory ran out."""
 
 TOKEN_BYTES = array("I").itemsize
 """What a token id takes in a packed context."""
@@ -95,6 +98,11 @@ class LogprobsRequest:
         """The last token id of the context."""
         return int.from_bytes(self.packed[-TOKEN_BYTES:], sys.byteorder)
 
+    @property
+    def nbytes(self) -> int:
+        """What the context takes in memory."""
+        return len(self.packed)
+
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES
 
@@ -141,6 +149,11 @@ class SampleRequest:
     seed: int | None = None
     adapter: Adapter | None = None
     nonce: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What the context takes in memory, packed."""
+        return len(self.token_ids) * TOKEN_BYTES
 
     def __repr__(self) -> str:
         return (
@@ -223,6 +236,12 @@ class ReadRequest:
     def adapter(self) -> Adapter | None:
         """The adapter that the row is computed with."""
         return self.row.adapter
+
+    @property
+    def nbytes(self) -> int:
+        """What the context takes in memory, and the mask of a draw."""
+        mask = self.wanted.mask if isinstance(self.wanted, DrawToken) else None
+        return self.row.nbytes + len(mask or b"")
 
     def __hash__(self) -> int:
         return self._hash
@@ -361,13 +380,17 @@ def abbreviated(token_ids: Sequence[int]) -> str:
     return f"[… {len(token_ids) - 2} tokens, {token_ids[-2]}, {token_ids[-1]}]"
 
 
-def failure(error: Exception) -> GenrtError:
+def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
     """What an exception that came out of an engine means to who asked; one of genrt's own is itself."""
     import torch
 
     if isinstance(error, GenrtError):
         return error
-    kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError | MemoryError) else EngineFailed
-    translated = kind(f"the engine failed: {type(error).__name__}: {error}")
+    kind: type[GenrtError] = EngineFailed
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_CPU_MEMORY in str(error):
+        kind = OutOfMemory
+    elif isinstance(error, torch.AcceleratorError):
+        kind = EngineDied
+    translated = kind(f"{what}: {type(error).__name__}: {error}")
     translated.__cause__ = error
     return translated

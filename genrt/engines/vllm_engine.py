@@ -58,6 +58,7 @@ from genrt.engines.vllm_config import (
     translated,
 )
 from genrt.errors import (
+    EngineDied,
     EngineFailed,
     GenrtError,
     InvalidAdapter,
@@ -231,8 +232,8 @@ class VLLMEngine:
             if finished is None:
                 finished = self._collect(outputs)
         except Exception as error:
-            self._recover()
             self._count(failed=in_progress, steps=1, seconds=time.perf_counter() - started)
+            self._recover()
             raise translated(error, "the forward failed") from error
         self._count(steps=1, seconds=time.perf_counter() - started)
         return finished
@@ -333,17 +334,19 @@ class VLLMEngine:
         """Forget everything after a failed step, so that the next one finds vLLM clean.
 
         Raises:
-            EngineFailed: vLLM's blocks can't be freed: this engine can't go on.
+            EngineDied: vLLM can't be brought to that.
         """
         self._waiting_samples.clear()
-        self._abort(list(self._core.engine_core.scheduler.requests))
-        self._store.forget(map(int, self._in_progress))
+        try:
+            self._abort(list(self._core.engine_core.scheduler.requests))
+            self._store.forget(map(int, self._in_progress))
+            clean = self._core.reset_prefix_cache()
+        except Exception as error:
+            raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
         for core_id in list(self._in_progress):
             self._end(core_id)
-        if not self._core.reset_prefix_cache():
-            raise EngineFailed(
-                "vLLM still holds blocks of requests that were aborted; load it again"
-            )
+        if not clean:
+            raise EngineDied("vLLM still holds blocks of requests that were aborted")
 
     # -- adapters -----------------------------------------------------------------------------
 
