@@ -13,8 +13,8 @@ Rules:
     the queue at once, from the engine at the next turn, unless an equal question comes first.
     A row is in the cache before its request leaves ``_entries``, and a question looks at both under
     the lock, so none falls in between.
-    A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
-    one that holds the lock included, waits for nothing any more and takes no lock.
+    A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the one
+    that holds the lock included, waits for nothing any more, or on a closed loop: it takes no lock.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Batcher:
             results = self._join(waiter)
             return await future if results is None else results
         finally:
-            if waiter.missing:
+            if waiter.missing and not loop.is_closed():
                 self._leave(waiter)
 
     def ask_sync(
