@@ -839,6 +839,18 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make) -> None:
     abandon(lost)
 
 
+async def test_an_adapter_that_was_retired_before_a_restart_goes_after_it(by_hand: Make) -> None:
+    hand = by_hand()
+    adapter = Adapter("a", 1)
+    hand.engine.adapters.append(adapter)
+    hand.batcher.retire(adapter)
+    hand.batcher.close()
+    hand.batcher.reopen()
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    assert hand.engine.removed == [adapter]
+
+
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: bool) -> None:
     """The clock is read under the lock, so a clock that collects garbage does it there: here the tasks of
