@@ -34,6 +34,8 @@ HOUSE = (
     "testing/simulation.py",
     "testing/simulated_clients.py",
     "testing/simulated_runtime.py",
+    "testing/simulated_thread.py",
+    "testing/watching.py",
     "testing/ledger.py",
     "testing/answer_laws.py",
     "testing/simulated_engine.py",

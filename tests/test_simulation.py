@@ -24,22 +24,25 @@ import genrt
 import genrt.answers
 import genrt.batcher
 import genrt.cache
+import genrt.waiters
 from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import Finished, LogprobsRequest, ReadRequest, Request
 from genrt.engines.exact import NGram
 from genrt.engines.residency import Residents
-from genrt.errors import EngineFailed, GenrtError
+from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.lm import AsyncLM
 from genrt.rows import together
-from genrt.testing import Faults, Report, ledger, run_simulated, simulate, soak
+from genrt.testing import Faults, Report, run_simulated, simulate, soak
 
 SEEDS = 1_000
 PARTS = 10
 OPERATIONS = 100
 FRESH_SEEDS = 20
 SEEDS_TO_FIND_A_BREAK = 300
+
+DIED = r"closed (the engine can't go on|the simulated engine died)"
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -95,11 +98,13 @@ def test_the_runs_come_to_every_corner() -> None:
             )
         for part in (report.statistics.batcher, report.statistics.cache, report.statistics.engine):
             counted.update({field.name: getattr(part, field.name) for field in fields(part)})
-    ends = {"answered", "CancelledError", "EngineFailed", "OutOfMemory", "NotFinite", "Closed"}
+    ends = {"answered", "CancelledError", "TimedOut", "Closed"}
+    ends |= {"EngineFailed", "EngineDied", "OutOfMemory", "NotFinite"}
     asked = {"DrawToken", "TopTokens", "Candidates", "HostRow", "SampleRequest"}
-    assert ends | asked | {"withdrawn", "closed", "step failed", "submit failed"} <= set(events)
+    others = {"withdrawn", "closed", "restarted", "reopened", "step failed", "submit failed"}
+    assert ends | asked | others <= set(events)
     of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "held", "seconds"}
-    of_this_moment = {"queued", "in_flight", "resident"}
+    of_this_moment = {"queued", "in_flight", "waiting", "resident"}
     never = {name for name, count in counted.items() if not count}
     assert never <= of_other_engines | of_this_moment
 
@@ -114,7 +119,7 @@ def simulate_many(faults: Faults | None = None) -> None:
 
 
 def told(report: Report, event: str) -> int:
-    return sum(line.startswith(event) for line in report.trace)
+    return sum(re.match(event, line) is not None for line in report.trace)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +127,14 @@ def told(report: Report, event: str) -> int:
     [
         ("submit", 30, "submit failed"),
         ("step", 30, "step failed"),
-        ("cancel", 5, "closed the engine can't go on"),
+        ("cancel", 5, DIED),
     ],
 )
 def test_a_fault_at_any_call_reaches_those_it_concerns(call: str, calls: int, event: str) -> None:
     """The k-th call fails, for every k: the ledger knows whom that concerns, and that the next works."""
     for number in range(1, calls + 1):
         runs = (simulate(seed, faults=Faults(at_call={call: number})) for seed in range(100))
-        assert next(told(report, event) for report in runs if told(report, event)) == 1
+        assert next(told(report, event) for report in runs if told(report, event)) > 0
 
 
 @pytest.mark.parametrize("fitting", range(5))
@@ -142,19 +147,15 @@ def test_a_step_above_any_size_runs_out_of_memory(fitting: int) -> None:
     assert sum(told(report, "answered") for report in reports) > 0 or fitting == 0
 
 
-def test_what_out_of_memory_means_is_said_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batcher that fails the whole step is found when it has to retry, and only then."""
-    faults = Faults(out_of_memory_above=1)
-    monkeypatch.setattr(ledger, "OUT_OF_MEMORY_IS_RETRIED", not ledger.OUT_OF_MEMORY_IS_RETRIED)
-    with pytest.raises(AssertionError, match=r"^seed \d+"):
-        simulate_many(faults)
-
-
 def test_an_engine_that_dies_ends_everyone() -> None:
     reports = [simulate(seed, operations=60, faults=Faults(death=0.1)) for seed in range(20)]
-    died = [told(report, "closed the engine can't go on") for report in reports]
-    assert sum(died) > 10
-    assert max(died) == 1
+    died = [told(report, DIED) for report in reports]
+    restarted = [told(report, "restarted") for report in reports]
+    assert sum(died) > 2
+    assert max(restarted) > 1
+    assert all(
+        told(report, "EngineDied") for report, ended in zip(reports, died, strict=True) if ended
+    )
 
 
 def test_poisoned_contexts_fail_alone() -> None:
@@ -236,7 +237,7 @@ def test_a_sampler_meets_every_fault() -> None:
     failures = [run_simulated(retrying, seed=s, faults=Faults(step=0.3)) for s in range(10)]
     assert min(failures) >= 0
     assert max(failures) > 2
-    with pytest.raises(EngineFailed, match="can't go on"):
+    with pytest.raises(EngineDied):
         run_simulated(particles, seed=0, faults=Faults(death=1.0))
 
 
@@ -388,7 +389,7 @@ def rows_go_by_position(patch: Patch) -> None:
 
 
 def rows_are_handed_out_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.batcher, "apart", list)
+    patch.setattr(genrt.waiters, "apart", list)
 
 
 def rows_are_cached_as_views(patch: Patch) -> None:
@@ -396,7 +397,7 @@ def rows_are_cached_as_views(patch: Patch) -> None:
 
 
 def a_stack_is_a_view(patch: Patch) -> None:
-    patch.setattr(genrt.batcher, "stacked", together)
+    patch.setattr(genrt.waiters, "stacked", together)
 
 
 def the_key_lacks_the_adapter(patch: Patch) -> None:
@@ -410,15 +411,15 @@ def an_answer_is_set_on_a_cancelled_future(patch: Patch) -> None:
             failed = isinstance(outcome, GenrtError)
             (future.set_exception if failed else future.set_result)(outcome)
 
-    patch.setattr(genrt.batcher, "_resolve", resolve)
+    patch.setattr(genrt.waiters, "_resolve", resolve)
 
 
 def closed_loops_are_delivered_to(patch: Patch) -> None:
     def deliver(done: Any) -> None:
         for waiter, outcome in done:
-            waiter.loop.call_soon_threadsafe(genrt.batcher._resolve, [(waiter.future, outcome)])
+            waiter.loop.call_soon_threadsafe(genrt.waiters._resolve, [(waiter.future, outcome)])
 
-    patch.setattr(genrt.batcher, "_deliver", deliver)
+    patch.setattr(genrt.batcher, "deliver", deliver)
 
 
 def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
@@ -524,7 +525,7 @@ def a_reader_cancels_for_all_readers(patch: Patch) -> None:
 
     def cancel_so(self: AnsweringEngine, requests: Sequence[Request]) -> None:
         cancel(self, requests)
-        self._engine.cancel([each.row for each in requests if isinstance(each, ReadRequest)])
+        self.engine.cancel([each.row for each in requests if isinstance(each, ReadRequest)])
 
     patch.setattr(AnsweringEngine, "cancel", cancel_so)
 

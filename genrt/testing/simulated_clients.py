@@ -62,10 +62,11 @@ class SimulatedClients:
     def run(self) -> None:
         """Do all operations, with the runtime going on between them, and let it come to rest."""
         while self.done < self._operations:
-            if self._random.random() < self._haste:
-                self._do_something()
-            elif not self._runtime.step():
+            if self._random.random() >= self._haste:
+                if self._runtime.step():
+                    continue
                 self._runtime.check_rest()
+            self._do_something()
         self._runtime.settle()
 
     def check_kept(self) -> None:
@@ -101,7 +102,8 @@ class SimulatedClients:
             (0.03, self._interrupt),
             (0.02, self._leave_loop),
             (0.029, self._new_loop),
-            (0.001, self._close),
+            (0.0005, self._close),
+            (0.0005, self._restart),
         ]
 
     def _ask(self) -> None:
@@ -174,8 +176,16 @@ class SimulatedClients:
             self._open_loops.append(self._runtime.open_loop())
 
     def _close(self) -> None:
+        """The runtime is closed, and may be started again."""
         self.done += 1
         self._lm.close()
+        if self._random.random() < 0.5:
+            self._lm.restart()
+
+    def _restart(self) -> None:
+        """The runtime is started again, whether it was closed, has died, or goes on."""
+        self.done += 1
+        self._lm.restart()
 
     def _interrupted(self, loop: VirtualLoop) -> None:
         """What follows an interrupt: the loop goes on, as a notebook's; or everything on it is cancelled
@@ -271,7 +281,8 @@ class SimulatedClients:
     async def _row(self, context: list[int], name: str | None) -> None:
         adapter = self._lm._adapters.get(name) if name is not None else None
         request = LogprobsRequest(context, adapter)
-        row = await self._lm.next_token_logprobs(context, adapter=name)
+        timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
+        row = await self._lm.next_token_logprobs(context, adapter=name, timeout=timeout)
         if not torch.equal(row, self._runtime.engine.model.row(request)):
             raise Violation(f"{request} was answered with another question's row")
         self._have(request, row)

@@ -29,7 +29,7 @@ from genrt.engine import (
     Request,
     SampleRequest,
 )
-from genrt.errors import EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.testing.checked_residents import CheckedResidents
 from genrt.testing.simulated_model import Model
 from genrt.testing.violation import Violation
@@ -44,8 +44,8 @@ class Faults:
     Fields:
         submit, step: the probability that a call raises. It concerns the requests of that flush, or
             everything in progress.
-        cancel, death: the probability that ``cancel`` raises, or ``step`` what is no ``Exception``. The
-            engine can't go on after either: the runtime ends.
+        cancel, death: the probability that ``cancel`` raises, or that the engine dies in ``step``. It
+            can't go on after either.
         not_finite: the share of contexts whose row is not finite; which ones, their tokens decide.
         out_of_memory_above: how many requests fit into a step; ``None`` is any number.
         at_call: the calls, counted from 1, that raise, by the name of the method: ``{"step": 3}``.
@@ -60,8 +60,8 @@ class Faults:
     at_call: Mapping[str, int] = field(default_factory=dict)
 
 
-class EngineDied(BaseException):
-    """What a dying engine raises."""
+class SuddenDeath(BaseException):
+    """What a dying engine raises that has no time for more."""
 
 
 @dataclass(slots=True)
@@ -160,7 +160,8 @@ class SimulatedEngine:
         self._meanwhile()
         self._spend(self._seconds * self._random.random())
         if self._faults.death and self._random.random() < self._faults.death:
-            raise self._raising(EngineDied("the simulated engine died"))
+            kind = self._random.choice([SuddenDeath, EngineDied])
+            raise self._raising(kind("the simulated engine died"))
         if self._is_due("step", self._faults.step):
             self._forget()
             raise self._error("step")
@@ -180,6 +181,7 @@ class SimulatedEngine:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         self._called("cancel")
+        self._meanwhile()
         if self._is_due("cancel", self._faults.cancel):
             raise self._error("cancel")
         for request in requests:

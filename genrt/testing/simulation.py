@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +13,8 @@ import torch
 
 from genrt.engine import Engine
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.lm import AsyncLM, Statistics
+from genrt.lm import AsyncLM
+from genrt.statistics import Statistics
 from genrt.testing.simulated_clients import SimulatedClients, adapter_directory
 from genrt.testing.simulated_engine import Faults
 from genrt.testing.simulated_model import VOCAB_SIZE, EngineModel, HashedModel
@@ -22,6 +24,9 @@ from genrt.testing.violation import Violation
 __all__ = ["Report", "run_simulated", "simulate"]
 
 T = TypeVar("T")
+
+UNASKED = [0] * 100
+"""A context that no client asks."""
 
 LAST_EVENTS = 40
 """How much of a failed run its message shows."""
@@ -65,6 +70,8 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
         cache_bytes=chance.choice([0, 3, 1000]) * 4 * VOCAB_SIZE,
         max_batch_size=chance.choice([None, None, 1, 3]),
         max_wait_seconds=chance.choice([0.0, 0.0, 0.01]),
+        max_queued_requests=chance.choice([sys.maxsize, sys.maxsize, 1, 4]),
+        restarts=chance.random() < 0.5,
     )
     with torch.random.fork_rng(devices=[]), adapter_directory() as directory:
         torch.manual_seed(seed)
@@ -121,7 +128,6 @@ def run_simulated(
         faults=faults or Faults(),
         cache_bytes=cache_bytes,
         max_batch_size=max_batch_size,
-        max_wait_seconds=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -168,7 +174,7 @@ def _wind_up(runtime: SimulatedRuntime) -> None:
         runtime.close_loop(loop)
     if runtime.thread.alive:
         loop = runtime.open_loop()
-        task = loop.create_task(runtime.lm.next_token_logprobs([1, 2, 3]))
+        task = loop.create_task(runtime.lm.next_token_logprobs(UNASKED))
         runtime.run_until(task.done, "a new loop waits for its first answer")
         task.exception()
     runtime.settle()
