@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
 from itertools import chain
 from operator import attrgetter
 
@@ -41,6 +41,11 @@ class Admission:
     def __len__(self) -> int:
         """How many waiters wait for room."""
         return sum(map(len, self._waiting.values()))
+
+    def requests(self) -> Iterator[Request]:
+        """What those ask who wait for room."""
+        for waiter in chain.from_iterable(self._waiting.values()):
+            yield from waiter.requests
 
     @property
     def queued(self) -> int:

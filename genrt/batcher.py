@@ -14,7 +14,7 @@ Rules:
     A row is in the cache before its request leaves ``_entries``, and a question looks at both under
     the lock, so none falls in between.
     A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
-    one that holds the lock included, waits for nothing any more and takes no lock.
+    one that holds the lock included, waits for nothing any more, or on a closed loop: it takes no lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import cast
 
 from torch import Tensor
@@ -130,7 +130,7 @@ class Batcher:
             results = self._join(waiter)
             return await future if results is None else results
         finally:
-            if waiter.missing:
+            if waiter.missing and not loop.is_closed():
                 self._leave(waiter)
 
     def ask_sync(
@@ -155,9 +155,11 @@ class Batcher:
                 raise self._closed.fresh()
             if self._admission.must_wait(waiter.requests) and not self._known(waiter.requests):
                 self._admission.wait(waiter)
-                return None
-            queued = self._register(waiter)
-            wake = bool(queued) and self._gather(queued, waiter.loop)
+                self._gather_no_longer()
+                wake = bool(self._ready)
+            else:
+                queued = self._register(waiter)
+                wake = bool(queued) and self._gather(queued, waiter.loop)
         if wake:
             self._wake()
         if waiter.missing:
@@ -225,6 +227,14 @@ class Batcher:
         if len(gathering.entries) < self._max_batch_size:
             return False
         return self._make_ready(gathering.pop())
+
+    def _gather_no_longer(self) -> None:
+        """Under the lock: what was gathered is ready, as the queue is full. A loop that was closed before
+        it went quiet would hold it for ever."""
+        for loop, gathering in [*self._gathering.items()]:
+            self._make_ready(gathering.pop())
+            if loop.is_closed():
+                del self._gathering[loop]
 
     def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: Gathering, seen: int) -> None:
         """Once a pass of the loop brought no new question, what it asked is ready. The pass that brought
@@ -367,7 +377,7 @@ class Batcher:
         """Under the lock: the retired adapters that no request is bound to any more."""
         if not self._retired:
             return []
-        bound = {request.adapter for request in self._entries}
+        bound = {each.adapter for each in chain(self._entries, self._admission.requests())}
         return [adapter for adapter in self._retired if adapter not in bound]
 
     def _settle(self, finished: Sequence[Finished]) -> None:
@@ -466,7 +476,6 @@ class Batcher:
             self._gathering.clear()
             self._ready.clear()
             self._withdrawn.clear()
-            self._retired.clear()
             self._in_flight = 0
             self._due = float("inf")
         deliver([(waiter, self._closed.fresh()) for waiter in waiters])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.admission import Admission, Window
-from genrt.engine import LogprobsRequest, ReadRequest, Request, TopTokens
+from genrt.engine import Adapter, LogprobsRequest, ReadRequest, Request, TopTokens
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
 from genrt.waiters import Waiter
 from tests.scripted import (
@@ -93,6 +93,41 @@ async def test_a_question_larger_than_the_queue_waits_for_an_empty_one(by_hand: 
     assert right([B, C, D], await large)
 
 
+def test_a_loop_closed_before_it_went_quiet_does_not_fill_the_queue_for_ever(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=1)
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost = ended.create_task(hand.batcher.ask([A]))
+    ended.call_soon(ended.stop)
+    ended.run_forever()
+    ended.close()
+    task = other.create_task(hand.batcher.ask([B]))
+    other.run_until_complete(passes())
+    while hand.batcher.seconds_until_due() == 0.0:
+        hand.turn()
+    other.run_until_complete(passes())
+    assert right([B], task.result())
+    assert hand.engine.submitted == [[B]]
+    hand.dropped = 1
+    other.close()
+    lost._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+async def test_an_adapter_stays_while_a_question_bound_to_it_waits_for_room(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=2, max_batch_size=1)
+    adapter = Adapter("a", 1)
+    hand.engine.adapters.append(adapter)
+    bound = [logprobs(3, adapter=adapter), logprobs(4, adapter=adapter)]
+    tasks = [hand.ask(A), hand.ask(B), hand.ask(*bound)]
+    await passes()
+    hand.batcher.retire(adapter)
+    hand.turn()
+    assert hand.batcher.statistics().waiting == 1
+    assert hand.engine.removed == []
+    await hand.finish()
+    assert right(bound, await tasks[2])
+    assert hand.engine.removed == [adapter]
+
+
 async def test_a_full_queue_holds_up_nobody_who_needs_no_place_in_it(by_hand: Make) -> None:
     hand = by_hand(max_queued_requests=1)
     await hand.queued(A)
@@ -141,11 +176,13 @@ async def test_cancelling_makes_room_or_gives_up_a_turn(by_hand: Make, who: str)
 async def test_room_that_a_failure_leaves_is_taken(by_hand: Make) -> None:
     """B leaves the queue because the question that it was part of failed; C waits for its place."""
     engine = ScriptedEngine(errors={A: NotFinite("poison")}, steps=lambda r: 2 if r == A else 1)
-    hand = by_hand(engine, max_queued_requests=1)
+    now = [0.0]
+    hand = by_hand(engine, max_queued_requests=1, max_wait_seconds=1.0, clock=lambda: now[0])
     await hand.queued(A)
+    now[0] = 1.0
     hand.turn()
     failing, waiting = hand.ask(A, B), hand.ask(C)
-    await passes(1)
+    await passes()
     statistics = hand.batcher.statistics()
     assert (statistics.queued, statistics.waiting) == (1, 1)
     hand.dropped += 1
@@ -153,6 +190,7 @@ async def test_room_that_a_failure_leaves_is_taken(by_hand: Make) -> None:
     await passes()
     with pytest.raises(NotFinite):
         await failing
+    now[0] = 2.0
     await hand.finish()
     assert right([C], await waiting)
 

@@ -839,9 +839,23 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make) -> None:
     abandon(lost)
 
 
-def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock() -> None:
+async def test_an_adapter_that_was_retired_before_a_restart_goes_after_it(by_hand: Make) -> None:
+    hand = by_hand()
+    adapter = Adapter("a", 1)
+    hand.engine.adapters.append(adapter)
+    hand.batcher.retire(adapter)
+    hand.batcher.close()
+    hand.batcher.reopen()
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    assert hand.engine.removed == [adapter]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: bool) -> None:
     """The clock is read under the lock, so a clock that collects garbage does it there: here the tasks of
-    a closed loop, whose answer was computed but never delivered."""
+    a closed loop, whose answer was computed but never delivered, or which were cancelled and never ran
+    again."""
     lost: list[asyncio.Task[Any]] = []
     alive: list[weakref.ref[asyncio.Task[Any]]] = []
 
@@ -851,17 +865,20 @@ def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock() -> None:
         return 0.0
 
     def scenario() -> None:
-        hand = ByHand(clock=clock)
+        hand = ByHand(ScriptedEngine(steps=lambda request: 1 + cancelled), clock=clock)
         ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
         task = ended.create_task(hand.batcher.ask([B]))
         spin(ended)
         hand.turn()
+        if cancelled:
+            task.cancel()
         ended.close()
         lost.append(task)
         alive.append(weakref.ref(task))
         del task
         asked = other.create_task(hand.batcher.ask([A]))
         spin(other)
+        hand.turn()
         hand.turn()
         spin(other)
         assert right([A], asked.result())

@@ -1,5 +1,7 @@
-"""Which sequences are resident: the index against a plain list of token sequences, and vLLM's rows by
-extending, forking and backtracking, under eviction, against transformers'."""
+"""vLLM's rows by extending, forking and backtracking, under eviction, against transformers'.
+
+The index of resident sequences alone is in ``test_residency_machine.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,112 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 import genrt
-from genrt.engine import Adapter, LogprobsRequest
 from genrt.engines.open_requests import MISSES, RETRY, OpenRequests
-from genrt.engines.residency import PIECE, Residents
 from genrt.lm import AsyncLM
 
 TOLERANCE = 5e-4
-ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]
-
-
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    return next(
-        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
-
-
-def packed(context: Sequence[int]) -> bytes:
-    return LogprobsRequest(context).packed
-
-
-class ResidentsMachine(RuleBasedStateMachine):
-    """The index beside a dictionary of names to sequences. Few tokens and long common beginnings, so
-    that most sequences share something."""
-
-    names = Bundle("names")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.residents = Residents()
-        self.model: dict[str, tuple[Adapter | None, tuple[int, ...]]] = {}
-        self.count = 0
-
-    contexts = st.tuples(
-        st.integers(0, 3 * PIECE), st.lists(st.integers(0, 1), max_size=6).map(tuple)
-    ).map(lambda parts: (*(n % 3 for n in range(parts[0])), *parts[1]))
-
-    @rule(target=names, adapter=st.sampled_from(ADAPTERS), context=contexts)
-    def put_new(self, adapter: Adapter | None, context: tuple[int, ...]) -> str:
-        self.count += 1
-        name = str(self.count)
-        self.residents.put(name, adapter, packed(context))
-        self.model[name] = adapter, context
-        return name
-
-    @rule(name=names, more=st.lists(st.integers(0, 2), min_size=1, max_size=2 * PIECE))
-    def grow(self, name: str, more: list[int]) -> None:
-        if name not in self.model:
-            return
-        adapter, context = self.model[name]
-        self.model[name] = adapter, (*context, *more)
-        self.residents.put(name, adapter, packed((*context, *more)))
-
-    @rule(name=consumes(names))
-    def remove(self, name: str) -> None:
-        self.residents.remove(name)
-        self.residents.remove(name)
-        self.model.pop(name, None)
-
-    @rule(adapter=st.sampled_from(ADAPTERS), context=contexts, last=st.integers(0, 2))
-    def look_up(self, adapter: Adapter | None, context: tuple[int, ...], last: int) -> None:
-        asked = (*context, last)
-        parent = self.residents.parent(adapter, packed(asked))
-        parents = [n for n, known in self.model.items() if known == (adapter, context)]
-        assert (parent in parents) if parents else (parent is None)
-        for name in (*self.model, "unknown"):
-            assert self.residents.is_parent(name, adapter, packed(asked)) == (name in parents)
-        found = self.residents.nearest(adapter, packed(asked))
-        best = max(
-            (shared(known, asked) for a, known in self.model.values() if a == adapter), default=0
-        )
-        if best < PIECE:
-            assert found is None
-            return
-        assert found is not None
-        name, length = found
-        a, known = self.model[name]
-        assert a == adapter
-        assert length == min(best, len(asked) - 1) <= shared(known, asked)
-
-    @invariant()
-    def knows_what_it_was_told(self) -> None:
-        assert sorted(self.residents.names()) == sorted(self.model)
-        assert len(self.residents) == len(self.model)
-        for adapter in ADAPTERS:
-            bound = [n for n, (a, _) in self.model.items() if a == adapter]
-            assert sorted(self.residents.bound_to(adapter)) == sorted(bound)
-
-    def teardown(self) -> None:
-        for name in list(self.model):
-            self.residents.remove(name)
-        assert not self.residents._by_digest
-        assert not self.residents._by_piece
-        assert not self.residents._without_pieces
-
-
-TestResidents = ResidentsMachine.TestCase
-TestResidents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-# -- on vLLM --------------------------------------------------------------------------------------
-
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_batched_tokens": 256,
