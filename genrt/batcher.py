@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import cast
 
-from torch import Tensor
-
 from genrt.admission import Admission, Window
 from genrt.cache import RowCache
 from genrt.engine import (
@@ -49,8 +47,8 @@ from genrt.waiters import (
     Outcome,
     Waiter,
     deliver,
+    hand_out,
     outcome_of,
-    outcomes,
     timed_out,
     within,
 )
@@ -266,8 +264,7 @@ class Batcher:
             wake = bool(self._withdrawn or self._retired or self._ready)
         if wake:
             self._wake()
-        if answered:
-            deliver(zip(answered, outcomes(answered), strict=True))
+        hand_out(answered)
 
     def _cancel(self, waiter: Waiter) -> None:
         """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
@@ -320,8 +317,7 @@ class Batcher:
             EngineDied: the engine can't go on. Nobody has been told; what was in flight still is.
         """
         flush, withdrawn, retired, answered = self._take()
-        if answered:
-            deliver(zip(answered, outcomes(answered), strict=True))
+        hand_out(answered)
         if withdrawn:
             engine.cancel(withdrawn)
         for adapter in retired:
@@ -388,7 +384,7 @@ class Batcher:
                 finished = self._send_again(finished)
         else:
             self._window.grow()
-        no_room = self._keep(finished)
+        no_room = self._cache.keep(finished)
         failed: list[tuple[Waiter, Outcome]] = []
         answered: list[Waiter] = []
         with self._lock:
@@ -416,7 +412,8 @@ class Batcher:
                     if not waiter.missing:
                         answered.append(waiter)
             answered += self._admit()  # who failed may have left room in the queue
-        deliver(failed + list(zip(answered, outcomes(answered), strict=True)))
+        deliver(failed)
+        hand_out(answered)
 
     def _send_again(self, finished: Sequence[Finished]) -> list[Finished]:
         """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
@@ -441,15 +438,6 @@ class Batcher:
         self._ready = again | self._ready
         if again:
             self._due = self._clock()
-
-    def _keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
-        """Put the rows into the cache; the errors of those for whose copies there is no memory."""
-        rows = {
-            end.request: end.result
-            for end in (finished if self._cache.max_bytes else ())
-            if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor)
-        }
-        return {each: failure(error) for each, error in self._cache.put_all(rows).items()}
 
     # -- the rest of a life -------------------------------------------------------------------
 
@@ -476,8 +464,7 @@ class Batcher:
             self._gathering.clear()
             self._ready.clear()
             self._withdrawn.clear()
-            self._in_flight = 0
-            self._due = float("inf")
+            self._in_flight, self._due = 0, float("inf")
         deliver([(waiter, self._closed.fresh()) for waiter in waiters])
 
     def reopen(self) -> None:
@@ -486,8 +473,7 @@ class Batcher:
             self._closed = None
 
     def resume(self) -> None:
-        """Send everything that was in flight again: another engine has taken the place of the one that
-        had it."""
+        """Send everything that was in flight again: another engine is in the place of that one's."""
         with self._lock:
             self._requeue(self._entries.values())
 

@@ -27,6 +27,7 @@ __all__ = [
     "Outcome",
     "Waiter",
     "deliver",
+    "hand_out",
     "outcome_of",
     "outcomes",
     "timed_out",
@@ -79,6 +80,7 @@ class Gathering:
     passes: int = 0
 
     def pop(self) -> dict[Entry, None]:
+        """What was asked, which is gathered no more."""
         entries, self.entries = self.entries, {}
         return entries
 
@@ -121,6 +123,12 @@ def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
 
 def _copy(result: Result) -> Result:
     return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result
+
+
+def hand_out(answered: Sequence[Waiter]) -> None:
+    """Give these what they found."""
+    if answered:
+        deliver(zip(answered, outcomes(answered), strict=True))
 
 
 def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:

@@ -322,6 +322,7 @@ async def test_an_engine_that_dies_of_a_question_is_not_opened_for_ever(
     lm, engines = automatic(deadly, deadly, deadly)
     with pytest.raises(EngineDied, match="dead"):
         await lm.next_token_logprobs([1])
+    await lm.aclose()  # when the thread has ended
     assert len(engines.opened) == 2
     assert [engine.closed for engine in engines.opened] == [1, 1]
 
