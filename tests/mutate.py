@@ -67,7 +67,17 @@ def run_tests(folder: Path, tests: Sequence[str], only: str, limit: float) -> Ru
         "PYTHONDONTWRITEBYTECODE": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--tb=no",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += [*tests, *(["-k", only] if only else [])]
     started = time.monotonic()
     with tempfile.TemporaryFile() as printed:
