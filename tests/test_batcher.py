@@ -14,7 +14,7 @@ import torch
 
 from genrt.batcher import PATIENCE, Batcher
 from genrt.cache import RowCache
-from genrt.engine import Adapter, LogprobsRequest, Request, Result
+from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result
 from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory
 from genrt.rows import apart
 from tests.scripted import (
@@ -265,6 +265,28 @@ async def test_an_error_withdraws_the_other_requests_of_its_batch_question(by_ha
         await late
     assert right([B], await other)
     assert [D] in engine.cancelled
+    assert hand.batcher.statistics().cancelled == 0, "nobody left by himself"
+
+
+async def test_an_engine_that_fails_in_a_step_is_told_to_forget_it(by_hand: Make) -> None:
+    class Remembers(ScriptedEngine):
+        def step(self) -> list[Finished]:
+            in_progress = dict(self.in_progress)
+            try:
+                return super().step()
+            except RuntimeError:
+                self.in_progress = in_progress
+                raise
+
+    hand = by_hand(Remembers(fail_at={1: RuntimeError("boom")}))
+    failing = await hand.queued(A, B)
+    hand.turn()
+    with pytest.raises(EngineFailed, match="boom"):
+        await failing
+    again = await hand.queued(A)
+    await hand.finish()
+    assert hand.engine.stepped == [[A, B], [A]]
+    assert right([A], await again)
 
 
 # -- cancellation -----------------------------------------------------------------------------
@@ -824,8 +846,10 @@ def abandon(tasks: list[asyncio.Task[Any]]) -> None:
     gc.collect()
 
 
-def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make) -> None:
-    hand = by_hand()
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool) -> None:
+    """It is closed before the answer is there, or between that and its waking up."""
+    hand = by_hand(by_tokens({A: 2 - computed}))
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
     lost = [ended.create_task(hand.batcher.ask([A]))]
     spin(ended)
@@ -833,6 +857,8 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make) -> None:
     spin(other)
     hand.turn()
     ended.close()
+    if not computed:
+        hand.turn()
     spin(other)
     assert right([A], kept.result())
     other.close()
