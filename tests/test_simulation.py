@@ -420,7 +420,7 @@ def closed_loops_are_delivered_to(patch: Patch) -> None:
         for waiter, outcome in done:
             waiter.loop.call_soon_threadsafe(genrt.waiters._resolve, [(waiter.future, outcome)])
 
-    patch.setattr(genrt.batcher, "deliver", deliver)
+    patch.setattr(genrt.waiters, "deliver", deliver)
 
 
 def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
