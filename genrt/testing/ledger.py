@@ -332,7 +332,8 @@ class Ledger:
     def _send_again(self, requests: Sequence[Request]) -> None:
         for request in requests:
             life = self._lives[request]
-            if not life.questions:
+            is_swept = not life.is_wanted and request not in self._batcher._entries
+            if is_swept or not life.questions:
                 del self._lives[request]
                 continue
             life.sent, life.is_retried = False, True
