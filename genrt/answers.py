@@ -29,6 +29,7 @@ from genrt.engine import (
     Engine,
     EngineStatistics,
     Finished,
+    Foreseeing,
     HostRow,
     LogprobsRequest,
     ReadRequest,
@@ -38,7 +39,7 @@ from genrt.engine import (
     TopTokens,
     failure,
 )
-from genrt.rows import together
+from genrt.rows import Leaving, together
 from genrt.sampling import Draw, TopLogprobs, drawn, rows_at_once, seeded_uniforms
 
 __all__ = ["AnsweringEngine"]
@@ -68,6 +69,7 @@ class AnsweringEngine:
     def __init__(self, engine: Engine, cache: RowCache) -> None:
         self.engine = engine
         self.adapters: dict[Adapter, Path] = {}
+        self._foreseeing = engine if isinstance(engine, Foreseeing) else None
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
         self._asked: set[Request] = set()
@@ -232,15 +234,47 @@ class AnsweringEngine:
     def _answer(self, request: ReadRequest) -> _Answer:
         match request.wanted:
             case DrawToken(temperature=1.0):
-                return _draws
+                return self._draws
             case DrawToken():
-                return _tempered_draws
+                return self._tempered_draws
             case TopTokens():
                 return _tops
             case Candidates():
                 return _candidates
             case HostRow():
                 return self._host_rows
+
+    def _draws(self, reads: Sequence[_Read]) -> Iterator[Result]:
+        """One draw for each, all of them at temperature 1."""
+        return self._on_host(reads, [_drawn(part, None) for part in _parts(reads)])
+
+    def _tempered_draws(self, reads: Sequence[_Read]) -> Iterator[Result]:
+        """One draw for each."""
+        parts = []
+        for part in _parts(reads):
+            row = part[0].row
+            asked: list[DrawToken] = _wanted(part)
+            heat = torch.tensor([[each.temperature] for each in asked], dtype=row.dtype)
+            parts.append(_drawn(part, _moved(heat, row.device)))
+        return self._on_host(reads, parts)
+
+    def _on_host(self, reads: Sequence[_Read], parts: Sequence[Tensor]) -> Iterator[Draw]:
+        """The draws in these, by one copy; logprob and log mass are float32 numbers. The engine is told
+        before anything waits for them."""
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        on_host = Leaving(whole)
+        if self._foreseeing is not None:
+            rows = dict.fromkeys(read.request.row for read in reads)
+            if len(rows) == len(reads):
+                self._foreseeing.expect(list(rows), whole[:, 0])
+        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
+        found = zip(
+            token_ids.long().tolist(),
+            logprobs.float().tolist(),
+            log_mass.float().tolist(),
+            strict=True,
+        )
+        return map(Draw._make, found)
 
     def _host_rows(self, reads: Sequence[_Read]) -> Iterator[Result]:
         """The rows on the host, as views of one block of pinned memory: who keeps one copies it."""
@@ -275,22 +309,6 @@ def _wanted(reads: Sequence[_Read]) -> list[Any]:
     return [read.request.wanted for read in reads]
 
 
-def _draws(reads: Sequence[_Read]) -> Iterator[Result]:
-    """One draw for each, all of them at temperature 1."""
-    return _on_host([_drawn(part, None) for part in _parts(reads)])
-
-
-def _tempered_draws(reads: Sequence[_Read]) -> Iterator[Result]:
-    """One draw for each."""
-    parts = []
-    for part in _parts(reads):
-        row = part[0].row
-        asked: list[DrawToken] = _wanted(part)
-        heat = torch.tensor([[each.temperature] for each in asked], dtype=row.dtype)
-        parts.append(_drawn(part, _moved(heat, row.device)))
-    return _on_host(parts)
-
-
 def _drawn(reads: Sequence[_Read], heat: Tensor | None) -> Tensor:
     """As ``sampling.drawn`` returns them. Masks and random numbers are on their way before the rows are
     touched, which may still be computed."""
@@ -298,19 +316,6 @@ def _drawn(reads: Sequence[_Read], heat: Tensor | None) -> Tensor:
     asked: list[DrawToken] = _wanted(reads)
     numbers = _moved(_uniforms(asked), row.device)
     return drawn(_rows(reads), numbers, mask=_masks(asked, row), heat=heat)
-
-
-def _on_host(parts: Sequence[Tensor]) -> Iterator[Draw]:
-    """The draws in these, by one copy; logprob and log mass are float32 numbers."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    token_ids, logprobs, log_mass = whole.cpu().unbind(dim=-1)
-    found = zip(
-        token_ids.long().tolist(),
-        logprobs.float().tolist(),
-        log_mass.float().tolist(),
-        strict=True,
-    )
-    return map(Draw._make, found)
 
 
 def _uniforms(asked: Sequence[DrawToken]) -> Tensor:

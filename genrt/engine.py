@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
 
@@ -22,6 +22,7 @@ __all__ = [
     "Engine",
     "EngineStatistics",
     "Finished",
+    "Foreseeing",
     "HostRow",
     "LogprobsRequest",
     "ReadRequest",
@@ -279,7 +280,8 @@ class EngineStatistics:
     off it. Of the rows, ``extended`` came from a
     resident sequence that grew by a token, ``forked`` from a new one that shares the blocks of a resident
     one; ``evicted`` resident sequences went for want of room, and ``resident`` ones are there now. Of
-    the steps, ``held`` were ready but for their tokens before those came.
+    the steps, ``held`` were ready but for their tokens before those came, and ``foreseen`` ones of these
+    had been run with the tokens that were drawn last before anybody asked.
     """
 
     steps: int = 0
@@ -296,6 +298,7 @@ class EngineStatistics:
     evicted: int = 0
     resident: int = 0
     held: int = 0
+    foreseen: int = 0
     seconds: float = 0.0
 
 
@@ -370,6 +373,17 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything, forgetting the requests in progress. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Foreseeing(Protocol):
+    """What an Engine can do besides: begin with what will most likely be asked next."""
+
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
+        """From each of these rows, all different, the token in float64 ``[n]`` was drawn, -1 for none; so
+        the context with it may be asked next. The tokens are on the engine's device, which may still be
+        drawing them; nothing here waits for it, or raises."""
         ...
 
 

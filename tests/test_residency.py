@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.engines.open_requests import OpenRequests
+from genrt.engines.open_requests import MISSES, RETRY, OpenRequests
 from genrt.lm import AsyncLM
 
 TOLERANCE = 5e-4
@@ -168,6 +169,140 @@ def test_a_population_s_steps_are_right_and_held_where_they_can_be(
             particles = step(particles)
         assert lm.statistics().engine.held > resampled.held or not ahead
         assert lm.statistics().engine.failed == 0
+
+
+@pytest.mark.vllm
+def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_something_else(
+    llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], ahead: bool
+) -> None:
+    """Ten particles that go on with what they drew; with other tokens; resampled; in another order; when
+    one of them has stopped; and when somebody asks for rows in between."""
+    choose = random.Random(11)
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+
+        def draw(particles: list[list[int]]) -> list[list[int]]:
+            drawn = lm.batch_draw_sync(particles, seed=choose.randrange(10**6))
+            for particle, token_id, logprob in zip(
+                particles, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
+            ):
+                assert abs(float(oracle(particle)[token_id]) - logprob) < TOLERANCE
+            return [
+                [*particle, token_id]
+                for particle, token_id in zip(particles, drawn.token_ids.tolist(), strict=True)
+            ]
+
+        def foreseen() -> int:
+            return lm.statistics().engine.foreseen
+
+        def altered(particle: list[int]) -> list[int]:
+            return [*particle[:-1], (particle[-1] + 1) % 320]
+
+        particles = [[choose.randrange(320) for _ in range(55)] for _ in range(10)]
+        for _ in range(12):
+            particles = draw(particles)
+        assert foreseen() == (
+            9 if ahead else 0
+        )  # all but three, after which they are seen to go on
+        particles = draw([altered(particles[0]), *particles[1:]])
+        particles = draw(list(map(altered, particles)))
+        assert foreseen() == (9 if ahead else 0)
+        for _ in range(3):
+            particles = draw(particles)
+        assert foreseen() == (12 if ahead else 0)
+        for _ in range(3):
+            particles = draw([choose.choice(particles) for _ in particles])
+        for _ in range(4):
+            particles = draw(choose.sample(particles, len(particles)))
+        before = foreseen()
+        particles = draw(particles[:9])
+        for _ in range(5):
+            particles = draw(particles)
+        assert foreseen() > before or not ahead
+        for particle, row in zip(
+            particles, lm.batch_next_token_logprobs_sync(particles), strict=True
+        ):
+            assert float((oracle(particle) - row).abs().max()) < TOLERANCE
+        lm.next_token_logprobs_sync([1, 2, 3])
+        for _ in range(3):
+            particles = draw(particles)
+        statistics = lm.statistics().engine
+        assert statistics.failed == 0
+        assert statistics.held >= statistics.foreseen
+
+
+@pytest.mark.vllm
+def test_one_who_is_always_mistaken_is_seldom_foreseen(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = OpenRequests.__init__
+
+    def init(self: OpenRequests, *positional: Any, **named: Any) -> None:
+        original(self, *positional, **named | {"ahead": True})
+
+    monkeypatch.setattr(OpenRequests, "__init__", init)
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+        engine: Any = lm._engine
+        runs = 0
+        run = engine._open._runner.run
+
+        def counted(*given: Any) -> torch.Tensor:
+            nonlocal runs
+            runs += 1
+            logits: torch.Tensor = run(*given)
+            return logits
+
+        monkeypatch.setattr(engine._open._runner, "run", counted)
+        particles = [[number, *range(50)] for number in range(6)]
+        steps = 3 * RETRY
+        for _ in range(steps):
+            drawn = lm.batch_draw_sync(particles).token_ids.tolist()
+            particles = [
+                [*particle, (token_id + 1) % 320]
+                for particle, token_id in zip(particles, drawn, strict=True)
+            ]
+        assert lm.statistics().engine.foreseen == 0
+        assert runs - lm.statistics().engine.held <= MISSES + steps // RETRY
+
+
+@pytest.mark.vllm
+def test_a_forward_that_fails_before_anybody_asked_is_told_to_who_asks(
+    llama: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+        engine: Any = lm._engine
+        particles = [[number, *range(50)] for number in range(6)]
+        drawn = lm.batch_draw_sync(particles, temperature=0.0)
+
+        def step() -> None:
+            nonlocal drawn
+            for particle, token_id in zip(particles, drawn.token_ids.tolist(), strict=True):
+                particle.append(token_id)
+            drawn = lm.batch_draw_sync(particles, temperature=0.0)
+
+        for _ in range(4):
+            step()
+        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+        forward, failed = type(runner)._model_forward, threading.Event()
+
+        def fails_once(*given: Any, **named: Any) -> Any:
+            if failed.is_set():
+                return forward(*given, **named)
+            failed.set()
+            raise RuntimeError("scripted failure")
+
+        monkeypatch.setattr(type(runner), "_model_forward", fails_once)
+        before = lm.statistics().engine
+        if ahead:
+            step()  # was computed before; the one after it fails, which nobody has asked for
+        else:
+            with pytest.raises(genrt.EngineFailed, match="scripted failure"):
+                step()
+        assert failed.is_set()
+        for _ in range(4):
+            step()
+        after = lm.statistics().engine
+        assert (after.failed > before.failed) == (not ahead)
+        assert (after.foreseen > before.foreseen + 1) == ahead
 
 
 @pytest.mark.vllm
