@@ -140,6 +140,8 @@ class AnsweringEngine:
             return self._answered([_Read(request, row) for request, row in cached.items()])
         try:
             ends = self.engine.step()
+        except EngineDied:
+            raise
         except Exception:
             self._forget()
             raise
