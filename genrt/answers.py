@@ -39,6 +39,7 @@ from genrt.engine import (
     TopTokens,
     failure,
 )
+from genrt.errors import EngineDied
 from genrt.rows import Leaving, together
 from genrt.sampling import Draw, TopLogprobs, drawn, rows_at_once, seeded_uniforms
 
