@@ -242,7 +242,8 @@ class Batcher:
             if gathering.questions != seen and gathering.passes < PATIENCE:
                 loop.call_soon(self._quiet, loop, gathering, gathering.questions)
                 return
-            self._gathering.pop(loop, None)
+            if self._gathering.get(loop) is gathering:  # and not one begun since, after a restart
+                del self._gathering[loop]
             wake = self._make_ready(gathering.pop())
         if wake:
             self._wake()
@@ -323,6 +324,8 @@ class Batcher:
         for adapter in retired:
             engine.remove_adapter(adapter)
             self._cache.forget(adapter)
+            with self._lock:
+                self._retired.remove(adapter)
         if flush:
             try:
                 engine.submit(flush)
@@ -365,9 +368,7 @@ class Batcher:
                 self._due = float("inf")
             self._admission.leave(flush)
             answered = self._admit()
-            retired = self._unbound()
-            self._retired = [a for a in self._retired if a not in retired]
-            return flush, withdrawn, retired, answered
+            return flush, withdrawn, self._unbound(), answered
 
     def _unbound(self) -> list[Adapter]:
         """Under the lock: the retired adapters that no request is bound to any more."""

@@ -877,6 +877,56 @@ async def test_an_adapter_that_was_retired_before_a_restart_goes_after_it(by_han
     assert hand.engine.removed == [adapter]
 
 
+async def test_an_adapter_goes_though_the_engine_died_in_the_turn_that_should_remove_it(
+    by_hand: Make,
+) -> None:
+    hand = by_hand(ScriptedEngine(steps=lambda request: 2, fail_cancel=RuntimeError("dead")))
+    adapter = Adapter("a", 1)
+    hand.engine.adapters.append(adapter)
+    task = await hand.queued(A)
+    hand.turn()
+    task.cancel()
+    await passes()
+    hand.batcher.retire(adapter)
+    with pytest.raises(RuntimeError, match="dead"):
+        hand.turn()
+    hand.engine.in_progress.clear()
+    hand.batcher.resume()
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    assert hand.engine.removed == [adapter]
+
+
+def test_what_a_loop_asks_after_a_restart_is_swept_when_it_is_closed(by_hand: Make) -> None:
+    """The loop has two gatherings then; the end of the one is not that of the other."""
+    hand = by_hand()
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost = [ended.create_task(hand.batcher.ask([A]))]
+    one_pass(ended)
+    hand.batcher.close()
+    hand.batcher.reopen()
+    lost.append(ended.create_task(hand.batcher.ask([B])))
+    one_pass(ended)
+    one_pass(ended)
+    assert hand.batcher.statistics().queued == 1
+    ended.close()
+    asked = other.create_task(hand.batcher.ask([C]))
+    spin(other)
+    hand.turn()
+    spin(other)
+    assert right([C], asked.result())
+    assert hand.batcher.statistics().queued == 0
+    hand.dropped = 2
+    other.close()
+    assert isinstance(lost[0].exception(), Closed)
+    abandon(lost)
+
+
+def one_pass(loop: asyncio.AbstractEventLoop) -> None:
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+
+
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: bool) -> None:
     """The clock is read under the lock, so a clock that collects garbage does it there: here the tasks of
