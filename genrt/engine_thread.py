@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import atexit
 import collections
 import concurrent.futures
 import contextlib
@@ -136,12 +137,15 @@ class EngineThread:
             self._signals.put(None)
 
     def _run(self) -> None:
+        atexit.register(self.close)  # an interpreter that exits in the middle of loading may crash
         try:
             engine = self._open_engine()
         except BaseException as error:
             self._end_calls(_closed())
             self.opened.set_exception(error)
             return
+        finally:
+            atexit.unregister(self.close)  # from here on, whoever holds the runtime closes it
         self._answering = answering = AnsweringEngine(engine, self._cache)
         self._batcher = batcher = Batcher(
             self._cache,
