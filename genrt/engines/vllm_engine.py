@@ -74,6 +74,8 @@ class VLLMEngine:
         config = llm_engine.vllm_config
         self._llm_engine: LLMEngine | None = llm_engine
         self._core = llm_engine.engine_core
+        # At exit the runtime closes this engine; a forked child, which has none of its threads, must not.
+        self._core._finalizer.atexit = False
         self._config = config
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = int(config.model_config.get_vocab_size())
