@@ -222,11 +222,11 @@ class Batcher:
             waiter.missing += 1
             entry = self._entries.get(request)
             if entry is None:
-                entry = self._entries[request] = _Entry(request, {})
+                entry = self._entries[request] = _Entry(request, {waiter: None})
             else:
                 self._deduplicated += 1
+                entry.waiters[waiter] = None
                 self._withdrawn.pop(entry, None)
-            entry.waiters[waiter] = None
             if not entry.in_flight and entry not in self._ready:
                 queued.append(entry)
         return queued
