@@ -32,15 +32,7 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor
 
 from genrt.cache import RowCache
-from genrt.engine import (
-    Adapter,
-    Engine,
-    Finished,
-    LogprobsRequest,
-    Request,
-    Result,
-    failure,
-)
+from genrt.engine import Adapter, Engine, Finished, LogprobsRequest, Request, Result, failure
 from genrt.errors import Closed, GenrtError
 from genrt.rows import apart, stacked
 from genrt.sampling import TopLogprobs
@@ -109,10 +101,6 @@ class _Gathering:
     entries: dict[_Entry, None] = field(default_factory=dict)
     questions: int = 0
     passes: int = 0
-
-    def pop(self) -> dict[_Entry, None]:
-        entries, self.entries = self.entries, {}
-        return entries
 
 
 class Batcher:
@@ -239,26 +227,39 @@ class Batcher:
         if gathering is None:
             for other in [other for other in self._gathering if other.is_closed()]:
                 self._sweep(self._gathering.pop(other).entries)
-            gathering = self._gathering[loop] = _Gathering()
+            gathering = _Gathering()
             loop.call_soon(self._quiet, loop, gathering, 0)
+            self._gathering[loop] = gathering
         gathering.questions += 1
         gathering.entries.update(dict.fromkeys(queued))
         if len(gathering.entries) < self._max_batch_size:
             return False
-        return self._make_ready(gathering.pop())
+        wake = self._make_ready(gathering.entries)
+        gathering.entries = {}
+        return wake
 
     def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: _Gathering, seen: int) -> None:
         """Once a pass of the loop brought no new question, what it asked is ready. The pass that brought
         the first one counts as one that did, so tasks that others started in it are waited for too."""
-        with self._lock:
-            gathering.passes += 1
-            if gathering.questions != seen and gathering.passes < PATIENCE:
-                loop.call_soon(self._quiet, loop, gathering, gathering.questions)
-                return
-            self._gathering.pop(loop, None)
-            wake = self._make_ready(gathering.pop())
-        if wake:
+        try:
+            with self._lock:
+                gathering.passes += 1
+                if gathering.questions != seen and gathering.passes < PATIENCE:
+                    loop.call_soon(self._quiet, loop, gathering, gathering.questions)
+                    return
+                wake = self._end_gathering(loop, gathering)
+            if wake:
+                self._wake()
+        except BaseException:  # an interrupt, after which nothing else would end this gathering
+            with self._lock:
+                self._end_gathering(loop, gathering)
             self._wake()
+            raise
+
+    def _end_gathering(self, loop: asyncio.AbstractEventLoop, gathering: _Gathering) -> bool:
+        """Under the lock. Done a second time, it is as done once."""
+        self._gathering.pop(loop, None)
+        return self._make_ready(gathering.entries)
 
     def _make_ready(self, entries: Iterable[_Entry]) -> bool:
         """Under the lock. One that was dropped, or sent by another loop, stays as it is."""
