@@ -6,18 +6,20 @@
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #                 BENCH=pressure, overheads or fidelity: another of benchmarks/
+#   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
 #   make setup, make notebooks, make clean
 
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= step
+SECONDS ?= 600
 
 BIN := .venv/bin
 READY := .venv/.ready
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 
-.PHONY: setup demo test promises check bench notebooks clean
+.PHONY: setup demo test promises check bench soak notebooks clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -53,6 +55,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(OFFLINE) $(BIN)/python -m benchmarks.$(BENCH) --quick $(ARGS)
+
+soak: $(READY)
+	@$(SETTINGS) $(BIN)/python -m genrt.testing.soak --seconds $(SECONDS) $(ARGS)
 
 notebooks: $(READY)
 	@for notebook in notebooks/*.ipynb; do \

@@ -5,10 +5,12 @@
 One JSON object per runner: ``worst`` and ``typical`` (median over prompts) are the largest absolute
 differences of log-probabilities over -15 from transformers' float32 rows; ``crossed`` counts rows that
 are nearer to another prompt's reference than to their own; ``walk_…`` are the same for particles that
-grow, fork, are cut back and edited, their rows by resident sequences; ``ms_per_flush`` is the median
-time of the flush, ``reads_worst`` how far draws' masses, top lists and host rows are from the rows they
-were read from, at ``host_bytes_per_draw``; ``sample_ratio`` the time of genrt's ``batch_sample`` over
-that of vLLM's own loop.
+grow, fork, are cut back and edited, their rows by resident sequences; ``drawn_worst`` is how far the
+log-probabilities of drawn tokens are from the model's, in particles that go on with what they drew, or
+with something else, ``foreseen`` steps of which were run before they were asked for; ``ms_per_flush`` is
+the median time of the flush, ``reads_worst`` how far draws' masses, top lists and host rows are from the
+rows they were read from, at ``host_bytes_per_draw``; ``sample_ratio`` the time of genrt's
+``batch_sample`` over that of vLLM's own loop.
 Each runner needs a process of its own, since vLLM reads its choice from the environment.
 """
 
@@ -82,6 +84,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 lm.batch_next_token_logprobs_sync(prompts)
                 flushes.append(time.perf_counter() - started)
             walked = walk(lm, steps=10 if arguments.quick else 25)
+            drawn = drawing(lm, steps=12 if arguments.quick else 40)
             statistics_after = lm.statistics().engine
             reads_worst, bytes_per_draw = reads(lm, prompts[:32])
             ratio = sample_ratio(lm, prompts, arguments.sample_tokens, arguments.repeats)
@@ -97,6 +100,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         walk_apart = torch.where(
             walk_reference > -15.0, (walk_rows - walk_reference).abs(), 0.0
         ).amax(dim=-1)
+        drawn_reference = reference_rows(model, [context for context, _, _ in drawn], device)
+        drawn_worst = max(
+            abs(float(row[token_id]) - logprob)
+            for row, (_, token_id, logprob) in zip(drawn_reference, drawn, strict=True)
+            if row[token_id] > -15.0
+        )
         return {
             "model": arguments.model,
             "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
@@ -113,6 +122,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "extended": statistics_after.extended,
             "forked": statistics_after.forked,
             "evicted": statistics_after.evicted,
+            "drawn_worst": round(drawn_worst, 6),
+            "held": statistics_after.held,
+            "foreseen": statistics_after.foreseen,
             "reads_worst": round(reads_worst, 6),
             "host_bytes_per_draw": bytes_per_draw,
             "ms_per_flush": round(statistics.median(flushes) * 1e3, 2),
@@ -149,6 +161,24 @@ def walk(lm: Any, *, steps: int) -> list[tuple[list[int], torch.Tensor]]:
         rows = lm.batch_next_token_logprobs_sync(population)
         asked += zip(population, rows, strict=True)
     return asked[-240:]
+
+
+def drawing(lm: Any, *, steps: int) -> list[tuple[list[int], int, float]]:
+    """Contexts, drawn tokens and their log-probabilities, of 24 particles. Every sixth step some of them
+    go on with another token, every tenth half of them are resampled."""
+    random = Random(3)
+    particles = [[random.randrange(lm.vocab_size) for _ in range(40)] for _ in range(24)]
+    drawn: list[tuple[list[int], int, float]] = []
+    for step in range(1, steps + 1):
+        draws = lm.batch_draw_sync(particles, seed=1000 * step)
+        tokens = draws.token_ids.tolist()
+        drawn += zip(map(list, particles), tokens, draws.logprobs.tolist(), strict=True)
+        for particle, token_id in zip(particles, tokens, strict=True):
+            other = step % 6 == 0 and random.random() < 0.3
+            particle.append(random.randrange(lm.vocab_size) if other else token_id)
+        if step % 10 == 0:
+            particles = [list(random.choice(particles)) for _ in particles]
+    return drawn[-240:]
 
 
 def reads(lm: Any, contexts: Sequence[list[int]]) -> tuple[float, float]:
@@ -213,7 +243,8 @@ def sample_ratio(lm: Any, prompts: Sequence[list[int]], tokens: int, repeats: in
 
     contexts = list(prompts[:64])
 
-    def bare(engine: Any) -> None:
+    def bare(answering: Any) -> None:
+        engine = answering.engine
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
         with engine._on_stream():
             for number, prompt in enumerate(contexts):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from genrt.errors import (
     Closed,
     ContextTooLong,
+    EngineDied,
     EngineFailed,
     EngineNotInstalled,
     EngineUnsupported,
@@ -26,12 +27,14 @@ from genrt.errors import (
     ModelNotFound,
     NotFinite,
     OutOfMemory,
+    TimedOut,
     UnknownAdapter,
 )
 
 if TYPE_CHECKING:
-    from genrt.lm import AsyncLM, Statistics
+    from genrt.lm import AsyncLM
     from genrt.loading import aload, load
+    from genrt.statistics import Statistics
 
 __version__ = "0.1.0"
 
@@ -39,6 +42,7 @@ __all__ = [
     "AsyncLM",
     "Closed",
     "ContextTooLong",
+    "EngineDied",
     "EngineFailed",
     "EngineNotInstalled",
     "EngineUnsupported",
@@ -50,6 +54,7 @@ __all__ = [
     "NotFinite",
     "OutOfMemory",
     "Statistics",
+    "TimedOut",
     "UnknownAdapter",
     "__version__",
     "aload",
@@ -62,7 +67,7 @@ __all__ = [
 _MODULES = frozenset({"constraints", "inference", "testing"})
 _FROM = {
     "AsyncLM": "genrt.lm",
-    "Statistics": "genrt.lm",
+    "Statistics": "genrt.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",
 }

@@ -29,6 +29,7 @@ from genrt.engine import (
     Engine,
     EngineStatistics,
     Finished,
+    Foreseeing,
     HostRow,
     LogprobsRequest,
     ReadRequest,
@@ -38,7 +39,7 @@ from genrt.engine import (
     TopTokens,
     failure,
 )
-from genrt.rows import together
+from genrt.rows import Leaving, together
 from genrt.sampling import Draw, TopLogprobs, drawn, rows_at_once, seeded_uniforms
 
 __all__ = ["AnsweringEngine"]
@@ -61,10 +62,14 @@ class AnsweringEngine:
     Args:
         engine: computes rows and samples; owned by whoever made it, as ``close`` passes through too.
         cache: rows that answer without the engine; rows on their way to the host are put there.
+
+    ``adapters`` are those that are loaded, and where from.
     """
 
     def __init__(self, engine: Engine, cache: RowCache) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.adapters: dict[Adapter, Path] = {}
+        self._foreseeing = engine if isinstance(engine, Foreseeing) else None
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
         self._asked: set[Request] = set()
@@ -74,27 +79,27 @@ class AnsweringEngine:
 
     @property
     def vocab_size(self) -> int:
-        return self._engine.vocab_size
+        return self.engine.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        return self._engine.max_model_len
+        return self.engine.max_model_len
 
     @property
     def max_batch_size(self) -> int:
-        return self._engine.max_batch_size
+        return self.engine.max_batch_size
 
     @property
     def device(self) -> torch.device:
-        return self._engine.device
+        return self.engine.device
 
     @property
     def tokenizer(self) -> Any:
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     def __repr__(self) -> str:
         readers = sum(map(len, self._readers.values())) + len(self._cached)
-        return f"AnsweringEngine({self._engine!r}, {readers} reads in progress)"
+        return f"AnsweringEngine({self.engine!r}, {readers} reads in progress)"
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As in the Engine protocol, and reads."""
@@ -121,7 +126,7 @@ class AnsweringEngine:
                 new[row] = None
             readers[row] = {request: None}
         if new:
-            self._engine.submit(list(new))
+            self.engine.submit(list(new))
         self._cached |= cached
         self._asked.update(asked)
         for row, joining in readers.items():
@@ -134,7 +139,7 @@ class AnsweringEngine:
             cached, self._cached = self._cached, {}
             return self._answered([_Read(request, row) for request, row in cached.items()])
         try:
-            ends = self._engine.step()
+            ends = self.engine.step()
         except Exception:
             self._forget()
             raise
@@ -173,18 +178,20 @@ class AnsweringEngine:
                 unwanted.append(request)
             self._asked.discard(request)
         if unwanted:
-            self._engine.cancel(unwanted)
+            self.engine.cancel(unwanted)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self._engine.add_adapter(adapter, path)
+        self.engine.add_adapter(adapter, path)
+        self.adapters[adapter] = path
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        self._engine.remove_adapter(adapter)
+        self.adapters.pop(adapter, None)
+        self.engine.remove_adapter(adapter)
 
     def statistics(self) -> EngineStatistics:
         """The engine's, with the reads and what they moved; ``rows`` and ``requests`` count the rows that
         were computed for reads."""
-        counted = self._engine.statistics()
+        counted = self.engine.statistics()
         return replace(
             counted, reads=self._reads, bytes_to_host=counted.bytes_to_host + self._bytes_to_host
         )
@@ -193,7 +200,7 @@ class AnsweringEngine:
         self._readers.clear()
         self._asked.clear()
         self._cached.clear()
-        self._engine.close()
+        self.engine.close()
 
     def _forget(self) -> None:
         """After a failed step: nothing is in progress, nor may the engine think so."""
@@ -201,7 +208,7 @@ class AnsweringEngine:
         self._readers.clear()
         self._asked.clear()
         if unasked:
-            self._engine.cancel(unasked)
+            self.engine.cancel(unasked)
 
     def _answered(self, reads: Sequence[_Read]) -> list[Finished]:
         """The ends of reads whose rows are there. A kind that fails, for want of memory say, fails
@@ -227,15 +234,47 @@ class AnsweringEngine:
     def _answer(self, request: ReadRequest) -> _Answer:
         match request.wanted:
             case DrawToken(temperature=1.0):
-                return _draws
+                return self._draws
             case DrawToken():
-                return _tempered_draws
+                return self._tempered_draws
             case TopTokens():
                 return _tops
             case Candidates():
                 return _candidates
             case HostRow():
                 return self._host_rows
+
+    def _draws(self, reads: Sequence[_Read]) -> Iterator[Result]:
+        """One draw for each, all of them at temperature 1."""
+        return self._on_host(reads, [_drawn(part, None) for part in _parts(reads)])
+
+    def _tempered_draws(self, reads: Sequence[_Read]) -> Iterator[Result]:
+        """One draw for each."""
+        parts = []
+        for part in _parts(reads):
+            row = part[0].row
+            asked: list[DrawToken] = _wanted(part)
+            heat = torch.tensor([[each.temperature] for each in asked], dtype=row.dtype)
+            parts.append(_drawn(part, _moved(heat, row.device)))
+        return self._on_host(reads, parts)
+
+    def _on_host(self, reads: Sequence[_Read], parts: Sequence[Tensor]) -> Iterator[Draw]:
+        """The draws in these, by one copy; logprob and log mass are float32 numbers. The engine is told
+        before anything waits for them."""
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        on_host = Leaving(whole)
+        if self._foreseeing is not None:
+            rows = dict.fromkeys(read.request.row for read in reads)
+            if len(rows) == len(reads):
+                self._foreseeing.expect(list(rows), whole[:, 0])
+        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
+        found = zip(
+            token_ids.long().tolist(),
+            logprobs.float().tolist(),
+            log_mass.float().tolist(),
+            strict=True,
+        )
+        return map(Draw._make, found)
 
     def _host_rows(self, reads: Sequence[_Read]) -> Iterator[Result]:
         """The rows on the host, as views of one block of pinned memory: who keeps one copies it."""
@@ -270,22 +309,6 @@ def _wanted(reads: Sequence[_Read]) -> list[Any]:
     return [read.request.wanted for read in reads]
 
 
-def _draws(reads: Sequence[_Read]) -> Iterator[Result]:
-    """One draw for each, all of them at temperature 1."""
-    return _on_host([_drawn(part, None) for part in _parts(reads)])
-
-
-def _tempered_draws(reads: Sequence[_Read]) -> Iterator[Result]:
-    """One draw for each."""
-    parts = []
-    for part in _parts(reads):
-        row = part[0].row
-        asked: list[DrawToken] = _wanted(part)
-        heat = torch.tensor([[each.temperature] for each in asked], dtype=row.dtype)
-        parts.append(_drawn(part, _moved(heat, row.device)))
-    return _on_host(parts)
-
-
 def _drawn(reads: Sequence[_Read], heat: Tensor | None) -> Tensor:
     """As ``sampling.drawn`` returns them. Masks and random numbers are on their way before the rows are
     touched, which may still be computed."""
@@ -293,19 +316,6 @@ def _drawn(reads: Sequence[_Read], heat: Tensor | None) -> Tensor:
     asked: list[DrawToken] = _wanted(reads)
     numbers = _moved(_uniforms(asked), row.device)
     return drawn(_rows(reads), numbers, mask=_masks(asked, row), heat=heat)
-
-
-def _on_host(parts: Sequence[Tensor]) -> Iterator[Draw]:
-    """The draws in these, by one copy; logprob and log mass are float32 numbers."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    token_ids, logprobs, log_mass = whole.cpu().unbind(dim=-1)
-    found = zip(
-        token_ids.long().tolist(),
-        logprobs.float().tolist(),
-        log_mass.float().tolist(),
-        strict=True,
-    )
-    return map(Draw._make, found)
 
 
 def _uniforms(asked: Sequence[DrawToken]) -> Tensor:

@@ -368,6 +368,13 @@ def must_move(device: str | torch.device | None, own: torch.device) -> bool:
     return True
 
 
+def check_timeout(seconds: float | None) -> float | None:
+    """Raises InvalidRequest unless it is ``None`` or a finite number of at least 0; returns it."""
+    if seconds is not None:
+        check_float("timeout", seconds, 0.0, math.inf)
+    return seconds
+
+
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     """Raises InvalidRequest unless ``value`` is an int from ``low`` to ``high``, both included."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):

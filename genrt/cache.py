@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 from torch import Tensor
 
-from genrt.engine import Adapter, LogprobsRequest
+from genrt.engine import Adapter, LogprobsRequest, Request
 from genrt.rows import apart
 
 __all__ = ["CacheStatistics", "RowCache"]
@@ -52,7 +52,7 @@ class RowCache:
         """The bound; 0 keeps nothing."""
         return self._max_bytes
 
-    def __contains__(self, request: LogprobsRequest) -> bool:
+    def __contains__(self, request: Request) -> bool:
         with self._lock:
             return request in self._rows
 

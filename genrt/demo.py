@@ -14,7 +14,8 @@ from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.errors import GenrtError
 from genrt.inference import SMC, Info, Result, State
-from genrt.lm import AsyncLM, Statistics
+from genrt.lm import AsyncLM
+from genrt.statistics import Statistics
 
 __all__ = ["add_arguments", "run"]
 

@@ -10,9 +10,9 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
 
 __all__ = [
     "TOKEN_BYTES",
@@ -22,6 +22,7 @@ __all__ = [
     "Engine",
     "EngineStatistics",
     "Finished",
+    "Foreseeing",
     "HostRow",
     "LogprobsRequest",
     "ReadRequest",
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
     from genrt.sampling import Draw, TopLogprobs
 
+
+NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""How torch says on a CPU, by a plain RuntimeError, that memory ran out."""
 
 TOKEN_BYTES = array("I").itemsize
 """What a token id takes in a packed context."""
@@ -95,6 +99,11 @@ class LogprobsRequest:
         """The last token id of the context."""
         return int.from_bytes(self.packed[-TOKEN_BYTES:], sys.byteorder)
 
+    @property
+    def nbytes(self) -> int:
+        """What the context takes in memory."""
+        return len(self.packed)
+
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES
 
@@ -141,6 +150,11 @@ class SampleRequest:
     seed: int | None = None
     adapter: Adapter | None = None
     nonce: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What the context takes in memory, packed."""
+        return len(self.token_ids) * TOKEN_BYTES
 
     def __repr__(self) -> str:
         return (
@@ -224,6 +238,12 @@ class ReadRequest:
         """The adapter that the row is computed with."""
         return self.row.adapter
 
+    @property
+    def nbytes(self) -> int:
+        """What the context takes in memory, and the mask of a draw."""
+        mask = self.wanted.mask if isinstance(self.wanted, DrawToken) else None
+        return self.row.nbytes + len(mask or b"")
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -260,7 +280,8 @@ class EngineStatistics:
     off it. Of the rows, ``extended`` came from a
     resident sequence that grew by a token, ``forked`` from a new one that shares the blocks of a resident
     one; ``evicted`` resident sequences went for want of room, and ``resident`` ones are there now. Of
-    the steps, ``held`` were ready but for their tokens before those came.
+    the steps, ``held`` were ready but for their tokens before those came, and ``foreseen`` ones of these
+    had been run with the tokens that were drawn last before anybody asked.
     """
 
     steps: int = 0
@@ -277,6 +298,7 @@ class EngineStatistics:
     evicted: int = 0
     resident: int = 0
     held: int = 0
+    foreseen: int = 0
     seconds: float = 0.0
 
 
@@ -354,6 +376,17 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Foreseeing(Protocol):
+    """What an Engine can do besides: begin with what will most likely be asked next."""
+
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
+        """From each of these rows, all different, the token in float64 ``[n]`` was drawn, -1 for none; so
+        the context with it may be asked next. The tokens are on the engine's device, which may still be
+        drawing them; nothing here waits for it, or raises."""
+        ...
+
+
 def abbreviated(token_ids: Sequence[int]) -> str:
     """Token ids for messages: prompts may be private, so only their number and the last few."""
     if len(token_ids) <= 4:
@@ -361,13 +394,17 @@ def abbreviated(token_ids: Sequence[int]) -> str:
     return f"[… {len(token_ids) - 2} tokens, {token_ids[-2]}, {token_ids[-1]}]"
 
 
-def failure(error: Exception) -> GenrtError:
+def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
     """What an exception that came out of an engine means to who asked; one of genrt's own is itself."""
     import torch
 
     if isinstance(error, GenrtError):
         return error
-    kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError | MemoryError) else EngineFailed
-    translated = kind(f"the engine failed: {type(error).__name__}: {error}")
+    kind: type[GenrtError] = EngineFailed
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_CPU_MEMORY in str(error):
+        kind = OutOfMemory
+    elif isinstance(error, torch.AcceleratorError):
+        kind = EngineDied
+    translated = kind(f"{what}: {type(error).__name__}: {error}")
     translated.__cause__ = error
     return translated

@@ -1,5 +1,8 @@
 """The one thread that owns an engine: opens it, turns the batcher's crank, runs calls between turns.
 
+An engine that died is closed, and everyone is told why; or, if the runtime is to restart by itself,
+another one is opened in its place, with the same adapters, and what was in flight is sent to that one.
+
 Rules:
     The engine is opened, used and closed on this thread and nowhere else.
     Between turns the thread sleeps until it is woken; it never polls.
@@ -16,15 +19,17 @@ import concurrent.futures
 import contextlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
-from genrt.engine import Engine, EngineStatistics
-from genrt.errors import Closed, EngineFailed, GenrtError
+from genrt.engine import Adapter, Engine, EngineStatistics
+from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError
 
 __all__ = ["EngineThread"]
 
@@ -39,7 +44,9 @@ class EngineThread:
 
     Args:
         open_engine: makes the engine; called on the thread.
-        cache, max_batch_size, max_wait_seconds: see ``Batcher``.
+        cache, max_batch_size, max_wait_seconds, max_queued_requests, max_queued_bytes: see ``Batcher``.
+        restarts: whether another engine is opened in place of one that died; once more only if something
+            was answered since.
 
     ``opened`` resolves to the engine, or to the error that opening it raised.
     """
@@ -51,14 +58,23 @@ class EngineThread:
         *,
         max_batch_size: int | None = None,
         max_wait_seconds: float = 0.0,
+        max_queued_requests: int = sys.maxsize,
+        max_queued_bytes: int = sys.maxsize,
+        restarts: bool = False,
     ) -> None:
-        self.opened: concurrent.futures.Future[Engine] = concurrent.futures.Future()
         self._open_engine = open_engine
         self._cache = cache
-        self._max_batch_size = max_batch_size
-        self._max_wait_seconds = max_wait_seconds
-        self._batcher: Batcher | None = None
+        self._restarts = restarts
+        self._batcher = Batcher(
+            cache,
+            max_batch_size=max_batch_size,
+            max_wait_seconds=max_wait_seconds,
+            max_queued_requests=max_queued_requests,
+            max_queued_bytes=max_queued_bytes,
+            wake=self._wake,
+        )
         self._answering: AnsweringEngine | None = None
+        self._loaded: dict[Adapter, Path] = {}
         self._calls: collections.deque[
             tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
         ] = collections.deque()
@@ -68,23 +84,38 @@ class EngineThread:
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = False
         self._process = os.getpid()
+        self._restart_lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self.opened: concurrent.futures.Future[Engine] = concurrent.futures.Future()
         self.opened.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
         self._thread = threading.Thread(target=self._run, name="genrt-engine", daemon=True)
         self._thread.start()
 
     @property
     def batcher(self) -> Batcher:
-        """The batcher, once ``opened`` has resolved to an engine."""
+        """What the engine is asked through.
+
+        Raises:
+            Closed: in a forked child, where there is no such thread.
+        """
         self._check_process()
-        if self._batcher is None:
-            raise Closed("the engine is not open")
         return self._batcher
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once ``opened`` has resolved to one; after a restart another one."""
+        return self._open_one().engine
 
     def statistics(self) -> EngineStatistics:
         """The engine's counters, with what was read from its rows; once ``opened`` has resolved."""
+        return self._open_one().statistics()
+
+    def _open_one(self) -> AnsweringEngine:
         if self._answering is None:
             raise Closed("the engine is not open")
-        return self._answering.statistics()
+        return self._answering
 
     def call(self, function: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
         """Have ``function(engine)`` run on the thread between two turns.
@@ -116,10 +147,31 @@ class EngineThread:
         self._wake()
         if threading.current_thread() is self._thread:
             return  # to the turn in progress, after which it tells everyone and ends
-        if self._batcher is not None:
-            self._batcher.close()
+        self._batcher.close()
         if wait:
             self._thread.join(CLOSE_SECONDS)
+
+    def restart(self) -> concurrent.futures.Future[Engine]:
+        """Close the engine, if that has not happened, and open another one with the same adapters; who
+        still waits gets ``Closed``. Returns ``opened``, which is to be waited for.
+
+        Raises:
+            EngineFailed: the engine did not end its step within ``CLOSE_SECONDS``.
+            Closed: in a forked child.
+        """
+        self._check_process()
+        with self._restart_lock:
+            self.close()
+            if self._thread.is_alive():
+                raise EngineFailed(
+                    "the engine is still in a step: wait for that to end, then restart"
+                )
+            with self._calls_lock:
+                self._ended = None
+            self._closing = False
+            self._batcher.reopen()
+            self._start()
+            return self.opened
 
     @property
     def alive(self) -> bool:
@@ -137,58 +189,81 @@ class EngineThread:
             self._signals.put(None)
 
     def _run(self) -> None:
-        atexit.register(self.close)  # an interpreter that exits in the middle of loading may crash
         try:
-            engine = self._open_engine()
+            answering = self._open()
         except BaseException as error:
-            self._end_calls(_closed())
+            self._end(error if isinstance(error, GenrtError) else _died(error))
             self.opened.set_exception(error)
             return
+        self.opened.set_result(answering.engine)
+        answered = -1
+        while True:
+            reason = self._live(answering)
+            before, answered = answered, self._batcher.statistics().answered
+            if self._closing or not self._restarts or answered == before:
+                break
+            with contextlib.suppress(Exception):  # it died already
+                answering.close()
+            try:
+                answering = self._open()
+            except BaseException as error:
+                self._end(_died(error))
+                return
+            self._batcher.resume()
+        self._end(reason)
+        answering.close()
+
+    def _open(self) -> AnsweringEngine:
+        """Another engine, with the adapters of the one before."""
+        atexit.register(self.close)  # an interpreter that exits in the middle of loading may crash
+        try:
+            answering = AnsweringEngine(self._open_engine(), self._cache)
         finally:
             atexit.unregister(self.close)  # from here on, whoever holds the runtime closes it
-        self._answering = answering = AnsweringEngine(engine, self._cache)
-        self._batcher = batcher = Batcher(
-            self._cache,
-            max_batch_size=self._max_batch_size,
-            max_wait_seconds=self._max_wait_seconds,
-            wake=self._wake,
-        )
-        self.opened.set_result(engine)
-        reason: GenrtError = _closed()
         try:
-            self._serve(engine, answering, batcher)
-        except BaseException as error:
-            reason = EngineFailed(
-                f"the engine can't go on and was closed: {type(error).__name__}: {error}"
-            )
-            reason.__cause__ = error
-        finally:
-            batcher.close(reason)
-            self._end_calls(reason)
+            for adapter, path in self._loaded.items():
+                answering.add_adapter(adapter, path)
+        except BaseException:
             answering.close()
+            raise
+        answering.adapters = self._loaded
+        self._answering = answering
+        return answering
 
-    def _serve(self, engine: Engine, answering: AnsweringEngine, batcher: Batcher) -> None:
+    def _live(self, answering: AnsweringEngine) -> GenrtError:
+        """Serve until the engine is to be closed, or has died; the reason."""
+        try:
+            self._serve(answering)
+        except EngineDied as error:
+            return error
+        except BaseException as error:
+            return _died(error)
+        return _closed()
+
+    def _serve(self, answering: AnsweringEngine) -> None:
         while not self._closing:
             while self._calls:
                 future, function = self._calls.popleft()
                 if future.set_running_or_notify_cancel():
                     try:
-                        result = function(engine)
+                        result = function(answering)
                     except BaseException as error:
                         future.set_exception(error)
-                        if not isinstance(error, Exception):
+                        if isinstance(error, EngineDied) or not isinstance(error, Exception):
                             raise
                     else:
                         future.set_result(result)
-            seconds = batcher.seconds_until_due()
+            seconds = self._batcher.seconds_until_due()
             if seconds == 0.0:
-                batcher.turn(answering)
+                self._batcher.turn(answering)
             elif not self._calls and not self._closing:
                 longest = threading.TIMEOUT_MAX if seconds is None else seconds
                 with contextlib.suppress(queue.Empty):
                     self._signals.get(timeout=min(longest, threading.TIMEOUT_MAX))
 
-    def _end_calls(self, reason: GenrtError) -> None:
+    def _end(self, reason: GenrtError) -> None:
+        """Tell everyone who waits, and whoever asks from now on."""
+        self._batcher.close(reason)
         with self._calls_lock:
             self._ended = reason
         while self._calls:
@@ -198,4 +273,10 @@ class EngineThread:
 
 
 def _closed() -> Closed:
-    return Closed("the runtime was closed; load it again to ask more")
+    return Closed("the runtime was closed: restart it, or load it again")
+
+
+def _died(error: BaseException) -> EngineDied:
+    died = EngineDied(f"the engine can't go on and was closed: {type(error).__name__}: {error}")
+    died.__cause__ = error
+    return died

@@ -12,8 +12,10 @@
     ├── EngineNotInstalled (ImportError) a package of an optional extra is missing
     ├── EngineUnsupported (RuntimeError) this version or set-up of the engine is refused at start
     ├── EngineFailed (RuntimeError)      the engine raised; the requests of that step got this
-    │   ├── OutOfMemory                  … because the device's memory ran out
+    │   ├── EngineDied                   … and can't go on: restart it, or load again
+    │   ├── OutOfMemory                  … because the device's memory ran out, for this request alone
     │   └── NotFinite                    the model's logits were NaN, +inf or all -inf
+    ├── TimedOut (TimeoutError)          the answer took longer than the caller would wait
     └── Closed (RuntimeError)            the runtime was closed before the answer came
 
 Messages say what to do. An error of another library is translated once, where it enters genrt, and
@@ -25,6 +27,7 @@ from __future__ import annotations
 __all__ = [
     "Closed",
     "ContextTooLong",
+    "EngineDied",
     "EngineFailed",
     "EngineNotInstalled",
     "EngineUnsupported",
@@ -35,6 +38,7 @@ __all__ = [
     "ModelNotFound",
     "NotFinite",
     "OutOfMemory",
+    "TimedOut",
     "UnknownAdapter",
 ]
 
@@ -88,12 +92,20 @@ class EngineFailed(GenrtError, RuntimeError):
     """The engine raised while it computed; the original error is ``__cause__``."""
 
 
+class EngineDied(EngineFailed):
+    """The engine can't go on, and was closed: ``AsyncLM.restart`` opens another one."""
+
+
 class OutOfMemory(EngineFailed):
-    """The engine's device ran out of memory."""
+    """The engine's device ran out of memory, with this request alone in flight."""
 
 
 class NotFinite(EngineFailed):
     """The model's logits hold NaN or +inf, or nothing but -inf: there is no distribution."""
+
+
+class TimedOut(GenrtError, TimeoutError):
+    """The answer took longer than the caller would wait; the question was withdrawn."""
 
 
 class Closed(GenrtError, RuntimeError):

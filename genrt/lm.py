@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, cast
@@ -29,12 +29,10 @@ from genrt.arguments import (
     check_contexts,
     must_move,
 )
-from genrt.batcher import BatcherStatistics
-from genrt.cache import CacheStatistics, RowCache
+from genrt.cache import RowCache
 from genrt.engine import (
     Adapter,
     Engine,
-    EngineStatistics,
     HostRow,
     LogprobsRequest,
     ReadRequest,
@@ -45,20 +43,12 @@ from genrt.engine_thread import EngineThread
 from genrt.engines.adapters import check_adapter_directory
 from genrt.errors import InvalidRequest
 from genrt.reads import Reads
+from genrt.statistics import Statistics
 
-__all__ = ["AsyncLM", "Statistics"]
+__all__ = ["AsyncLM"]
 
 Device: TypeAlias = str | torch.device
 """A device or its name, as torch takes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What a runtime did since it was loaded, counted where it happens."""
-
-    batcher: BatcherStatistics
-    cache: CacheStatistics
-    engine: EngineStatistics
 
 
 class AsyncLM(Reads):
@@ -68,14 +58,15 @@ class AsyncLM(Reads):
     method with a ``_sync`` twin works anywhere, inside a running loop (a notebook's) too. A context
     manager both ways; leaving it closes the runtime.
 
-    Cancelling an await withdraws that question alone: it did not happen, and nobody else notices.
+    Cancelling an await withdraws that question alone: it did not happen, and nobody else notices. So
+    does ``timeout=``, which every question takes: seconds, after which it raises ``TimedOut``. While the
+    queue is full (``load``'s ``max_queued_requests``), a question waits for room.
     Whatever is asked after ``close`` raises ``Closed``, and so does what was still waiting.
     """
 
     def __init__(self, thread: EngineThread, cache: RowCache, engine: Engine) -> None:
         super().__init__(thread, Limits(engine.vocab_size, engine.max_model_len))
         self._cache = cache
-        self._engine = engine
         self._adapters_lock = threading.Lock()
         self._versions = itertools.count(1)
         self._finalizer = weakref.finalize(self, thread.close)
@@ -135,7 +126,12 @@ class AsyncLM(Reads):
     # -- rows ---------------------------------------------------------------------------------
 
     async def next_token_logprobs(
-        self, token_ids: TokenIds, *, device: Device | None = None, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        device: Device | None = None,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """The row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
 
@@ -146,19 +142,26 @@ class AsyncLM(Reads):
 
         Raises:
             InvalidRequest: token ids that are no ints in range, or none; ContextTooLong, UnknownAdapter.
-            EngineFailed: the engine step failed (OutOfMemory), or this row is not finite (NotFinite).
+            EngineFailed: the engine step failed (OutOfMemory: for this request alone), or this row is not
+                finite (NotFinite).
+            TimedOut: there was no answer within ``timeout`` seconds.
             Closed: the runtime is closed.
         """
         request = self._row_request(token_ids, device, self._bound(adapter))
-        [row] = await self._batcher.ask((request,))
+        [row] = await self._ask(timeout, (request,))
         return cast("torch.Tensor", row)
 
     def next_token_logprobs_sync(
-        self, token_ids: TokenIds, *, device: Device | None = None, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        device: Device | None = None,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """``next_token_logprobs``, blocking. An interrupt withdraws the question."""
         request = self._row_request(token_ids, device, self._bound(adapter))
-        return cast("torch.Tensor", self._batcher.ask_sync((request,))[0])
+        return cast("torch.Tensor", self._ask_sync(timeout, (request,))[0])
 
     async def batch_next_token_logprobs(
         self,
@@ -166,6 +169,7 @@ class AsyncLM(Reads):
         *,
         device: Device | None = None,
         adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """The rows after each of ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
 
@@ -175,7 +179,7 @@ class AsyncLM(Reads):
         requests = self._row_requests(check_contexts(contexts), device, adapter)
         if not requests:
             return torch.empty(0, self.vocab_size, device=device or self.device)
-        return cast("torch.Tensor", (await self._batcher.ask(requests, stacked=True))[0])
+        return cast("torch.Tensor", (await self._ask(timeout, requests, stacked=True))[0])
 
     def batch_next_token_logprobs_sync(
         self,
@@ -183,12 +187,13 @@ class AsyncLM(Reads):
         *,
         device: Device | None = None,
         adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """``batch_next_token_logprobs``, blocking. An interrupt withdraws the question."""
         requests = self._row_requests(check_contexts(contexts), device, adapter)
         if not requests:
             return torch.empty(0, self.vocab_size, device=device or self.device)
-        return cast("torch.Tensor", self._batcher.ask_sync(requests, stacked=True)[0])
+        return cast("torch.Tensor", self._ask_sync(timeout, requests, stacked=True)[0])
 
     # -- samples ------------------------------------------------------------------------------
 
@@ -204,6 +209,7 @@ class AsyncLM(Reads):
         min_p: float = 0.0,
         seed: int | None = None,
         adapter: str | None = None,
+        timeout: float | None = None,
     ) -> list[int]:
         """Up to ``max_tokens`` tokens drawn one after another, by the engine's own decode loop.
 
@@ -230,27 +236,37 @@ class AsyncLM(Reads):
             seed=seed,
             adapter=adapter,
         )
-        return _lists(await self._batcher.ask((request,)))[0]
+        return _lists(await self._ask(timeout, (request,)))[0]
 
-    def sample_sync(self, token_ids: TokenIds, **options: Unpack[SampleOptions]) -> list[int]:
+    def sample_sync(
+        self, token_ids: TokenIds, *, timeout: float | None = None, **options: Unpack[SampleOptions]
+    ) -> list[int]:
         """``sample``, blocking. An interrupt withdraws the question."""
-        return _lists(self._batcher.ask_sync((self._sample_request(token_ids, **options),)))[0]
+        return _lists(self._ask_sync(timeout, (self._sample_request(token_ids, **options),)))[0]
 
     async def batch_sample(
-        self, contexts: Sequence[TokenIds], **options: Unpack[SampleOptions]
+        self,
+        contexts: Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> list[list[int]]:
         """One sample after each of ``contexts``, in order, as one question; options as ``sample``'s.
 
         With a ``seed``, context ``i`` is drawn with seed ``seed + i``: equal contexts give independent
         samples, and each equals ``sample`` with that seed.
         """
-        return _lists(await self._batcher.ask(self._sample_requests(contexts, **options)))
+        return _lists(await self._ask(timeout, self._sample_requests(contexts, **options)))
 
     def batch_sample_sync(
-        self, contexts: Sequence[TokenIds], **options: Unpack[SampleOptions]
+        self,
+        contexts: Sequence[TokenIds],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> list[list[int]]:
         """``batch_sample``, blocking. An interrupt withdraws the question."""
-        return _lists(self._batcher.ask_sync(self._sample_requests(contexts, **options)))
+        return _lists(self._ask_sync(timeout, self._sample_requests(contexts, **options)))
 
     # -- adapters -----------------------------------------------------------------------------
 
@@ -310,6 +326,10 @@ class AsyncLM(Reads):
 
     # -- the runtime --------------------------------------------------------------------------
 
+    @property
+    def _engine(self) -> Engine:
+        return self._thread.engine
+
     def clear_cache(self) -> None:
         """Drop every cached row; counters stay."""
         self._cache.clear()
@@ -332,6 +352,25 @@ class AsyncLM(Reads):
     async def aclose(self) -> None:
         """``close`` without holding up the event loop."""
         await asyncio.to_thread(self.close)
+
+    def restart(self) -> None:
+        """Close the engine, if that has not happened, and open another one with the same options and
+        adapters; this runtime then answers again. Cached rows stay, the engine's statistics start anew.
+
+        Questions that were still waiting raise ``Closed``. With ``load(…, restart="auto")`` an engine
+        that died is replaced without being asked, and no question notices.
+
+        Raises:
+            EngineFailed: a step takes longer than 5 seconds: wait for it, then try again.
+            Closed: in a forked child. Else what ``load`` raises; the runtime is then closed.
+        """
+        self._finalizer.detach()
+        self._thread.restart().result()
+        self._finalizer = weakref.finalize(self, self._thread.close)
+
+    async def arestart(self) -> None:
+        """``restart`` without holding up the event loop."""
+        await asyncio.to_thread(self.restart)
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
 from genrt.arguments import check_float, check_int
@@ -31,7 +31,10 @@ def load(
     cache_bytes: int = 256 * 2**20,
     max_batch_size: int | None = None,
     max_wait_seconds: float = 0.0,
+    max_queued_requests: int = 2**16,
+    max_queued_bytes: int = 2**30,
     residency: bool = True,
+    restart: Literal["auto"] | None = None,
 ) -> AsyncLM:
     """Open a model and return the runtime over it, ready to be asked.
 
@@ -45,9 +48,15 @@ def load(
         max_batch_size: the most requests in one flush, however many the engine takes to a step;
             ``None`` is no bound.
         max_wait_seconds: how long a question waits for company once its loop has gone quiet.
+        max_queued_requests, max_queued_bytes: how many requests, and bytes of their contexts and masks,
+            may wait for the engine. Who asks beyond that waits for room, by turns with other event loops
+            and threads; nobody is refused. A question of more than that alone waits for an empty queue.
         residency: whether vLLM keeps the sequences it has answered, so that a context that grew by a
             token, shares a prefix or was cut back costs its new tokens alone. Rows are the same, up to
             the engine's numerics, and every step is scheduled when the one before has ended.
+        restart: ``"auto"`` opens another engine in place of one that died, and asks it what was still
+            to be answered; if nothing is answered between two deaths, the second is final. Without it
+            every later call raises why, until ``AsyncLM.restart``.
 
     Blocks until the engine is open. An interrupt abandons the loading.
 
@@ -56,7 +65,16 @@ def load(
         InvalidRequest: an argument is out of range, or an engine of that name is not known.
     """
     thread, cache = _start(
-        model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds, residency
+        model,
+        engine,
+        engine_options,
+        cache_bytes,
+        residency,
+        restart,
+        max_batch_size=max_batch_size,
+        max_wait_seconds=max_wait_seconds,
+        max_queued_requests=max_queued_requests,
+        max_queued_bytes=max_queued_bytes,
     )
     try:
         return AsyncLM(thread, cache, thread.opened.result())
@@ -73,11 +91,23 @@ async def aload(
     cache_bytes: int = 256 * 2**20,
     max_batch_size: int | None = None,
     max_wait_seconds: float = 0.0,
+    max_queued_requests: int = 2**16,
+    max_queued_bytes: int = 2**30,
     residency: bool = True,
+    restart: Literal["auto"] | None = None,
 ) -> AsyncLM:
     """``load`` for a running event loop, which goes on meanwhile. Cancelling abandons the loading."""
     thread, cache = _start(
-        model, engine, engine_options, cache_bytes, max_batch_size, max_wait_seconds, residency
+        model,
+        engine,
+        engine_options,
+        cache_bytes,
+        residency,
+        restart,
+        max_batch_size=max_batch_size,
+        max_wait_seconds=max_wait_seconds,
+        max_queued_requests=max_queued_requests,
+        max_queued_bytes=max_queued_bytes,
     )
     try:
         return AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened))
@@ -86,19 +116,32 @@ async def aload(
         raise
 
 
+class _Flow(TypedDict):
+    """How questions flow to the engine; see ``Batcher``."""
+
+    max_batch_size: int | None
+    max_wait_seconds: float
+    max_queued_requests: int
+    max_queued_bytes: int
+
+
 def _start(
     model: str | os.PathLike[str] | NGram | None,
     engine: str | Callable[[], Engine],
     engine_options: Mapping[str, Any] | None,
     cache_bytes: int,
-    max_batch_size: int | None,
-    max_wait_seconds: float,
     residency: bool,
+    restart: str | None,
+    **flow: Unpack[_Flow],
 ) -> tuple[EngineThread, RowCache]:
     check_int("cache_bytes", cache_bytes, 0)
-    if max_batch_size is not None:
-        check_int("max_batch_size", max_batch_size, 1)
-    check_float("max_wait_seconds", max_wait_seconds, 0.0, math.inf)
+    if flow["max_batch_size"] is not None:
+        check_int("max_batch_size", flow["max_batch_size"], 1)
+    check_float("max_wait_seconds", flow["max_wait_seconds"], 0.0, math.inf)
+    check_int("max_queued_requests", flow["max_queued_requests"], 1)
+    check_int("max_queued_bytes", flow["max_queued_bytes"], 1)
+    if restart not in (None, "auto"):
+        raise InvalidRequest(f'restart must be "auto" or None, got {restart!r}')
     if not isinstance(engine_options, Mapping | None):
         raise InvalidRequest(
             f"engine_options must be a mapping of option names to values, got {engine_options!r}"
@@ -122,7 +165,7 @@ def _start(
     thread = EngineThread(
         engine if callable(engine) else open_by_name,
         cache,
-        max_batch_size=max_batch_size,
-        max_wait_seconds=max_wait_seconds,
+        restarts=restart == "auto",
+        **flow,
     )
     return thread, cache

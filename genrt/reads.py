@@ -6,14 +6,22 @@ This is the part of ``AsyncLM`` that asks them; ``answers.py`` answers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
-from genrt.arguments import Limits, Mask, Masks, TokenIds, check_contexts, check_masks
+from genrt.arguments import (
+    Limits,
+    Mask,
+    Masks,
+    TokenIds,
+    check_contexts,
+    check_masks,
+    check_timeout,
+)
 from genrt.batcher import Batcher
-from genrt.engine import Adapter, ReadRequest, Result
+from genrt.engine import Adapter, ReadRequest, Request, Result
 from genrt.engine_thread import EngineThread
 from genrt.errors import UnknownAdapter
 from genrt.sampling import BatchDraw, Draw, TopLogprobs
@@ -40,6 +48,7 @@ class Reads:
         temperature: float = 1.0,
         seed: int | None = None,
         adapter: str | None = None,
+        timeout: float | None = None,
     ) -> Draw:
         """One token from the row after ``token_ids``, restricted to ``mask``, with its weight.
 
@@ -62,7 +71,7 @@ class Reads:
             InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
         """
         request = self._draw_request(token_ids, mask, temperature, seed, self._bound(adapter))
-        return _only(Draw, await self._batcher.ask((request,)))
+        return _only(Draw, await self._ask(timeout, (request,)))
 
     def draw_sync(
         self,
@@ -72,10 +81,11 @@ class Reads:
         temperature: float = 1.0,
         seed: int | None = None,
         adapter: str | None = None,
+        timeout: float | None = None,
     ) -> Draw:
         """``draw``, blocking. An interrupt withdraws the question."""
         request = self._draw_request(token_ids, mask, temperature, seed, self._bound(adapter))
-        return _only(Draw, self._batcher.ask_sync((request,)))
+        return _only(Draw, self._ask_sync(timeout, (request,)))
 
     async def batch_draw(
         self,
@@ -85,6 +95,7 @@ class Reads:
         temperature: float = 1.0,
         seed: int | None = None,
         adapter: str | None = None,
+        timeout: float | None = None,
     ) -> BatchDraw:
         """One ``draw`` after each of ``contexts``, in order, as one question; tensors on the host.
 
@@ -92,7 +103,7 @@ class Reads:
         tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``.
         """
         requests = self._draw_requests(contexts, masks, temperature, seed, adapter)
-        return _batch_draw(await self._batcher.ask(requests))
+        return _batch_draw(await self._ask(timeout, requests))
 
     def batch_draw_sync(
         self,
@@ -102,41 +113,67 @@ class Reads:
         temperature: float = 1.0,
         seed: int | None = None,
         adapter: str | None = None,
+        timeout: float | None = None,
     ) -> BatchDraw:
         """``batch_draw``, blocking. An interrupt withdraws the question."""
         requests = self._draw_requests(contexts, masks, temperature, seed, adapter)
-        return _batch_draw(self._batcher.ask_sync(requests))
+        return _batch_draw(self._ask_sync(timeout, requests))
 
     async def token_logprobs(
-        self, token_ids: TokenIds, candidates: TokenIds, *, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        candidates: TokenIds,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """The row's entries for ``candidates``: float32 ``[len(candidates)]`` on the host."""
         request = self._limits.candidates_request(token_ids, candidates, self._bound(adapter))
-        return _only(torch.Tensor, await self._batcher.ask((request,)))
+        return _only(torch.Tensor, await self._ask(timeout, (request,)))
 
     def token_logprobs_sync(
-        self, token_ids: TokenIds, candidates: TokenIds, *, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        candidates: TokenIds,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """``token_logprobs``, blocking. An interrupt withdraws the question."""
         request = self._limits.candidates_request(token_ids, candidates, self._bound(adapter))
-        return _only(torch.Tensor, self._batcher.ask_sync((request,)))
+        return _only(torch.Tensor, self._ask_sync(timeout, (request,)))
 
     async def top_logprobs(
-        self, token_ids: TokenIds, k: int, *, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        k: int,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> TopLogprobs:
         """The ``k`` likeliest tokens, likeliest first: ``(token_ids, logprobs)``, ``[k]`` on the host."""
         request = self._limits.top_request(token_ids, k, self._bound(adapter))
-        return _only(TopLogprobs, await self._batcher.ask((request,)))
+        return _only(TopLogprobs, await self._ask(timeout, (request,)))
 
     def top_logprobs_sync(
-        self, token_ids: TokenIds, k: int, *, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        k: int,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> TopLogprobs:
         """``top_logprobs``, blocking. An interrupt withdraws the question."""
         request = self._limits.top_request(token_ids, k, self._bound(adapter))
-        return _only(TopLogprobs, self._batcher.ask_sync((request,)))
+        return _only(TopLogprobs, self._ask_sync(timeout, (request,)))
 
     async def score(
-        self, token_ids: TokenIds, continuation: TokenIds, *, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        continuation: TokenIds,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """The log-probability of each token of ``continuation``, given those before it: float32
         ``[len(continuation)]`` on the host; their sum is the continuation's.
@@ -145,14 +182,29 @@ class Reads:
         little more than its own token.
         """
         requests = self._limits.score_requests(token_ids, continuation, self._bound(adapter))
-        return _joined(await self._batcher.ask(requests))
+        return _joined(await self._ask(timeout, requests))
 
     def score_sync(
-        self, token_ids: TokenIds, continuation: TokenIds, *, adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        continuation: TokenIds,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> torch.Tensor:
         """``score``, blocking. An interrupt withdraws the question."""
         requests = self._limits.score_requests(token_ids, continuation, self._bound(adapter))
-        return _joined(self._batcher.ask_sync(requests))
+        return _joined(self._ask_sync(timeout, requests))
+
+    def _ask(
+        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+    ) -> Coroutine[Any, Any, list[Result]]:
+        return self._batcher.ask(requests, stacked=stacked, timeout=check_timeout(timeout))
+
+    def _ask_sync(
+        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+    ) -> list[Result]:
+        return self._batcher.ask_sync(requests, stacked=stacked, timeout=check_timeout(timeout))
 
     @property
     def _batcher(self) -> Batcher:

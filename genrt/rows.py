@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-__all__ = ["apart", "stacked", "together"]
+__all__ = ["Leaving", "apart", "stacked", "together"]
 
 
 def together(rows: Sequence[Tensor]) -> Tensor:
@@ -60,6 +60,23 @@ def apart(rows: Sequence[Tensor]) -> list[Tensor]:
     copies = list(map(torch.empty_like, rows))
     torch._foreach_copy_(copies, list(rows))
     return copies
+
+
+class Leaving:
+    """A tensor on its way to the host: what is enqueued on the device after it does not delay it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._on_host = tensor.to("cpu", non_blocking=True)
+        self._done: torch.Event | None = None
+        if tensor.is_cuda:
+            self._done = torch.Event(tensor.device)
+            self._done.record()
+
+    def arrived(self) -> Tensor:
+        """It, on the host, once the device has computed and sent it."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._on_host
 
 
 def _offsets(rows: Sequence[Tensor]) -> list[int] | None:

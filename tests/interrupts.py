@@ -23,6 +23,7 @@ from typing import Any
 
 import genrt
 from genrt.lm import AsyncLM
+from genrt.waiters import Waiter
 
 PACKAGE = str(Path(genrt.__file__).parent)
 TOLERANCE = 5e-4
@@ -165,5 +166,5 @@ class Examination:
         if left:
             return f"the engine still works on {left}"
         gc.collect()
-        waiters = [each for each in gc.get_objects() if type(each).__name__ == "_Waiter"]
+        waiters = [each for each in gc.get_objects() if isinstance(each, Waiter)]
         return f"{len(waiters)} waiters are kept" if waiters else ""

@@ -227,6 +227,8 @@ class ByHand:
         cache_bytes: int = 2**20,
         max_batch_size: int | None = None,
         max_wait_seconds: float = 0.0,
+        max_queued_requests: int = 2**16,
+        max_queued_bytes: int = 2**30,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.engine = engine or ScriptedEngine()
@@ -236,6 +238,8 @@ class ByHand:
             self.cache,
             max_batch_size=max_batch_size,
             max_wait_seconds=max_wait_seconds,
+            max_queued_requests=max_queued_requests,
+            max_queued_bytes=max_queued_bytes,
             wake=self._wake,
             clock=clock,
         )
@@ -273,7 +277,7 @@ class ByHand:
     def check(self) -> None:
         """Every question was cached, joined another, was sent, is queued, or was dropped unsent."""
         s = self.batcher.statistics()
-        sent = sum(map(len, self.engine.submitted))
+        sent = sum(map(len, self.engine.submitted)) - s.retried
         assert s.questions == s.cached + s.deduplicated + sent + s.queued + self.dropped, s
         assert s.flushes == len(self.engine.submitted)
         assert s.largest_flush == max(map(len, self.engine.submitted), default=0)

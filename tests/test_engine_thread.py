@@ -28,7 +28,7 @@ from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import Engine, Finished, Request
 from genrt.engine_thread import EngineThread
-from genrt.errors import Closed, EngineFailed, EngineUnsupported
+from genrt.errors import Closed, EngineDied, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
 from tests.scripted import (
     PATIENCE_SECONDS,
@@ -87,9 +87,12 @@ def test_what_opening_raises_reaches_who_waits_for_it(start: Start, error: BaseE
     assert caught.value is error
     joined(thread)
     with pytest.raises(Closed, match="not open"):
-        _ = thread.batcher
-    with pytest.raises(Closed):
+        _ = thread.engine
+    later = EngineUnsupported if isinstance(error, EngineUnsupported) else EngineDied
+    with pytest.raises(later):
         thread.call(lambda engine: None).result(PATIENCE_SECONDS)
+    with pytest.raises(later):
+        thread.batcher.ask_sync([A], timeout=PATIENCE_SECONDS)
 
 
 def test_load_raises_what_opening_raised() -> None:

@@ -1,122 +1,25 @@
-"""Which sequences are resident: the index against a plain list of token sequences, and vLLM's rows by
-extending, forking and backtracking, under eviction, against transformers'."""
+"""vLLM's rows by extending, forking and backtracking, under eviction, against transformers'.
+
+The index of resident sequences alone is in ``test_residency_machine.py``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 import genrt
-from genrt.engine import Adapter, LogprobsRequest
-from genrt.engines.open_requests import OpenRequests
-from genrt.engines.residency import PIECE, Residents
+from genrt.engines.open_requests import MISSES, RETRY, OpenRequests
 from genrt.lm import AsyncLM
 
 TOLERANCE = 5e-4
-ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]
-
-
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    return next(
-        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
-
-
-def packed(context: Sequence[int]) -> bytes:
-    return LogprobsRequest(context).packed
-
-
-class ResidentsMachine(RuleBasedStateMachine):
-    """The index beside a dictionary of names to sequences. Few tokens and long common beginnings, so
-    that most sequences share something."""
-
-    names = Bundle("names")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.residents = Residents()
-        self.model: dict[str, tuple[Adapter | None, tuple[int, ...]]] = {}
-        self.count = 0
-
-    contexts = st.tuples(
-        st.integers(0, 3 * PIECE), st.lists(st.integers(0, 1), max_size=6).map(tuple)
-    ).map(lambda parts: (*(n % 3 for n in range(parts[0])), *parts[1]))
-
-    @rule(target=names, adapter=st.sampled_from(ADAPTERS), context=contexts)
-    def put_new(self, adapter: Adapter | None, context: tuple[int, ...]) -> str:
-        self.count += 1
-        name = str(self.count)
-        self.residents.put(name, adapter, packed(context))
-        self.model[name] = adapter, context
-        return name
-
-    @rule(name=names, more=st.lists(st.integers(0, 2), min_size=1, max_size=2 * PIECE))
-    def grow(self, name: str, more: list[int]) -> None:
-        if name not in self.model:
-            return
-        adapter, context = self.model[name]
-        self.model[name] = adapter, (*context, *more)
-        self.residents.put(name, adapter, packed((*context, *more)))
-
-    @rule(name=consumes(names))
-    def remove(self, name: str) -> None:
-        self.residents.remove(name)
-        self.residents.remove(name)
-        self.model.pop(name, None)
-
-    @rule(adapter=st.sampled_from(ADAPTERS), context=contexts, last=st.integers(0, 2))
-    def look_up(self, adapter: Adapter | None, context: tuple[int, ...], last: int) -> None:
-        asked = (*context, last)
-        parent = self.residents.parent(adapter, packed(asked))
-        parents = [n for n, known in self.model.items() if known == (adapter, context)]
-        assert (parent in parents) if parents else (parent is None)
-        for name in (*self.model, "unknown"):
-            assert self.residents.is_parent(name, adapter, packed(asked)) == (name in parents)
-        found = self.residents.nearest(adapter, packed(asked))
-        best = max(
-            (shared(known, asked) for a, known in self.model.values() if a == adapter), default=0
-        )
-        if best < PIECE:
-            assert found is None
-            return
-        assert found is not None
-        name, length = found
-        a, known = self.model[name]
-        assert a == adapter
-        assert length == min(best, len(asked) - 1) <= shared(known, asked)
-
-    @invariant()
-    def knows_what_it_was_told(self) -> None:
-        assert sorted(self.residents.names()) == sorted(self.model)
-        assert len(self.residents) == len(self.model)
-        for adapter in ADAPTERS:
-            bound = [n for n, (a, _) in self.model.items() if a == adapter]
-            assert sorted(self.residents.bound_to(adapter)) == sorted(bound)
-
-    def teardown(self) -> None:
-        for name in list(self.model):
-            self.residents.remove(name)
-        assert not self.residents._by_digest
-        assert not self.residents._by_piece
-        assert not self.residents._without_pieces
-
-
-TestResidents = ResidentsMachine.TestCase
-TestResidents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-# -- on vLLM --------------------------------------------------------------------------------------
-
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_batched_tokens": 256,
@@ -268,6 +171,140 @@ def test_a_population_s_steps_are_right_and_held_where_they_can_be(
             particles = step(particles)
         assert lm.statistics().engine.held > resampled.held or not ahead
         assert lm.statistics().engine.failed == 0
+
+
+@pytest.mark.vllm
+def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_something_else(
+    llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], ahead: bool
+) -> None:
+    """Ten particles that go on with what they drew; with other tokens; resampled; in another order; when
+    one of them has stopped; and when somebody asks for rows in between."""
+    choose = random.Random(11)
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+
+        def draw(particles: list[list[int]]) -> list[list[int]]:
+            drawn = lm.batch_draw_sync(particles, seed=choose.randrange(10**6))
+            for particle, token_id, logprob in zip(
+                particles, drawn.token_ids.tolist(), drawn.logprobs.tolist(), strict=True
+            ):
+                assert abs(float(oracle(particle)[token_id]) - logprob) < TOLERANCE
+            return [
+                [*particle, token_id]
+                for particle, token_id in zip(particles, drawn.token_ids.tolist(), strict=True)
+            ]
+
+        def foreseen() -> int:
+            return lm.statistics().engine.foreseen
+
+        def altered(particle: list[int]) -> list[int]:
+            return [*particle[:-1], (particle[-1] + 1) % 320]
+
+        particles = [[choose.randrange(320) for _ in range(55)] for _ in range(10)]
+        for _ in range(12):
+            particles = draw(particles)
+        assert foreseen() == (
+            9 if ahead else 0
+        )  # all but three, after which they are seen to go on
+        particles = draw([altered(particles[0]), *particles[1:]])
+        particles = draw(list(map(altered, particles)))
+        assert foreseen() == (9 if ahead else 0)
+        for _ in range(3):
+            particles = draw(particles)
+        assert foreseen() == (12 if ahead else 0)
+        for _ in range(3):
+            particles = draw([choose.choice(particles) for _ in particles])
+        for _ in range(4):
+            particles = draw(choose.sample(particles, len(particles)))
+        before = foreseen()
+        particles = draw(particles[:9])
+        for _ in range(5):
+            particles = draw(particles)
+        assert foreseen() > before or not ahead
+        for particle, row in zip(
+            particles, lm.batch_next_token_logprobs_sync(particles), strict=True
+        ):
+            assert float((oracle(particle) - row).abs().max()) < TOLERANCE
+        lm.next_token_logprobs_sync([1, 2, 3])
+        for _ in range(3):
+            particles = draw(particles)
+        statistics = lm.statistics().engine
+        assert statistics.failed == 0
+        assert statistics.held >= statistics.foreseen
+
+
+@pytest.mark.vllm
+def test_one_who_is_always_mistaken_is_seldom_foreseen(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = OpenRequests.__init__
+
+    def init(self: OpenRequests, *positional: Any, **named: Any) -> None:
+        original(self, *positional, **named | {"ahead": True})
+
+    monkeypatch.setattr(OpenRequests, "__init__", init)
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+        engine: Any = lm._engine
+        runs = 0
+        run = engine._open._runner.run
+
+        def counted(*given: Any) -> torch.Tensor:
+            nonlocal runs
+            runs += 1
+            logits: torch.Tensor = run(*given)
+            return logits
+
+        monkeypatch.setattr(engine._open._runner, "run", counted)
+        particles = [[number, *range(50)] for number in range(6)]
+        steps = 3 * RETRY
+        for _ in range(steps):
+            drawn = lm.batch_draw_sync(particles).token_ids.tolist()
+            particles = [
+                [*particle, (token_id + 1) % 320]
+                for particle, token_id in zip(particles, drawn, strict=True)
+            ]
+        assert lm.statistics().engine.foreseen == 0
+        assert runs - lm.statistics().engine.held <= MISSES + steps // RETRY
+
+
+@pytest.mark.vllm
+def test_a_forward_that_fails_before_anybody_asked_is_told_to_who_asks(
+    llama: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+        engine: Any = lm._engine
+        particles = [[number, *range(50)] for number in range(6)]
+        drawn = lm.batch_draw_sync(particles, temperature=0.0)
+
+        def step() -> None:
+            nonlocal drawn
+            for particle, token_id in zip(particles, drawn.token_ids.tolist(), strict=True):
+                particle.append(token_id)
+            drawn = lm.batch_draw_sync(particles, temperature=0.0)
+
+        for _ in range(4):
+            step()
+        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+        forward, failed = type(runner)._model_forward, threading.Event()
+
+        def fails_once(*given: Any, **named: Any) -> Any:
+            if failed.is_set():
+                return forward(*given, **named)
+            failed.set()
+            raise RuntimeError("scripted failure")
+
+        monkeypatch.setattr(type(runner), "_model_forward", fails_once)
+        before = lm.statistics().engine
+        if ahead:
+            step()  # was computed before; the one after it fails, which nobody has asked for
+        else:
+            with pytest.raises(genrt.EngineFailed, match="scripted failure"):
+                step()
+        assert failed.is_set()
+        for _ in range(4):
+            step()
+        after = lm.statistics().engine
+        assert (after.failed > before.failed) == (not ahead)
+        assert (after.foreseen > before.foreseen + 1) == ahead
 
 
 @pytest.mark.vllm

@@ -29,6 +29,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from genrt.errors import EngineUnsupported
+from genrt.rows import Leaving
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -66,18 +67,11 @@ class FiniteCheck:
     def __init__(self, rows: torch.Tensor) -> None:
         # NaN, +inf or nothing but -inf among the logits makes every entry of the row NaN
         self._first = rows[:, 0]
-        self._sum = self._first.sum()
-        self._done: torch.Event | None = None
-        if rows.is_cuda:
-            self._sum = self._sum.to("cpu", non_blocking=True)
-            self._done = torch.Event(rows.device)
-            self._done.record()
+        self._sum = Leaving(self._first.sum())
 
     def wait(self) -> set[int]:
         """The positions of such rows, once the device has computed them all."""
-        if self._done is not None:
-            self._done.synchronize()
-        if not math.isnan(self._sum.item()):
+        if not math.isnan(self._sum.arrived().item()):
             return set()
         return set(self._first.isnan().nonzero()[:, 0].tolist())
 

@@ -8,6 +8,7 @@ and for any other context that shares a prefix with a resident one, a new vLLM r
 A step of nothing but extended and forked sequences is a *decode step*: scheduled by ``OpenScheduler``
 itself, run by vLLM's runner, its logits taken in place of sampling. Where the same sequences go on step
 after step, the next one is *held* ready while the device computes, and lacks nothing but its tokens.
+Where these were drawn on the device, the step is *foreseen*: run with them before anybody asks.
 
 Rules:
     Tokens are written where the runner reads them before the step that needs them.
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from genrt.engine import Adapter, LogprobsRequest
 from genrt.engines.open_scheduler import OpenScheduler
 from genrt.engines.residency import Residents
 from genrt.engines.runners import Held, Next, Runner, Seat
+from genrt.rows import Leaving
 
 __all__ = ["OpenRequests"]
 
@@ -35,10 +37,21 @@ POPULATIONS = 64
 
 
 MISSES = 3
-"""After so many held steps in a row that did not come, only now and then one is held."""
+"""After so many held steps in a row that did not come, only now and then one is held; and likewise with
+foreseen ones."""
 
 RETRY = 16
 """How many flushes that is."""
+
+
+class _Foreseen(NamedTuple):
+    """A held step that was run with tokens that nobody has asked for yet: these, and the logits."""
+
+    token_ids: Leaving
+    logits: torch.Tensor
+
+    def was_right(self, tokens: Sequence[Next]) -> bool:
+        return [entry.token_id for entry in tokens] == self.token_ids.arrived().tolist()
 
 
 class OpenRequests:
@@ -50,6 +63,7 @@ class OpenRequests:
         execute: runs the forward of a step that was scheduled.
         decodes: whether decode steps are right here: nothing but the forward makes a row.
         ahead: whether a step is prepared while the device computes the one before.
+        device: where the runner computes.
     """
 
     def __init__(
@@ -60,16 +74,20 @@ class OpenRequests:
         *,
         decodes: bool,
         ahead: bool,
+        device: torch.device,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._execute = execute
         self._decodes = decodes
         self._ahead = ahead
+        self._device = device
         self._held: Held | None = None
+        self._foreseen: _Foreseen | None = None
         self._decoded: list[str] = []
         self._steady = False
         self._misses = 0
+        self._mistaken = 0
         self._residents = Residents()
         self._seats: list[Seat] = []
         self._tokens: list[Next] = []
@@ -79,6 +97,7 @@ class OpenRequests:
         self.extended = 0
         self.evicted = 0
         self.held = 0
+        self.foreseen = 0
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -170,11 +189,13 @@ class OpenRequests:
         """Run the next step if it is a decode step: whose logits it computes, and these, one row a
         request. ``None`` where vLLM has more to do; then ``before_step`` has been called."""
         held, self._held = self._held, None
+        foreseen, self._foreseen = self._foreseen, None
         if held is not None:
             tokens = self._tokens_of(held)
             if tokens is not None:
-                return held.request_ids, self._launch(held, tokens)
+                return held.request_ids, self._launch(held, tokens, foreseen)
             self._misses += 1
+            self._mistaken += foreseen is not None
         self.before_step()
         output = self._scheduler.decode_step() if self._decodes else None
         if output is None:
@@ -194,23 +215,64 @@ class OpenRequests:
         fits = len(tokens) == len(by_name) and positions == held.positions
         return tokens if fits and self._scheduler.begin_ahead(by_name) else None
 
-    def _launch(self, held: Held, tokens: Sequence[Next]) -> torch.Tensor:
-        if self._seats:
-            self._runner.reseat(self._seats)
-            self._runner.refresh(held)
-            self._seats.clear()
-        logits = self._runner.launch(held, tokens)
+    def _launch(
+        self, held: Held, tokens: Sequence[Next], foreseen: _Foreseen | None
+    ) -> torch.Tensor:
+        if foreseen is not None and not self._seats and foreseen.was_right(tokens):
+            logits = foreseen.logits
+            self._mistaken = 0
+            self.foreseen += 1
+        else:
+            self._mistaken += foreseen is not None
+            if self._seats:
+                self._runner.reseat(self._seats)
+                self._runner.refresh(held)
+                self._seats.clear()
+            token_ids = [entry.token_id for entry in tokens]
+            logits = self._runner.run(held, self._moved(token_ids, torch.int32))
+        self._runner.confirm(held, tokens)
         self._tokens.clear()
         self._misses = 0
         self.held += 1
         return logits
 
+    def _moved(self, numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers on the device, without a wait for what that is at."""
+        on_host = torch.tensor(numbers, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return on_host.to(self._device, non_blocking=True)
+
+    def holds(self, count: int) -> bool:
+        """Whether a step of so many requests is held, and not foreseen yet."""
+        held = self._held
+        return held is not None and len(held.request_ids) == count and self._foreseen is None
+
+    @torch.inference_mode()
+    def foresee(self, names: Sequence[str], token_ids: torch.Tensor) -> torch.Tensor | None:
+        """After ``decode``, run the held step with these tokens, int32 ``[n]`` on the device, if it takes
+        one of each of these requests. Returns the logits that ``decode`` will, if they are asked for."""
+        held = self._held
+        if held is None or not self._worth_it(self._mistaken):
+            return None
+        places = {name: place for place, name in enumerate(names)}
+        if len(places) != len(names) or places.keys() != set(held.request_ids):
+            return None
+        order = [places[name] for name in held.request_ids]
+        if order != list(range(len(order))):
+            token_ids = token_ids.index_select(0, self._moved(order, torch.int64))
+        on_host = Leaving(token_ids)
+        logits = self._runner.run(held, token_ids)
+        self._foreseen = _Foreseen(on_host, logits)
+        return logits
+
+    def _worth_it(self, mistakes: int) -> bool:
+        """Whether to try once more what went wrong so many times in a row."""
+        return mistakes < MISSES or self._flush % RETRY == 0
+
     @torch.inference_mode()
     def end_decode(self) -> None:
         """After ``decode``, while the device computes: hold the step after it, if this one was of the
         same requests as the one before, and what was held lately mostly came."""
-        likely = self._misses < MISSES or self._flush % RETRY == 0
-        if self._ahead and self._steady and likely:
+        if self._ahead and self._steady and self._worth_it(self._misses):
             output = self._scheduler.decode_step_ahead()
             if output is not None:
                 self._held = self._runner.hold(output)
@@ -243,7 +305,7 @@ class OpenRequests:
     def forget(self, names: Iterable[str]) -> None:
         """These requests are gone from vLLM, or what they are computed with may change."""
         gone = set(names)
-        self._held = None
+        self._held = self._foreseen = None
         for name in gone:
             self._drop(name)
         self._seats = [seat for seat in self._seats if seat.request_id not in gone]
@@ -261,13 +323,14 @@ class OpenRequests:
             "forked": self._scheduler.forked + self._scheduler.reseated,
             "evicted": self.evicted,
             "held": self.held,
+            "foreseen": self.foreseen,
             "resident": len(self._residents),
         }
 
     def start_counting(self) -> None:
         """Set the counters to 0."""
         self._scheduler.computed_tokens = self._scheduler.forked = self._scheduler.reseated = 0
-        self.extended = self.evicted = self.held = 0
+        self.extended = self.evicted = self.held = self.foreseen = 0
 
     def names(self) -> list[str]:
         """The ids of all resident sequences, those that are being extended included."""

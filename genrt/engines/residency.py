@@ -59,6 +59,7 @@ class Residents:
             if resident.digest is not None:
                 self._undigest(resident)
             resident.context = context
+            self._without_digest.pop(name, None)  # to the end: the last put is found first
         self._without_digest[name] = None
         if len(context) >= (len(resident.pieces) + 1) * PIECE_BYTES:
             self._without_pieces[name] = None

@@ -2,7 +2,8 @@
 
 A step can be *held*: everything that a forward needs but its tokens is put in place, while the device
 still computes the step before, by having ``execute_model`` stop right before the forward. When the tokens
-are known they are written into the input buffer, and the forward is launched.
+are known they are written into the input buffer, and the forward is run; with other tokens again, if
+need be. Once they are certain, the step is *confirmed*.
 
 Private to vLLM and touched here: the V1 runner's ``requests``, ``input_batch``, ``input_ids``,
 ``execute_model_state``, ``_model_forward`` and ``prepare_inputs_event``; the V2 runner's ``req_states``,
@@ -74,8 +75,13 @@ class Runner(Protocol):
         """Tell a held step of requests that were reseated since, none of them to another position."""
         ...
 
-    def launch(self, held: Held, tokens: Sequence[Next]) -> torch.Tensor:
-        """The logits of a held step with these tokens, one row a request; in the order of the step."""
+    def run(self, held: Held, token_ids: torch.Tensor) -> torch.Tensor:
+        """The logits of a held step with these tokens, int32 ``[n]`` on the device, one row a request; in
+        the order of the step. Can be repeated with others."""
+        ...
+
+    def confirm(self, held: Held, tokens: Sequence[Next]) -> None:
+        """These are the tokens that the step was run with last."""
         ...
 
     def reseat(self, seats: Sequence[Seat]) -> None:
@@ -153,16 +159,17 @@ class _V1(_Blocks):
             count, runner.query_start_loc.gpu[: count + 1], runner.positions[:count]
         )
 
-    def launch(self, held: Held, tokens: Sequence[Next]) -> torch.Tensor:
+    def run(self, held: Held, token_ids: torch.Tensor) -> torch.Tensor:
         runner = self._runner
         context, inputs = held.launch
-        runner.input_ids.np[: len(tokens)] = [token_id for _, token_id, _, _ in tokens]
-        runner.input_ids.copy_to_gpu(len(tokens))
+        runner.input_ids.gpu[: len(token_ids)].copy_(token_ids)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
-        logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(tokens)])
-        self.write(tokens)
+        logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
         return logits
+
+    def confirm(self, held: Held, tokens: Sequence[Next]) -> None:
+        self.write(tokens)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
         self.copy_blocks(seats)
@@ -243,18 +250,17 @@ class _V2(_Blocks):
         self._runner.block_tables.apply_staged_writes()
         self._runner.prepare_attn(batch)
 
-    def launch(self, held: Held, tokens: Sequence[Next]) -> torch.Tensor:
+    def run(self, held: Held, token_ids: torch.Tensor) -> torch.Tensor:
         runner = self._runner
-        graph, batch = held.launch
-        input_ids = runner.input_buffers.input_ids[: len(tokens)]
-        token_ids = [token_id for _, token_id, _, _ in tokens]
-        input_ids.copy_(
-            torch.tensor(token_ids, dtype=input_ids.dtype, pin_memory=True), non_blocking=True
-        )
+        graph, _ = held.launch
+        runner.input_buffers.input_ids[: len(token_ids)].copy_(token_ids)
         hidden_states = runner.cudagraph_manager.run_fullgraph(graph)
-        logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(tokens)])
-        runner.postprocess_num_computed_tokens(batch)
+        logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
         return logits
+
+    def confirm(self, held: Held, tokens: Sequence[Next]) -> None:
+        _, batch = held.launch
+        self._runner.postprocess_num_computed_tokens(batch)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
         self.copy_blocks(seats)

@@ -23,16 +23,15 @@ from genrt.engine import (
     Request,
     Result,
     SampleRequest,
+    failure,
 )
 from genrt.errors import (
     Closed,
     ContextTooLong,
-    EngineFailed,
     GenrtError,
     InvalidAdapter,
     InvalidRequest,
     NotFinite,
-    OutOfMemory,
     UnknownAdapter,
 )
 from genrt.sampling import check_parameters, draw, truncate
@@ -288,11 +287,7 @@ class Stepper:
         self._in_progress.clear()
         self._unload_unused()
         self._count(steps=1, failed=lost, seconds=time.perf_counter() - started)
-        if _is_out_of_memory(error):
-            raise OutOfMemory(
-                "the engine's device ran out of memory: lower max_batch_size or shorten the contexts"
-            ) from error
-        raise EngineFailed(f"the engine failed in a step: {error}") from error
+        raise failure(error, "the engine failed in a step") from error
 
     def _unload_unused(self) -> None:
         if not self._leaving:
@@ -307,10 +302,3 @@ class Stepper:
         self._statistics = replace(
             before, **{name: getattr(before, name) + more for name, more in increments.items()}
         )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Torch has a class of its own for accelerators only; on the CPU its message has to do."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

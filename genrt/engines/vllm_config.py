@@ -15,18 +15,18 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engine import SampleRequest
+from genrt.engine import SampleRequest, failure
 from genrt.engines.capture import CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.open_scheduler import OpenScheduler
 from genrt.errors import (
-    EngineFailed,
+    EngineDied,
     EngineUnsupported,
     GenrtError,
     InvalidRequest,
     ModelNotFound,
-    OutOfMemory,
 )
 
 __all__ = [
@@ -137,16 +137,16 @@ def translated(error: Exception, what: str) -> GenrtError:
     """vLLM's or torch's error as one of genrt's; theirs becomes the cause."""
     if isinstance(error, GenrtError):
         return error
-    message = f"{what}: {type(error).__name__}: {error}"
-    translated: GenrtError
+    kind: type[GenrtError]
     if isinstance(error, VLLMValidationError):
-        translated = InvalidRequest(message)
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError):
-        translated = OutOfMemory(message)
+        kind = InvalidRequest
+    elif isinstance(error, EngineDeadError):
+        kind = EngineDied
     elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
-        translated = ModelNotFound(message)
+        kind = ModelNotFound
     else:
-        translated = EngineFailed(message)
+        return failure(error, what)
+    translated = kind(f"{what}: {type(error).__name__}: {error}")
     translated.__cause__ = error
     return translated
 

@@ -58,6 +58,7 @@ from genrt.engines.vllm_config import (
     translated,
 )
 from genrt.errors import (
+    EngineDied,
     EngineFailed,
     GenrtError,
     InvalidAdapter,
@@ -106,7 +107,10 @@ class VLLMEngine:
                 core.model_executor.execute_model,
                 decodes=not own_processors,
                 ahead=self._device.type == "cuda",
+                device=self._device,
             )
+        self._decoded: list[tuple[Request, str]] = []
+        self._foreseen: tuple[torch.Tensor, torch.Tensor, FiniteCheck] | None = None
         self._numbers = itertools.count(1)
         self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}
         self._drawn: dict[str, list[int]] = {}
@@ -233,8 +237,8 @@ class VLLMEngine:
             if finished is None:
                 finished = self._collect(outputs)
         except Exception as error:
-            self._recover()
             self._count(failed=in_progress, steps=1, seconds=time.perf_counter() - started)
+            self._recover()
             raise translated(error, "the forward failed") from error
         self._count(steps=1, seconds=time.perf_counter() - started)
         return finished
@@ -245,10 +249,11 @@ class VLLMEngine:
         if self._open is None or decoded is None:
             return None
         names, logits = decoded
-        rows = log_probabilities(logits, may_overwrite=True)
-        check = FiniteCheck(rows)
-        if rows.is_cuda:  # allocated on vLLM's stream, read on this one
-            rows.record_stream(torch.cuda.default_stream(rows.device))
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen[0] is logits:
+            _, rows, check = foreseen
+        else:
+            rows, check = self._normalised(logits)
         # From here on to its end the device computes.
         self._open.end_decode()
         finished: list[Finished] = []
@@ -262,7 +267,34 @@ class VLLMEngine:
         if bad:
             self._abort([names[position] for position in bad])
         self._count(rows=len(rows) - len(bad), failed=len(bad))
+        self._decoded = [(end.request, name) for end, name in zip(finished, names, strict=True)]
         return finished
+
+    def _normalised(self, logits: torch.Tensor) -> tuple[torch.Tensor, FiniteCheck]:
+        """A step's rows, and which of them are none; nothing waits for the device."""
+        rows = log_probabilities(logits, may_overwrite=True)
+        if rows.is_cuda:  # allocated on vLLM's stream, read on this one
+            rows.record_stream(torch.cuda.default_stream(rows.device))
+        return rows, FiniteCheck(rows)
+
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
+        """As in the Foreseeing protocol: where a step of all these is held, it is run."""
+        if self._open is None or not self._open.holds(len(rows)):
+            return
+        names = dict(self._decoded)
+        if any(row not in names for row in rows):
+            return
+        token_ids = token_ids.clamp(min=0.0).int()
+        try:
+            with self._on_stream():
+                if self._stream is not None:  # drawn on the default stream
+                    self._stream.wait_stream(torch.cuda.default_stream(self._device))
+                    token_ids.record_stream(self._stream)
+                logits = self._open.foresee([names[row] for row in rows], token_ids)
+                if logits is not None:
+                    self._foreseen = logits, *self._normalised(logits)
+        except Exception:  # what is wrong will be told to those who ask
+            self._open.forget(())
 
     def _collect(self, outputs: Sequence[Any]) -> list[Finished]:
         """What a step's outputs end, with rows on the default stream."""
@@ -335,17 +367,19 @@ class VLLMEngine:
         """Forget everything after a failed step, so that the next one finds vLLM clean.
 
         Raises:
-            EngineFailed: vLLM's blocks can't be freed: this engine can't go on.
+            EngineDied: vLLM can't be brought to that.
         """
         self._waiting_samples.clear()
-        self._abort(list(self._core.engine_core.scheduler.requests))
-        self._store.forget(map(int, self._in_progress))
+        try:
+            self._abort(list(self._core.engine_core.scheduler.requests))
+            self._store.forget(map(int, self._in_progress))
+            clean = self._core.reset_prefix_cache()
+        except Exception as error:
+            raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
         for core_id in list(self._in_progress):
             self._end(core_id)
-        if not self._core.reset_prefix_cache():
-            raise EngineFailed(
-                "vLLM still holds blocks of requests that were aborted; load it again"
-            )
+        if not clean:
+            raise EngineDied("vLLM still holds blocks of requests that were aborted")
 
     # -- adapters -----------------------------------------------------------------------------
 

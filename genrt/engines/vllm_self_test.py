@@ -36,6 +36,8 @@ class Tested(Protocol):
 
     def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]: ...
 
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None: ...
+
     def statistics(self) -> EngineStatistics: ...
 
     def forget_residents(self) -> None: ...
@@ -102,7 +104,14 @@ def _test_residents(engine: Tested) -> None:
         engine.stop_keeping()
         return
     try:
-        rows = [engine.probe([LogprobsRequest(c) for c in contexts]) for contexts in flushes]
+        rows = []
+        for contexts, following in zip(flushes, [*flushes[1:], []], strict=True):
+            requests = [LogprobsRequest(context) for context in contexts]
+            rows.append(engine.probe(requests))
+            drawn = [context[-1] for context in following]  # mostly right, where sequences grow
+            if len(drawn) == len(requests):
+                tokens = torch.tensor(drawn, dtype=torch.float64, device=rows[-1][0].device)
+                engine.expect(requests, tokens)
         extended = engine.statistics().extended
         for contexts, warm in zip(flushes, rows, strict=True):
             cold = []

@@ -1,4 +1,5 @@
-"""Tests for what users bring themselves: the conformance suite that any Engine must pass."""
+"""Tests for what users bring themselves: the conformance suite that any Engine must pass, and a simulator
+of the whole runtime for their samplers."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from pathlib import Path
 
 from genrt.engine import Engine
 from genrt.testing import conformance
+from genrt.testing.simulated_engine import Faults
+from genrt.testing.simulation import Report, run_simulated, simulate
 from genrt.testing.witness import Witness
 
-__all__ = ["check_engine"]
+__all__ = ["Faults", "Report", "check_engine", "run_simulated", "simulate"]
 
 
 def check_engine(

@@ -1,0 +1,482 @@
+"""Every question of a simulation: what must become of it, told from what passes between batcher and
+engine, and what became of it.
+
+The ledger stands on both sides of the batcher. From the callers it hears what is asked and how it ends,
+from the engine's side what was sent, withdrawn, finished and failed; so it knows of every open question
+what it waits for, and of every ended one what it had to end in. Nothing of the batcher's own bookkeeping
+is believed, but for what it does at its own time: the waiters of a closed loop go when it comes by them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from genrt.batcher import Batcher
+from genrt.cache import RowCache
+from genrt.engine import Finished, LogprobsRequest, Request, Result, failure
+from genrt.errors import GenrtError, OutOfMemory, TimedOut
+from genrt.sampling import Draw
+from genrt.testing.answer_laws import is_random, is_right, owns_storage
+from genrt.testing.simulated_engine import SimulatedEngine
+from genrt.testing.violation import Violation
+from genrt.waiters import Entry, Waiter
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One caller's question. It waits for the requests in ``missing``, and ends in ``error`` if that is
+    not ``None``. One that is ``lost`` was asked on a loop that has been closed: nobody will hear the
+    answer."""
+
+    number: int
+    requests: list[Request]
+    stacked: bool
+    loop: asyncio.AbstractEventLoop
+    deadline: float
+    missing: dict[Request, None] = field(default_factory=dict)
+    is_registered: bool = False
+    has_left: bool = False
+    error: GenrtError | None = None
+    ended: bool = False
+    lost: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the batcher owes it something still: an answer, or first room in the queue."""
+        return self.error is None and (bool(self.missing) or not self.is_registered)
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """A request from the question that queued it to its end, and the questions that want it."""
+
+    questions: dict[Question, None]
+    sent: bool = False
+    is_retried: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not question.lost for question in self.questions)
+
+
+class Ledger:
+    """What was asked in one simulation, and what became of it. Its methods raise a Violation, and
+    remember the first, where something is wrong."""
+
+    def __init__(self, batcher: Batcher, cache: RowCache, engine: SimulatedEngine) -> None:
+        self.violation: Violation | None = None
+        self.trace: list[tuple[object, ...]] = []
+        self.questions: list[Question] = []
+        self._batcher = batcher
+        self._cache = cache
+        self._engine = engine
+        self._lives: dict[Request, _Life] = {}
+        self._ready_since: dict[Entry, int] = {}
+        self._to_withdraw: dict[Request, _Life] = {}
+        self._ending: dict[Request, GenrtError | None] = {}
+        self._withdrawing: set[Request] = set()
+        self._turns = 0
+        self._closed: GenrtError | None = None
+        self._errors: dict[int, BaseException] = {}
+        self._decided: dict[Request, Draw] = {}
+        self._asked = self._cached = self._deduplicated = self._entered = 0
+        self._retried = self._answered = 0
+        self._flush: list[Request] = []
+        self._by_requests: dict[int, Question] = {}
+        self._sent = self._dropped = self._flushes = self._cancelled = self._failed = 0
+
+    def violated(self, message: str) -> NoReturn:
+        """Something is wrong. The first such message is kept, whoever catches what this raises."""
+        violation = Violation(message)
+        self.violation = self.violation or violation
+        raise violation
+
+    # -- the callers' side --------------------------------------------------------------------
+
+    def asked(self, requests: Sequence[Request], stacked: bool, timeout: float | None) -> Question:
+        """A question, at the moment before the batcher gets it: the very list of requests in it."""
+        loop = asyncio.get_running_loop()
+        deadline = math.inf if timeout is None else loop.time() + timeout
+        question = Question(len(self.questions), list(requests), stacked, loop, deadline)
+        self.questions.append(question)
+        self._by_requests[id(question.requests)] = question
+        self.trace.append(("asked", question.number, *question.requests))
+        if self._closed is not None:
+            question.error = self._closed
+        return question
+
+    def registering(self, waiter: Waiter) -> None:
+        """The batcher is about to find, join or queue the requests of a question: as it comes, or when
+        there is room for it."""
+        question = self._by_requests[id(waiter.requests)]
+        if question.is_registered or question.has_left:
+            self.violated(f"{question} is registered, and was before or has left")
+        self._check_turn(question)
+        question.is_registered = True
+        requests = question.requests
+        self._asked += len(requests)
+        hits: set[Request] = set()
+        for request in requests:
+            if request in question.missing:
+                self._deduplicated += 1
+            elif request in hits or (
+                isinstance(request, LogprobsRequest) and request in self._cache
+            ):
+                self._cached += 1
+                hits.add(request)
+            else:
+                question.missing[request] = None
+                self._join(question, request)
+
+    def _check_turn(self, question: Question) -> None:
+        """Of those on one loop that wait for room, the first to ask is the first to enter."""
+        waiting = self._batcher._admission._waiting.get(question.loop)
+        entries, cache = self._batcher._entries, self._cache
+        if not waiting or all(each in entries or each in cache for each in question.requests):
+            return  # nobody waits, or it takes no room
+        oldest = min(self._by_requests[id(waiter.requests)].number for waiter in waiting)
+        if oldest < question.number:
+            self.violated(f"{question} entered the queue before {oldest} on its loop")
+
+    def _join(self, question: Question, request: Request) -> None:
+        self._find_swept(request)
+        life = self._lives.get(request)
+        if life is None:
+            life = self._lives[request] = _Life({})
+            self._entered += 1
+        else:
+            self._deduplicated += 1
+        life.questions[question] = None
+
+    def _find_swept(self, request: Request) -> None:
+        """Whether the batcher came by a request whose last waiters went with their loop, or is at this
+        moment withdrawing it."""
+        life = self._lives.get(request)
+        if life is None or life.is_wanted or request in self._batcher._entries:
+            return
+        if life.sent:
+            self._withdrawing.add(request)
+        else:
+            self._dropped += 1
+        del self._lives[request]
+
+    def answered(self, question: Question, results: list[Result]) -> None:
+        """What the batcher returned."""
+        self._end(question, "answered")
+        if question.error is not None:
+            self.violated(f"{question} was answered, but had to end in {question.error!r}")
+        if question.missing or not question.is_registered:
+            self.violated(f"{question} was answered before {list(question.missing)} were")
+        if question.stacked:
+            [whole] = results
+            if not isinstance(whole, Tensor) or not owns_storage(whole):
+                self.violated(f"{question} got no stack in storage of its own")
+            results = list(whole.unbind())
+        elif not all(map(owns_storage, results)):
+            self.violated(f"{question} got a view of something")
+        if len(results) != len(question.requests):
+            self.violated(f"{question} got {len(results)} results")
+        for request, result in zip(question.requests, results, strict=True):
+            if not is_right(self._engine.model, request, result):
+                self.violated(f"{request} was answered wrongly: {result}")
+            if isinstance(result, Draw) and not is_random(request):
+                known = self._decided.setdefault(request, result)
+                if known.token_id != result.token_id:
+                    self.violated(f"{request} was answered with {known} before: {result}")
+
+    def left(self, question: Question, error: BaseException) -> None:
+        """What the batcher raised, or the caller's own leaving."""
+        if question.lost:
+            return  # collected with its loop, whenever that happens
+        self._end(question, type(error).__name__)
+        if isinstance(error, TimedOut):
+            if question.loop.time() < question.deadline:
+                self.violated(f"{question} timed out before {question.deadline}")
+        elif isinstance(error, GenrtError):
+            self._check_error(question, error)
+            return
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                self.violated(f"{question} was cancelled, but not by its caller")
+        if question.is_waiting and not question.has_left:
+            self.violated(f"{question} has left, and the batcher was not told")
+
+    def leaving(self, waiter: Waiter) -> None:
+        """The batcher is about to take off a waiter that leaves by itself."""
+        question = self._by_requests[id(waiter.requests)]
+        if question.is_waiting and not question.lost:
+            question.has_left = True
+            self._cancelled += 1
+            self._drop(question)
+
+    def _check_error(self, question: Question, error: GenrtError) -> None:
+        expected = question.error
+        if expected is None:
+            self.violated(f"{question} ended in {error!r}, and nothing explains that")
+        if type(error) is not type(expected) or str(error) != str(expected):
+            self.violated(f"{question} ended in {error!r}, not in {expected!r}")
+        if error is expected or id(error) in self._errors:
+            self.violated(f"{question} got an exception object that is not its own")
+        self._errors[id(error)] = error
+
+    def _end(self, question: Question, how: str) -> None:
+        self.trace.append((how, question.number))
+        if question.ended:
+            self.violated(f"{question} ended twice")
+        question.ended = True
+
+    def loop_closed(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Nobody hears what is delivered to this loop any more."""
+        for question in self.questions:
+            question.lost |= question.loop is loop and not question.ended
+
+    # -- the engine's side --------------------------------------------------------------------
+
+    def turning(self) -> None:
+        """The batcher is about to turn: note what is ready, and since when."""
+        self._turns += 1
+        self._ready_since = {entry: self._since(entry) for entry in self._batcher._ready}
+        self._to_withdraw = {
+            request: life
+            for request, life in self._lives.items()
+            if life.sent and not life.questions
+        }
+
+    def _since(self, entry: Entry) -> int:
+        """Since which turn this one is ready; what is sent again goes first."""
+        life = self._lives.get(entry.request)
+        is_retried = life is not None and life.is_retried
+        return 0 if is_retried else self._ready_since.get(entry, self._turns)
+
+    def turned(self) -> None:
+        """The turn is over: what had lost its last waiter before it has been withdrawn."""
+        if self._ending:
+            self.violated(
+                f"{list(self._ending)} came out of the engine, and the batcher did nothing"
+            )
+        for request, life in self._to_withdraw.items():
+            if self._lives.get(request) is life and not life.questions:
+                self.violated(f"{request} is not wanted any more, but was not withdrawn")
+
+    def taken(self, flush: Sequence[Request]) -> None:
+        """A flush that the batcher is about to send."""
+        self.trace.append(("taken", *flush))
+        self._flushes += 1
+        self._flush = [*flush]
+        self._sent += len(flush)
+        for request in flush:
+            life = self._lives.get(request)
+            if life is None or not life.is_wanted:
+                self.violated(f"{request} was sent, and nobody wants it")
+            if life.sent:
+                self.violated(f"{request} was sent twice")
+            life.sent = True
+        sent = set(flush)
+        newest = max(
+            (since for entry, since in self._ready_since.items() if entry.request in sent),
+            default=0,
+        )
+        for entry, since in self._ready_since.items():
+            life = self._lives.get(entry.request)
+            if life is not None and life.is_wanted and not life.sent and since < newest:
+                self.violated(f"{entry.request} was passed over by younger ones")
+
+    def submitted(self, flush: Sequence[Request]) -> None:
+        """A flush that arrives at the engine."""
+        if flush != self._flush:
+            self.violated(f"{self._flush} was taken, but {flush} was sent")
+
+    def finished(self, ends: Sequence[Finished]) -> None:
+        """What came out of a step."""
+        if self._closed is not None:
+            return
+        self.trace.append(("finished", *(end.request for end in ends)))
+        for end in ends:
+            life = self._lives.get(end.request)
+            if life is None or not life.sent:
+                if end.request not in self._engine.echoed:
+                    self.violated(f"{end.request} is not in progress, but was answered")
+                continue
+            if end.error is not None and not self._engine.explains(end.request, end.error):
+                self.violated(f"{end.request} ended in {end.error!r}, and nothing explains that")
+            self._ending[end.request] = end.error
+
+    def submit_failed(self, flush: Sequence[Request], error: Exception) -> None:
+        """The flush was not taken."""
+        if self._closed is None:
+            self.trace.append(("submit failed", error))
+            self._ending |= dict.fromkeys(flush, failure(error))
+
+    def step_failed(self, error: Exception) -> None:
+        """Nothing is in progress any more."""
+        if self._closed is None:
+            self.trace.append(("step failed", error))
+            failed = [request for request, life in self._lives.items() if life.sent]
+            self._ending |= dict.fromkeys(failed, failure(error))
+
+    def restarted(self, engine: SimulatedEngine) -> None:
+        """Another engine has taken the place of one that died, and gets what that one had."""
+        self.trace.append(("restarted",))
+        self._engine = engine
+        self._ending.clear()
+        self._send_again([request for request, life in self._lives.items() if life.sent])
+
+    def _send_again(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            life = self._lives[request]
+            if not life.questions:
+                del self._lives[request]
+                continue
+            life.sent, life.is_retried = False, True
+            self._sent -= 1
+            self._retried += 1
+
+    def settling(self) -> None:
+        """The batcher is about to end what came out of the engine; but what ran out of memory with others
+        in flight is first queued again."""
+        short = [each for each, error in self._ending.items() if isinstance(error, OutOfMemory)]
+        if short and sum(life.sent for life in self._lives.values()) > 1:
+            for request in short:
+                del self._ending[request]
+            self._send_again(short)
+
+    def settled(self) -> None:
+        """The rows are cached: what came out of the engine ends."""
+        ending, self._ending = self._ending, {}
+        for request, error in ending.items():
+            self._finish(request, error)
+
+    def withdrawn(self, requests: Sequence[Request]) -> None:
+        """What the batcher is about to have the engine forget."""
+        self.trace.append(("withdrawn", *requests))
+        for request in requests:
+            if request in self._withdrawing:
+                self._withdrawing.remove(request)
+                continue
+            life = self._lives.get(request)
+            if life is None or not life.sent or life.is_wanted:
+                self.violated(f"{request} was withdrawn, but it is wanted")
+            del self._lives[request]
+
+    def cancelling(self, requests: Sequence[Request]) -> None:
+        """What the engine is told to forget: nothing that somebody waits for, unless it failed."""
+        for request in requests:
+            life = self._lives.get(request)
+            if life is not None and life.sent and life.is_wanted and request not in self._ending:
+                self.violated(f"{request} was cancelled, but it is wanted")
+
+    def closed(self, reason: GenrtError) -> None:
+        """The batcher was closed: every question ends in this, the later ones too."""
+        self.trace.append(("closed", reason))
+        self._closed = self._closed or reason
+        for question in self.questions:
+            if question.is_waiting and not question.has_left:
+                question.error = self._closed
+        self._dropped += sum(not life.sent for life in self._lives.values())
+        self._lives.clear()
+        self._ending.clear()
+
+    def reopened(self, engine: SimulatedEngine) -> None:
+        """The batcher takes questions again, for another engine."""
+        self.trace.append(("reopened",))
+        self._engine = engine
+        self._closed = None
+
+    def _finish(self, request: Request, error: GenrtError | None) -> None:
+        life = self._lives.pop(request)
+        self._failed += error is not None
+        self._answered += error is None
+        for question in life.questions:
+            if question.error is not None:
+                continue
+            if error is None:
+                question.missing.pop(request)
+            else:
+                question.error = error
+                self._drop(question)
+
+    def _drop(self, question: Question) -> None:
+        for request in question.missing:
+            life = self._lives.get(request)
+            if life is None or question not in life.questions:
+                continue
+            del life.questions[question]
+            if not life.questions and not life.sent:
+                self._dropped += 1
+                del self._lives[request]
+
+    # -- at the end ---------------------------------------------------------------------------
+
+    def unanswered(self) -> list[Question]:
+        """Who has heard nothing yet, and still could."""
+        return [question for question in self.questions if not question.ended and not question.lost]
+
+    def check_counters(self) -> None:
+        """The batcher counted what happened; of the waiters of closed loops as many as it came by."""
+        for request in list(self._lives):
+            self._find_swept(request)
+        s = self._batcher.statistics()
+        lost = sum(question.lost for question in self.questions)
+        counted = (
+            s.questions,
+            s.cached,
+            s.deduplicated,
+            s.flushes,
+            s.retried,
+            s.answered,
+            s.failed,
+        )
+        expected = (
+            self._asked,
+            self._cached,
+            self._deduplicated,
+            self._flushes,
+            self._retried,
+            self._answered,
+            self._failed,
+        )
+        if counted != expected:
+            self.violated(
+                "questions, cached, deduplicated, flushes, retried, answered, failed: "
+                f"{counted}, not {expected}"
+            )
+        if not self._cancelled <= s.cancelled <= self._cancelled + lost:
+            self.violated(f"{s.cancelled} cancelled, not {self._cancelled} (and {lost} lost)")
+        if s.questions != s.cached + s.deduplicated + self._entered:
+            self.violated(f"{self._entered} requests entered the queue, but {s}")
+        if self._entered != self._sent + self._dropped + s.queued:
+            self.violated(
+                f"{self._entered} entered, {self._sent} were sent, {self._dropped} dropped: {s}"
+            )
+
+    def check_nothing_is_left(self) -> None:
+        """Neither batcher nor engine hold anything, once nobody waits any more."""
+        batcher = self._batcher
+        s = batcher.statistics()
+        held = (batcher._entries, batcher._gathering, batcher._ready, batcher._withdrawn)
+        count = s.queued + s.in_flight + s.waiting
+        if any(held) or count or (batcher._retired and self._closed is None):
+            self.violated(f"nobody waits, but the batcher holds {held}: {batcher}")
+        if self._engine.in_progress:
+            self.violated(f"nobody waits, but in progress is {list(self._engine.in_progress)}")
+
+    def check_cache(self) -> None:
+        """What is cached is right, of adapters that are loaded, and as large as it says."""
+        rows = dict(self._cache._rows)
+        for request, row in rows.items():
+            if not torch.equal(row, self._engine.model.row(request)):
+                self.violated(f"the cached row of {request} is {row}")
+            if request.adapter is not None and request.adapter not in self._engine.adapters:
+                self.violated(f"{request} is cached, but its adapter is gone")
+        s = self._cache.statistics()
+        held = sum(row.untyped_storage().nbytes() for row in rows.values())
+        if not s.bytes == held <= s.max_bytes or s.rows != len(rows):
+            self.violated(f"{held} bytes are held in {len(rows)} rows, but {s}")

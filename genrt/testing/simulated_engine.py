@@ -1,0 +1,321 @@
+"""An engine that keeps the protocol and is as inconvenient as the protocol allows, as one seed decides.
+
+Rules:
+    It takes a part of what is in progress to a step, in chunks, and starts some over: but always the
+    oldest, so that everything ends.
+    Answers come in any order, some of them again when nobody asks any more. The rows of a step are views
+    of one tensor between others that mean nothing; ``overwrite`` destroys the tensors.
+    A fault is what its ``Faults`` say, at the moment that the seed decides; after a failing step it has
+    forgotten everything, as the protocol says.
+    Whoever calls it as the protocol forbids gets a ``Violation``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from genrt.engine import (
+    Adapter,
+    EngineStatistics,
+    Finished,
+    LogprobsRequest,
+    Request,
+    SampleRequest,
+)
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.testing.checked_residents import CheckedResidents
+from genrt.testing.simulated_model import Model
+from genrt.testing.violation import Violation
+
+MOST_PREEMPTIONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What goes wrong with a simulated engine; by default nothing.
+
+    Fields:
+        submit, step: the probability that a call raises. It concerns the requests of that flush, or
+            everything in progress.
+        cancel, death: the probability that ``cancel`` raises, or that the engine dies in ``step``. It
+            can't go on after either.
+        not_finite: the share of contexts whose row is not finite; which ones, their tokens decide.
+        out_of_memory_above: how many requests fit into a step; ``None`` is any number.
+        at_call: the calls, counted from 1, that raise, by the name of the method: ``{"step": 3}``.
+    """
+
+    submit: float = 0.0
+    step: float = 0.0
+    cancel: float = 0.0
+    death: float = 0.0
+    not_finite: float = 0.0
+    out_of_memory_above: int | None = None
+    at_call: Mapping[str, int] = field(default_factory=dict)
+
+
+class SuddenDeath(BaseException):
+    """What a dying engine raises that has no time for more."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    chunks: int
+    left: int
+    preempted: int = 0
+
+
+class SimulatedEngine:
+    """An Engine over a model whose answers are known.
+
+    Args:
+        random: decides everything that is left open.
+        model: what the answers are.
+        faults: what goes wrong.
+        meanwhile: called while a call is at work, so that others can do something in the middle of it.
+        spend: told how many seconds a step took.
+    """
+
+    def __init__(
+        self,
+        random: random.Random,
+        model: Model,
+        faults: Faults,
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+        spend: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.model = model
+        self.in_progress: dict[Request, _Progress] = {}
+        self.adapters: dict[Adapter, None] = {}
+        self.calls = {"submit": 0, "step": 0, "cancel": 0}
+        self.closed = False
+        self.echoed: set[Request] = set()
+        self._random = random
+        self._faults = faults
+        self._meanwhile = meanwhile
+        self._spend = spend
+        self._capacity = random.choice([1, 2, 3, 8, 1000])
+        self._most_chunks = random.choice([1, 1, 2, 4])
+        self._preempts = random.choice([0.0, 0.0, 0.3])
+        self._passes_over = random.choice([0.0, 0.4])
+        self._echoes = random.choice([0.0, 0.0, 0.2])
+        self._seconds = random.choice([0.0, 0.01])
+        self._residents = CheckedResidents(random, random.choice([1, 3, 8]))
+        self._raised: BaseException | None = None
+        self._blocks: list[Tensor] = []
+        self._answered: list[Request] = []
+        self._requests = self._rows = self._failed = self._cancelled = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model.max_model_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._capacity
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    def __repr__(self) -> str:
+        return f"SimulatedEngine({len(self.in_progress)} in progress, {self.calls['step']} steps)"
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._called("submit")
+        if not requests or len(set(requests)) < len(requests):
+            raise Violation(f"an empty flush, or a request twice in it: {requests}")
+        for request in requests:
+            if not isinstance(request, LogprobsRequest | SampleRequest):
+                raise Violation(f"an engine cannot answer {request}")
+            if request in self.in_progress:
+                raise Violation(f"{request} is in progress already")
+            if request.adapter is not None and request.adapter not in self.adapters:
+                raise Violation(f"{request} is bound to an adapter that is not loaded")
+        self._meanwhile()
+        if self._is_due("submit", self._faults.submit):
+            raise self._error("submit")
+        self._requests += len(requests)
+        for request in requests:
+            chunks = self._random.randint(1, self._most_chunks)
+            self.in_progress[request] = _Progress(chunks, chunks)
+
+    def step(self) -> list[Finished]:
+        self._called("step")
+        self._meanwhile()
+        self._spend(self._seconds * self._random.random())
+        if self._faults.death and self._random.random() < self._faults.death:
+            kind = self._random.choice([SuddenDeath, EngineDied])
+            raise self._raising(kind("the simulated engine died"))
+        if self._is_due("step", self._faults.step):
+            self._forget()
+            raise self._error("step")
+        running = self._chosen()
+        most = self._faults.out_of_memory_above
+        if most is not None and len(running) > most:
+            self._forget()
+            message = f"{len(running)} requests do not fit into a step, {most} do"
+            raise self._raising(OutOfMemory(message))
+        done = [request for request in running if self._is_done(request)]
+        for request in done:
+            del self.in_progress[request]
+        finished = self._ends(done, len(running) - len(done))
+        finished += self._echo()
+        self._random.shuffle(finished)
+        return finished
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._called("cancel")
+        self._meanwhile()
+        if self._is_due("cancel", self._faults.cancel):
+            raise self._error("cancel")
+        for request in requests:
+            if self.in_progress.pop(request, None) is not None:
+                self._cancelled += 1
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        if adapter in self.adapters or self.closed:
+            raise Violation(f"{adapter} is loaded already, or the engine is closed")
+        self.model.add_adapter(adapter, path)
+        self.adapters[adapter] = None
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        if adapter not in self.adapters or self.closed:
+            raise Violation(f"{adapter} is not loaded, or the engine is closed")
+        if any(request.adapter == adapter for request in self.in_progress):
+            raise Violation(f"{adapter} is removed while requests bound to it are in progress")
+        del self.adapters[adapter]
+        self._residents.forget(adapter)
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(
+            steps=self.calls["step"],
+            requests=self._requests,
+            rows=self._rows,
+            failed=self._failed,
+            cancelled=self._cancelled,
+            extended=self._residents.extended,
+            forked=self._residents.forked,
+            evicted=self._residents.evicted,
+            resident=len(self._residents),
+        )
+
+    def close(self) -> None:
+        self.closed = True
+        self.in_progress.clear()
+        self._residents.clear()
+
+    def overwrite(self) -> None:
+        """Destroy the rows of all steps so far: whoever kept one and did not copy it is found out. To be
+        called when nobody waits for a part of an answer any more."""
+        for block in self._blocks:
+            block.fill_(torch.nan)
+        self._blocks.clear()
+
+    def raised(self, error: BaseException) -> bool:
+        """Whether this is what the engine raised last."""
+        return error is self._raised
+
+    def explains(self, request: Request, error: GenrtError) -> bool:
+        """Whether this error is one that a request ends in alone."""
+        return isinstance(error, NotFinite) and self._is_poisoned(request)
+
+    def _called(self, name: str) -> None:
+        if self.closed:
+            raise Violation(f"{name} is called after close")
+        self.calls[name] += 1
+
+    def _is_due(self, name: str, probability: float) -> bool:
+        if self._faults.at_call.get(name) == self.calls[name]:
+            return True
+        return probability > 0.0 and self._random.random() < probability
+
+    def _error(self, name: str) -> BaseException:
+        message = f"simulated: {name} {self.calls[name]} failed"
+        kinds = (RuntimeError, MemoryError, torch.OutOfMemoryError, EngineFailed)
+        return self._raising(self._random.choice(kinds)(message))
+
+    def _raising(self, error: BaseException) -> BaseException:
+        self._raised = error
+        return error
+
+    def _forget(self) -> None:
+        self._failed += len(self.in_progress)
+        self.in_progress.clear()
+        self._residents.clear()
+
+    def _chosen(self) -> list[Request]:
+        """What is taken to this step: the oldest in progress, and others as far as there is room."""
+        oldest, others = [*self.in_progress][:1], [*self.in_progress][1:]
+        taken = [each for each in others if self._random.random() >= self._passes_over]
+        return oldest + taken[: self._capacity - 1]
+
+    def _is_done(self, request: Request) -> bool:
+        """Put one chunk of a request through the model, or start it over; whether that was the last."""
+        progress = self.in_progress[request]
+        if progress.preempted < MOST_PREEMPTIONS and self._random.random() < self._preempts:
+            progress.preempted += 1
+            progress.left = progress.chunks
+            return False
+        if progress.left == progress.chunks and isinstance(request, LogprobsRequest):
+            self._residents.start(request.adapter, request.packed)
+        progress.left -= 1
+        return progress.left == 0
+
+    def _ends(self, done: list[Request], partial: int) -> list[Finished]:
+        """The ends of these requests; their rows lie among as many that are not those of any request."""
+        sound = [request for request in done if not self._is_poisoned(request)]
+        ends = [
+            Finished(request, error=NotFinite(f"{request} has no finite row"))
+            for request in done
+            if self._is_poisoned(request)
+        ]
+        self._failed += len(ends)
+        rows = [request for request in sound if isinstance(request, LogprobsRequest)]
+        if rows:
+            places = self._random.sample(range(len(rows) + partial), len(rows))
+            block = torch.full((len(rows) + partial, self.vocab_size), 7.0)
+            for place, request in zip(places, rows, strict=True):
+                block[place] = self.model.row(request)
+                ends.append(Finished(request, block[place]))
+            self._blocks.append(block)
+        self._rows += len(rows)
+        ends += [
+            Finished(request, self.model.sample(request))
+            for request in sound
+            if isinstance(request, SampleRequest)
+        ]
+        self._answered += sound
+        return ends
+
+    def _echo(self) -> list[Finished]:
+        """One that was answered before, once more, unless it is asked again."""
+        if not self._answered or self._random.random() >= self._echoes:
+            return []
+        request = self._random.choice(self._answered)
+        is_bound = request.adapter is None or request.adapter in self.adapters
+        if request in self.in_progress or not is_bound:
+            return []
+        self.echoed.add(request)
+        if isinstance(request, SampleRequest):
+            return [Finished(request, self.model.sample(request))]
+        row = self.model.row(cast("LogprobsRequest", request))
+        return [Finished(request, row.clone())]
+
+    def _is_poisoned(self, request: Request) -> bool:
+        return self.model.share_of(request) < self._faults.not_finite

@@ -1,0 +1,356 @@
+"""admission.py in the batcher: a bounded queue, room by turns, nobody dropped, nobody left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import genrt
+from genrt.admission import Admission, Window
+from genrt.engine import Adapter, LogprobsRequest, ReadRequest, Request, TopTokens
+from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
+from genrt.waiters import Waiter
+from tests.scripted import (
+    PATIENCE_SECONDS,
+    ByHand,
+    Gate,
+    ScriptedEngine,
+    logprobs,
+    passes,
+    right,
+    sample,
+)
+
+A, B, C, D, E = (logprobs(number) for number in range(1, 6))
+
+
+@pytest.fixture
+def by_hand() -> Iterator[Callable[..., ByHand]]:
+    """Makes batchers; afterwards each must account for every question."""
+    made: list[ByHand] = []
+
+    def make(*arguments: Any, **options: Any) -> ByHand:
+        made.append(ByHand(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for hand in made:
+        hand.check()
+
+
+Make = Callable[..., ByHand]
+
+
+async def test_the_queue_holds_no_more_than_its_bound_and_everyone_is_answered(
+    by_hand: Make,
+) -> None:
+    hand = by_hand(max_queued_requests=3)
+    requests = [logprobs(number, 1) for number in range(20)]
+    tasks = [hand.ask(request) for request in requests]
+    seen = []
+    for _ in range(20):
+        await passes()
+        statistics = hand.batcher.statistics()
+        seen.append(statistics.queued)
+        if not statistics.queued:
+            break
+        hand.turn()
+    assert max(seen) == 3
+    assert all(len(flush) <= 3 for flush in hand.engine.submitted)
+    await hand.finish()
+    for request, task in zip(requests, tasks, strict=True):
+        assert right([request], await task)
+    sent = [request for flush in hand.engine.submitted for request in flush]
+    assert sent == requests, "who came first is sent first"
+
+
+async def test_the_queue_is_bounded_in_bytes_too(by_hand: Make) -> None:
+    long = logprobs(*range(1, 9), *range(1, 9))
+    hand = by_hand(max_queued_bytes=long.nbytes + A.nbytes)
+    tasks = [hand.ask(request) for request in (A, long, B, C)]
+    await passes()
+    statistics = hand.batcher.statistics()
+    assert (statistics.queued, statistics.waiting) == (2, 2)
+    await hand.finish()
+    assert hand.engine.submitted == [[A, long], [B, C]]
+    for request, task in zip((A, long, B, C), tasks, strict=True):
+        assert right([request], await task)
+
+
+async def test_a_question_larger_than_the_queue_waits_for_an_empty_one(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=2)
+    small, large = hand.ask(A), hand.ask(B, C, D)
+    await hand.finish()
+    assert hand.engine.submitted == [[A], [B, C, D]]
+    assert right([A], await small)
+    assert right([B, C, D], await large)
+
+
+def test_a_loop_closed_before_it_went_quiet_does_not_fill_the_queue_for_ever(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=1)
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost = ended.create_task(hand.batcher.ask([A]))
+    ended.call_soon(ended.stop)
+    ended.run_forever()
+    ended.close()
+    task = other.create_task(hand.batcher.ask([B]))
+    other.run_until_complete(passes())
+    while hand.batcher.seconds_until_due() == 0.0:
+        hand.turn()
+    other.run_until_complete(passes())
+    assert right([B], task.result())
+    assert hand.engine.submitted == [[B]]
+    hand.dropped = 1
+    other.close()
+    lost._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+async def test_an_adapter_stays_while_a_question_bound_to_it_waits_for_room(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=2, max_batch_size=1)
+    adapter = Adapter("a", 1)
+    hand.engine.adapters.append(adapter)
+    bound = [logprobs(3, adapter=adapter), logprobs(4, adapter=adapter)]
+    tasks = [hand.ask(A), hand.ask(B), hand.ask(*bound)]
+    await passes()
+    hand.batcher.retire(adapter)
+    hand.turn()
+    assert hand.batcher.statistics().waiting == 1
+    assert hand.engine.removed == []
+    await hand.finish()
+    assert right(bound, await tasks[2])
+    assert hand.engine.removed == [adapter]
+
+
+async def test_a_full_queue_holds_up_nobody_who_needs_no_place_in_it(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=1)
+    await hand.queued(A)
+    await hand.finish()
+    queued, waiting = await hand.queued(B), await hand.queued(C)
+    cached, joining = await hand.queued(A), await hand.queued(B)
+    assert cached.done()
+    assert right([A], await cached)
+    assert hand.batcher.statistics().waiting == 1
+    hand.turn()
+    await passes()
+    assert right([B], await queued)
+    assert right([B], await joining)
+    await hand.finish()
+    assert right([C], await waiting)
+
+
+async def test_one_that_waits_for_room_can_find_its_answer_in_the_cache(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=1)
+    await hand.queued(A)
+    first, second, third = await hand.queued(B), hand.ask(B, C), hand.ask(C)
+    await hand.finish()
+    assert right([B], await first)
+    assert right([B, C], await second)
+    assert right([C], await third)
+
+
+@pytest.mark.parametrize("who", ["the one queued", "the one that waits", "both"])
+async def test_cancelling_makes_room_or_gives_up_a_turn(by_hand: Make, who: str) -> None:
+    hand = by_hand(max_queued_requests=1)
+    queued, waiting, behind = await hand.queued(A), await hand.queued(B), await hand.queued(C)
+    if who != "the one that waits":
+        queued.cancel()
+        hand.dropped += 1
+    if who != "the one queued":
+        waiting.cancel()
+    hand.dropped += who == "both"  # the second had taken the place of the first
+    await passes()
+    await hand.finish()
+    assert queued.cancelled() == (who != "the one that waits")
+    assert waiting.cancelled() == (who != "the one queued")
+    assert right([C], await behind)
+    assert hand.batcher.statistics().waiting == 0
+
+
+async def test_room_that_a_failure_leaves_is_taken(by_hand: Make) -> None:
+    """B leaves the queue because the question that it was part of failed; C waits for its place."""
+    engine = ScriptedEngine(errors={A: NotFinite("poison")}, steps=lambda r: 2 if r == A else 1)
+    now = [0.0]
+    hand = by_hand(engine, max_queued_requests=1, max_wait_seconds=1.0, clock=lambda: now[0])
+    await hand.queued(A)
+    now[0] = 1.0
+    hand.turn()
+    failing, waiting = hand.ask(A, B), hand.ask(C)
+    await passes()
+    statistics = hand.batcher.statistics()
+    assert (statistics.queued, statistics.waiting) == (1, 1)
+    hand.dropped += 1
+    hand.turn()
+    await passes()
+    with pytest.raises(NotFinite):
+        await failing
+    now[0] = 2.0
+    await hand.finish()
+    assert right([C], await waiting)
+
+
+async def test_clients_take_turns(by_hand: Make) -> None:
+    """A flood on one loop delays another loop's question by one flush, not by the flood."""
+    hand = by_hand(max_queued_requests=2)
+    flood = [hand.ask(logprobs(number, 2)) for number in range(12)]
+    await passes()
+    asked = threading.Event()
+
+    def other() -> list[Any]:
+        asked.set()
+        return asyncio.run(hand.batcher.ask([E]))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(other)
+        await asyncio.to_thread(asked.wait, PATIENCE_SECONDS)
+        while hand.batcher.statistics().waiting < 11:
+            await asyncio.to_thread(lambda: None)
+        hand.turn()
+        hand.turn()
+        assert E in hand.engine.submitted[1]
+        await hand.finish()
+        assert right([E], await asyncio.to_thread(answer.result, PATIENCE_SECONDS))
+    await asyncio.gather(*flood)
+
+
+@pytest.mark.parametrize("way", ["close", "cancel"])
+async def test_who_waits_for_room_is_told_when_the_runtime_closes(by_hand: Make, way: str) -> None:
+    hand = by_hand(max_queued_requests=1)
+    tasks = [await hand.queued(A), await hand.queued(B)]
+    hand.dropped += 1
+    if way == "cancel":
+        hand.dropped += 1  # the second took the place of the first
+        for task in tasks:
+            task.cancel()
+        await passes()
+        assert all(task.cancelled() for task in tasks)
+    else:
+        hand.batcher.close()
+        for task in tasks:
+            with pytest.raises(Closed):
+                await task
+    statistics = hand.batcher.statistics()
+    assert (statistics.queued, statistics.waiting) == (0, 0)
+
+
+def test_a_waiting_thread_is_answered_and_can_time_out() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(gate=gate)
+    with (
+        genrt.load(engine=lambda: engine, max_queued_requests=1) as lm,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        held = pool.submit(lm.next_token_logprobs_sync, [1])
+        gate.wait_until_held()
+        queued = pool.submit(lm.next_token_logprobs_sync, [2])
+        while not lm.statistics().batcher.queued:
+            pass
+        with pytest.raises(TimedOut):
+            lm.next_token_logprobs_sync([3], timeout=0.0)
+        with pytest.raises(TimedOut):
+            lm.next_token_logprobs_sync([1], timeout=0.0)
+        gate.open()
+        assert len(held.result(PATIENCE_SECONDS)) == engine.vocab_size
+        assert len(queued.result(PATIENCE_SECONDS)) == engine.vocab_size
+        statistics = lm.statistics().batcher
+        assert (statistics.waiting, statistics.queued, statistics.in_flight) == (0, 0, 0)
+        assert statistics.cancelled == 2
+
+
+# -- timeouts ---------------------------------------------------------------------------------
+
+
+async def test_a_timeout_withdraws_the_question_and_is_a_timeout_error(by_hand: Make) -> None:
+    hand = by_hand()
+    hand.dropped += 1
+    with pytest.raises(TimedOut, match="no answer within 0 s") as caught:
+        await hand.batcher.ask([A], timeout=0.0)
+    assert isinstance(caught.value, TimeoutError)
+    assert hand.batcher.statistics().queued == 0
+    await hand.queued(A)
+    await hand.finish()
+    assert right([A], await hand.batcher.ask([A], timeout=0.0)), "the cache needs no time"
+
+
+async def test_an_error_comes_through_a_timeout(by_hand: Make) -> None:
+    hand = by_hand(ScriptedEngine(fail_at={1: RuntimeError("boom")}))
+    task = asyncio.create_task(hand.batcher.ask([A], timeout=PATIENCE_SECONDS))
+    await passes()
+    hand.turn()
+    with pytest.raises(EngineFailed, match="boom"):
+        await task
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "1", True])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    with (
+        genrt.load(engine=ScriptedEngine) as lm,
+        pytest.raises(InvalidRequest, match="timeout"),
+    ):
+        lm.next_token_logprobs_sync([1], timeout=timeout)
+
+
+@pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, None])
+def test_bounds_of_the_queue_are_positive_ints(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        genrt.load(engine=ScriptedEngine, **{name: value})
+
+
+# -- the bookkeeping itself -------------------------------------------------------------------
+
+
+def waiter(*requests: Request) -> Waiter:
+    return Waiter(requests, None, concurrent.futures.Future(), False, {})
+
+
+def test_what_a_request_weighs() -> None:
+    assert LogprobsRequest([1, 2, 3]).nbytes == 12
+    assert sample(1, 2, 3).nbytes == 12
+    assert ReadRequest(LogprobsRequest([1, 2]), TopTokens(1)).nbytes == 8
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
+def test_the_bound_is_kept_whatever_comes_and_goes(events: list[tuple[bool, int]]) -> None:
+    """Questions of 1 to 4 requests come, and whole flushes go."""
+    admission = Admission(4, 10**9)
+    queue: list[Request] = []
+    entered = 0
+    for number, (comes, count) in enumerate(events):
+        if comes:
+            asking = waiter(*(logprobs(number, place) for place in range(count)))
+            if admission.must_wait(asking.requests):
+                admission.wait(asking)
+            else:
+                admission.enter(asking.requests)
+                queue += asking.requests
+                entered += 1
+        else:
+            admission.leave(queue)
+            queue.clear()
+        while (admitted := admission.next()) is not None:
+            admission.enter(admitted.requests)
+            queue += admitted.requests
+            entered += 1
+        assert admission.queued == len(queue) <= 4
+        assert entered + len(admission) == sum(comes for comes, _ in events[: number + 1])
+        assert queue or not len(admission), "an empty queue keeps nobody waiting"
+
+
+def test_the_window_is_halved_and_grows_back() -> None:
+    window = Window()
+    window.shrink(9)
+    assert window.room(0) == 4
+    assert window.room(3) == 1
+    assert window.room(6) == 0
+    window.shrink(1)
+    assert window.room(0) == 1
+    for _ in range(3):
+        window.grow()
+    assert window.room(0) == 8

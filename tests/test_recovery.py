@@ -1,0 +1,390 @@
+"""Out of memory: halved and retried. A dead engine: everyone is told why, and another takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.engine import Finished, Request, Result
+from genrt.engines.exact import NGram
+from genrt.errors import (
+    Closed,
+    EngineDied,
+    EngineFailed,
+    EngineUnsupported,
+    InvalidRequest,
+    OutOfMemory,
+)
+from tests.scripted import (
+    PATIENCE_SECONDS,
+    ByHand,
+    Gate,
+    ScriptedEngine,
+    expected,
+    logprobs,
+    passes,
+    right,
+)
+
+A, B, C = logprobs(1), logprobs(2), logprobs(3)
+
+# -- out of memory ----------------------------------------------------------------------------
+
+
+class Small(ScriptedEngine):
+    """Runs out of memory over ``capacity`` requests in progress, and for ``hopeless`` ones always."""
+
+    def __init__(
+        self, capacity: int, *, hopeless: Sequence[Request] = (), when: str = "step", **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.capacity = capacity
+        self.hopeless = set(hopeless)
+        self.when = when
+        self.tried: list[int] = []
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        self.tried.append(len(requests))
+        if len(requests) > self.capacity or self.hopeless.intersection(requests):
+            raise torch.OutOfMemoryError("no room")
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if self.when == "submit":
+            self._check([*self.in_progress, *requests])
+        super().submit(requests)
+
+    def step(self) -> list[Finished]:
+        try:
+            if self.when == "step":
+                self._check(list(self.in_progress))
+        except torch.OutOfMemoryError:
+            self.in_progress.clear()
+            raise
+        finished = super().step()
+        if self.when == "answer" and len(finished) > self.capacity:
+            self.tried.append(len(finished))
+            return [Finished(end.request, error=OutOfMemory("no room")) for end in finished]
+        return finished
+
+
+WHEN = pytest.mark.parametrize("when", ["submit", "step", "answer"])
+
+
+@WHEN
+@pytest.mark.parametrize("capacity", range(1, 18))
+async def test_a_flush_that_is_too_large_is_halved_until_it_fits(when: str, capacity: int) -> None:
+    hand = ByHand(Small(capacity, when=when))
+    requests = [logprobs(number, 1) for number in range(17)]
+    tasks = [hand.ask(request) for request in requests]
+    await hand.finish()
+    for request, task in zip(requests, tasks, strict=True):
+        assert right([request], await task)
+    statistics = hand.batcher.statistics()
+    assert (statistics.answered, statistics.failed, statistics.in_flight) == (17, 0, 0)
+    assert (statistics.retried == 0) == (capacity >= 17)
+    again = await hand.queued(*requests)
+    await hand.finish()
+    assert right(requests, await again)
+
+
+@WHEN
+async def test_one_that_fits_nowhere_fails_alone(when: str) -> None:
+    class Hopeless(Small):
+        def step(self) -> list[Finished]:
+            ends = super().step()
+            if when != "answer":
+                return ends
+            return [
+                Finished(end.request, error=OutOfMemory("no room")) if end.request == B else end
+                for end in ends
+            ]
+
+    hopeless = [] if when == "answer" else [B]
+    hand = ByHand(Hopeless(100, hopeless=hopeless, when=when))
+    tasks = {request: hand.ask(request) for request in (A, B, C)}
+    twice = hand.ask(B)
+    await hand.finish()
+    assert right([A], await tasks[A])
+    assert right([C], await tasks[C])
+    for task in (tasks[B], twice):
+        with pytest.raises(OutOfMemory, match="no room"):
+            await task
+    statistics = hand.batcher.statistics()
+    assert (statistics.answered, statistics.failed) == (2, 1)
+    assert (statistics.queued, statistics.in_flight) == (0, 0)
+    assert B not in hand.cache
+
+
+async def test_what_is_sent_again_goes_before_what_came_later() -> None:
+    engine = Small(2)
+    hand = ByHand(engine)
+    first = [hand.ask(request) for request in (A, B, C)]
+    await passes()
+    hand.turn()
+    later = await hand.queued(logprobs(4))
+    await hand.finish()
+    order = [request for flush in engine.submitted[1:] for request in flush]
+    assert order == [A, B, C, logprobs(4)]
+    await asyncio.gather(*first, later)
+
+
+async def test_cancelled_between_two_tries_it_is_not_sent_again() -> None:
+    engine = Small(1)
+    hand = ByHand(engine)
+    kept, left = await hand.queued(A), await hand.queued(B)
+    hand.turn()
+    left.cancel()
+    await passes()
+    await hand.finish()
+    assert right([A], await kept)
+    assert engine.submitted == [[A, B], [A]]
+    assert hand.batcher.statistics().queued == 0
+
+
+async def test_withdrawn_in_the_step_that_ran_out_of_memory_it_is_forgotten() -> None:
+    gate = Gate()
+
+    class Held(Small):
+        def step(self) -> list[Finished]:
+            gate.go_through()
+            return super().step()
+
+    engine = Held(1)
+    hand = ByHand(engine)
+    kept, left = await hand.queued(A), await hand.queued(B)
+    turn = asyncio.create_task(asyncio.to_thread(hand.turn))
+    await asyncio.to_thread(gate.wait_until_held)
+    left.cancel()
+    await passes()
+    gate.open()
+    await turn
+    await hand.finish()
+    assert right([A], await kept)
+    assert engine.submitted == [[A, B], [A]]
+    statistics = hand.batcher.statistics()
+    assert (statistics.queued, statistics.in_flight, statistics.retried) == (0, 0, 1)
+
+
+# -- an engine that dies ----------------------------------------------------------------------
+
+
+class Engines:
+    """Opens one scripted engine after the other; the n-th has the n-th of these options."""
+
+    def __init__(self, *options: dict[str, Any]) -> None:
+        self.opened: list[ScriptedEngine] = []
+        self._options = options
+
+    def __call__(self) -> ScriptedEngine:
+        number = len(self.opened)
+        options = self._options[number] if number < len(self._options) else {}
+        if "raises" in options:
+            raise options["raises"]
+        self.opened.append(ScriptedEngine(**options))
+        return self.opened[-1]
+
+
+@pytest.fixture(params=[EngineDied("dead"), SystemExit("dead")])
+def death(request: pytest.FixtureRequest) -> BaseException:
+    error: BaseException = request.param
+    return error
+
+
+def row(*token_ids: int) -> Result:
+    return expected(logprobs(*token_ids))
+
+
+def test_a_dead_engine_is_closed_and_every_later_call_gets_the_reason(death: BaseException) -> None:
+    engines = Engines({"fail_at": {2: death}})
+    with genrt.load(engine=engines) as lm:
+        lm.next_token_logprobs_sync([1])
+        for _ in range(3):
+            with pytest.raises(EngineDied, match="dead"):
+                lm.next_token_logprobs_sync([2])
+        assert engines.opened[0].closed == 1
+        assert len(engines.opened) == 1
+        assert "closed" in repr(lm)
+
+
+def test_restart_opens_another_engine_with_the_same_adapters(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    engines = Engines({"fail_at": {2: EngineDied("dead")}})
+    with genrt.load(engine=engines) as lm:
+        lm.add_adapter_sync("gone", tmp_path)
+        lm.add_adapter_sync("kept", tmp_path)
+        lm.remove_adapter("gone")
+        cached = lm.next_token_logprobs_sync([1])
+        with pytest.raises(EngineDied):
+            lm.next_token_logprobs_sync([2], adapter="kept")
+        lm.restart()
+        first, second = engines.opened
+        assert [adapter.name for adapter in second.adapters] == ["kept"]
+        assert lm.adapters == ("kept",)
+        assert torch.equal(lm.next_token_logprobs_sync([1]), cached)
+        assert second.submitted == [], "what was answered is not lost"
+        lm.next_token_logprobs_sync([2], adapter="kept")
+        assert [request.adapter for request in second.submitted[0]] == second.adapters
+        assert first.closed == 1
+        assert "open" in repr(lm)
+    assert second.closed == 1
+
+
+async def test_a_runtime_restarts_from_every_state() -> None:
+    engines = Engines()
+    lm = await genrt.aload(engine=engines)
+    await lm.arestart()
+    assert [engine.closed for engine in engines.opened] == [1, 0]
+    assert right([A], [await lm.next_token_logprobs([1])])
+    lm.close()
+    with pytest.raises(Closed, match="restart"):
+        await lm.next_token_logprobs([2])
+    await lm.arestart()
+    assert right([B], [await lm.next_token_logprobs([2])])
+    await lm.aclose()
+    assert [engine.closed for engine in engines.opened] == [1, 1, 1]
+
+
+def test_who_waits_when_a_runtime_is_restarted_is_told() -> None:
+    gate = Gate()
+    engines = Engines({"gate": gate})
+    with (
+        genrt.load(engine=engines) as lm,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        waiting = pool.submit(lm.next_token_logprobs_sync, [1])
+        gate.wait_until_held()
+        restarting = pool.submit(lm.restart)
+        with pytest.raises(Closed):
+            waiting.result(PATIENCE_SECONDS)
+        gate.open()
+        restarting.result(PATIENCE_SECONDS)
+        assert right([A], [lm.next_token_logprobs_sync([1])])
+
+
+def test_a_restart_that_fails_says_why_and_can_be_tried_again() -> None:
+    engines = Engines({"fail_at": {1: EngineDied("dead")}}, {"raises": EngineUnsupported("broken")})
+    with genrt.load(engine=engines) as lm:
+        with pytest.raises(EngineDied):
+            lm.next_token_logprobs_sync([1])
+        with pytest.raises(EngineUnsupported, match="broken"):
+            lm.restart()
+        with pytest.raises(EngineUnsupported, match="broken"):
+            lm.next_token_logprobs_sync([1])
+        engines.opened.append(ScriptedEngine())
+        lm.restart()
+        assert right([A], [lm.next_token_logprobs_sync([1])])
+
+
+@pytest.fixture
+def automatic() -> Iterator[Callable[..., tuple[genrt.AsyncLM, Engines]]]:
+    opened: list[genrt.AsyncLM] = []
+
+    def load(*options: dict[str, Any]) -> tuple[genrt.AsyncLM, Engines]:
+        engines = Engines(*options)
+        opened.append(genrt.load(engine=engines, restart="auto"))
+        return opened[-1], engines
+
+    yield load
+    for lm in opened:
+        lm.close()
+
+
+Automatic = Callable[..., tuple[genrt.AsyncLM, Engines]]
+
+
+async def test_with_auto_nobody_notices_a_death(automatic: Automatic, death: BaseException) -> None:
+    """In flight, queued, cached: each is answered, and once."""
+    lm, engines = automatic({"fail_at": {2: death}})
+    await lm.next_token_logprobs([7])
+    contexts = [[number] for number in (1, 2, 3, 7)]
+    rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+    assert right([logprobs(*ids) for ids in contexts], rows)
+    first, second = engines.opened
+    assert first.finished == [[logprobs(7)], []]
+    assert sorted(map(repr, second.finished[0])) == sorted(map(repr, (A, B, C)))
+    statistics = lm.statistics().batcher
+    assert (statistics.retried, statistics.failed, statistics.in_flight) == (3, 0, 0)
+    assert first.closed == 1
+
+
+async def test_an_engine_that_dies_of_a_question_is_not_opened_for_ever(
+    automatic: Automatic,
+) -> None:
+    deadly = {"fail_at": {1: EngineDied("dead")}}
+    lm, engines = automatic(deadly, deadly, deadly)
+    with pytest.raises(EngineDied, match="dead"):
+        await lm.next_token_logprobs([1])
+    assert len(engines.opened) == 2
+    assert [engine.closed for engine in engines.opened] == [1, 1]
+
+
+async def test_one_that_answers_between_its_deaths_is_opened_again(automatic: Automatic) -> None:
+    dies_second = {"fail_at": {2: EngineDied("dead")}}
+    lm, engines = automatic(*[dies_second] * 5)
+    for number in range(1, 6):
+        assert right([logprobs(number)], [await lm.next_token_logprobs([number])])
+    assert len(engines.opened) == 5
+
+
+async def test_where_no_other_engine_opens_everyone_is_told(automatic: Automatic) -> None:
+    lm, engines = automatic(
+        {"fail_at": {1: EngineDied("dead")}}, {"raises": EngineUnsupported("broken")}
+    )
+    for _ in range(2):
+        with pytest.raises(EngineDied, match="broken"):
+            await lm.next_token_logprobs([1])
+    assert len(engines.opened) == 1
+
+
+async def test_what_was_cancelled_before_the_death_is_not_asked_again(
+    automatic: Automatic,
+) -> None:
+    gate = Gate()
+    lm, engines = automatic({"gate": gate, "fail_at": {1: EngineDied("dead")}})
+    left = asyncio.create_task(lm.next_token_logprobs([1]))
+    kept = asyncio.create_task(lm.next_token_logprobs([2]))
+    await asyncio.to_thread(gate.wait_until_held)
+    left.cancel()
+    await passes()
+    gate.open()
+    assert right([B], [await kept])
+    assert engines.opened[1].submitted == [[B]]
+
+
+@pytest.mark.parametrize("restart", ["always", True, 1])
+def test_restart_is_auto_or_nothing(restart: Any) -> None:
+    with pytest.raises(InvalidRequest, match="restart"):
+        genrt.load(engine=ScriptedEngine, restart=restart)
+
+
+def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genrt.engine_thread.CLOSE_SECONDS", 0.0)
+    gate = Gate()
+    engines = Engines({"gate": gate})
+    with (
+        genrt.load(engine=engines) as lm,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(lm.next_token_logprobs_sync, [1])
+        gate.wait_until_held()
+        with pytest.raises(EngineFailed, match="still in a step"):
+            lm.restart()
+        gate.open()
+        with pytest.raises(Closed):
+            waiting.result(PATIENCE_SECONDS)
+
+
+def test_restarted_on_the_exact_engine_rows_are_the_same() -> None:
+    with genrt.load(NGram.random(6, seed=1), engine="exact", cache_bytes=0) as lm:
+        before = lm.next_token_logprobs_sync([1, 2])
+        lm.restart()
+        assert torch.equal(lm.next_token_logprobs_sync([1, 2]), before)
+        assert lm.statistics().engine.rows == 1

@@ -1,0 +1,173 @@
+"""The virtual event loop: asyncio's order, timers that take no time, nothing that happens by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
+
+
+def run(loop: VirtualLoop, clock: VirtualClock) -> None:
+    """Callbacks and, when there are none, time, until nothing is left."""
+    for _ in range(1_000):
+        if loop.has_work:
+            loop.run_one()
+        elif loop.next_timer is not None:
+            clock.pass_until(loop.next_timer)
+        else:
+            return
+    raise AssertionError("it never ends")
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def loop(clock: VirtualClock) -> VirtualLoop:
+    return VirtualLoop(clock)  # type: ignore[abstract]
+
+
+async def program(log: list[object]) -> None:
+    """Tasks that start tasks, wait for each other, time out and are cancelled."""
+
+    async def worker(name: int) -> int:
+        log.append(("start", name))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(log.append, ("soon", name))
+        for _ in range(name):
+            await asyncio.sleep(0)
+        log.append(("end", name))
+        return name
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(worker(name)) for name in (3, 1, 2)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+    log.append([task.cancelled() for task in tasks])
+    log.append(await asyncio.gather(worker(5), worker(4)))
+    try:
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+    except TimeoutError:
+        log.append("timeout")
+    log.append(await asyncio.to_thread(len, "four"))
+
+
+def test_a_program_runs_as_on_asyncios_own_loop(loop: VirtualLoop, clock: VirtualClock) -> None:
+    own: list[object] = []
+    virtual: list[object] = []
+    asyncio.run(program(own))
+    task = loop.create_task(program(virtual))
+    run(loop, clock)
+    assert task.done()
+    assert task.exception() is None
+    assert virtual == own
+    assert len(own) > 10
+    assert loop.reports == []
+
+
+def test_time_passes_only_when_it_is_told_to(loop: VirtualLoop, clock: VirtualClock) -> None:
+    log: list[float] = []
+    loop.call_later(2.0, lambda: log.append(loop.time()))
+    loop.call_later(1.0, lambda: log.append(loop.time()))
+    loop.call_at(1.5, log.append, -1.0).cancel()
+    assert not loop.has_work
+    clock.pass_until(loop.next_timer or 0.0)
+    clock.pass_until(0.5)
+    assert clock.time() == 1.0
+    run(loop, clock)
+    assert log == [1.0, 2.0]
+    assert loop.next_timer is None
+
+
+def test_one_callback_at_a_time_in_their_order(loop: VirtualLoop) -> None:
+    log: list[int] = []
+    for number in range(4):
+        handle = loop.call_soon_threadsafe(log.append, number)
+        if number == 1:
+            handle.cancel()
+    for seen in ([0], [0], [0, 2], [0, 2, 3], [0, 2, 3]):
+        loop.run_one()
+        assert log == seen
+    assert asyncio._get_running_loop() is None
+
+
+def test_callbacks_run_in_their_context(loop: VirtualLoop, clock: VirtualClock) -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    context = contextvars.copy_context()
+    context.run(variable.set, 7)
+    seen: list[int] = []
+    loop.call_soon(lambda: seen.append(variable.get()), context=context)
+    loop.call_later(1.0, lambda: seen.append(variable.get()), context=context)
+    loop.call_soon(lambda: seen.append(variable.get()))
+    run(loop, clock)
+    assert seen == [7, 0, 7]
+
+
+def fails(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_what_a_callback_raises_is_reported(loop: VirtualLoop) -> None:
+    error = ValueError("no")
+    loop.call_soon(fails(error))
+    loop.run_one()
+    assert [report["exception"] for report in loop.reports] == [error]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_comes_out_and_the_loop_goes_on(
+    kind: type[BaseException], loop: VirtualLoop
+) -> None:
+    log: list[int] = []
+    loop.call_soon(fails(kind()))
+    loop.call_soon(log.append, 1)
+    with pytest.raises(kind):
+        loop.run_one()
+    assert not loop.is_running()
+    loop.run_one()
+    assert log == [1]
+
+
+def test_a_function_for_a_thread_runs_in_a_callback(loop: VirtualLoop, clock: VirtualClock) -> None:
+    done = loop.run_in_executor(None, divmod, 7, 2)
+    failed = loop.run_in_executor(None, divmod, 7, 0)
+    cancelled = loop.run_in_executor(None, fails(ValueError("it ran")))
+    cancelled.cancel()
+    assert not done.done()
+    run(loop, clock)
+    assert done.result() == (3, 1)
+    assert isinstance(failed.exception(), ZeroDivisionError)
+    assert loop.reports == []
+
+
+def test_a_closed_loop_refuses_and_forgets(loop: VirtualLoop, clock: VirtualClock) -> None:
+    log: list[Any] = []
+    loop.call_soon(log.append, 1)
+    loop.call_later(1.0, log.append, 2)
+    loop.close()
+    assert loop.is_closed()
+    assert not loop.has_work
+    assert loop.next_timer is None
+    run(loop, clock)
+    assert log == []
+    for refused in (loop.call_soon, loop.call_soon_threadsafe, lambda f: loop.call_later(1.0, f)):
+        with pytest.raises(RuntimeError, match="closed"):
+            refused(fails(ValueError()))
+
+
+def test_a_running_loop_cannot_be_closed(loop: VirtualLoop) -> None:
+    loop.call_soon(loop.close)
+    loop.run_one()
+    assert [type(report["exception"]) for report in loop.reports] == [RuntimeError]
+    assert not loop.is_closed()
