@@ -32,15 +32,7 @@ from torch import Tensor
 
 from genrt.admission import Admission, Window
 from genrt.cache import RowCache
-from genrt.engine import (
-    Adapter,
-    Engine,
-    Finished,
-    LogprobsRequest,
-    Request,
-    Result,
-    failure,
-)
+from genrt.engine import Adapter, Engine, Finished, LogprobsRequest, Request, Result, failure
 from genrt.errors import Closed, EngineDied, GenrtError, OutOfMemory
 from genrt.statistics import BatcherStatistics
 from genrt.waiters import (
@@ -158,7 +150,13 @@ class Batcher:
                 self._gather_no_longer()
                 wake = bool(self._ready)
             else:
-                queued = self._register(waiter)
+                try:
+                    queued = self._register(waiter)
+                except BaseException:  # an interrupt, wherever it was
+                    self._admission.recount(
+                        each for each, e in self._entries.items() if not e.in_flight
+                    )
+                    raise
                 wake = bool(queued) and self._gather(queued, waiter.loop)
         if wake:
             self._wake()
@@ -194,8 +192,8 @@ class Batcher:
                 new.append(request)
                 continue
             self._deduplicated += 1
-            self._withdrawn.pop(entry, None)
             entry.waiters[waiter] = None
+            self._withdrawn.pop(entry, None)
             if not entry.in_flight and entry not in self._ready:
                 queued.append(entry)
         self._admission.enter(new)
@@ -219,35 +217,49 @@ class Batcher:
         if gathering is None:
             for other in [other for other in self._gathering if other.is_closed()]:
                 self._sweep(self._gathering.pop(other).entries)
-            gathering = self._gathering[loop] = Gathering()
+            gathering = Gathering()
             loop.call_soon(self._quiet, loop, gathering, 0)
+            self._gathering[loop] = gathering
         gathering.questions += 1
         for entry in queued:
             gathering.entries[entry] = None
         if len(gathering.entries) < self._max_batch_size:
             return False
-        return self._make_ready(gathering.pop())
+        return self._end(gathering)
+
+    def _end(self, gathering: Gathering) -> bool:
+        """Under the lock. Interrupted and done again, it is done once."""
+        wake = self._make_ready(gathering.entries)
+        gathering.entries = {}
+        return wake
 
     def _gather_no_longer(self) -> None:
         """Under the lock: what was gathered is ready, as the queue is full. A loop that was closed before
         it went quiet would hold it for ever."""
         for loop, gathering in [*self._gathering.items()]:
-            self._make_ready(gathering.pop())
+            self._end(gathering)
             if loop.is_closed():
                 del self._gathering[loop]
 
     def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: Gathering, seen: int) -> None:
         """Once a pass of the loop brought no new question, what it asked is ready. The pass that brought
         the first one counts as one that did, so tasks that others started in it are waited for too."""
-        with self._lock:
-            gathering.passes += 1
-            if gathering.questions != seen and gathering.passes < PATIENCE:
-                loop.call_soon(self._quiet, loop, gathering, gathering.questions)
-                return
-            self._gathering.pop(loop, None)
-            wake = self._make_ready(gathering.pop())
-        if wake:
+        try:
+            with self._lock:
+                gathering.passes += 1
+                if gathering.questions != seen and gathering.passes < PATIENCE:
+                    loop.call_soon(self._quiet, loop, gathering, gathering.questions)
+                    return
+                self._gathering.pop(loop, None)
+                wake = self._end(gathering)
+            if wake:
+                self._wake()
+        except BaseException:  # an interrupt, after which nothing else would end what was gathered
+            with self._lock:
+                self._gathering.pop(loop, None)
+                self._end(gathering)
             self._wake()
+            raise
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
         """Under the lock. One that was dropped, or sent by another loop, stays as it is."""

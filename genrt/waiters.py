@@ -78,10 +78,6 @@ class Gathering:
     questions: int = 0
     passes: int = 0
 
-    def pop(self) -> dict[Entry, None]:
-        entries, self.entries = self.entries, {}
-        return entries
-
 
 def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
     """What each of these waiters gets: results in storage of its own, or an error if there is no memory
