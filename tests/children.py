@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ALARM_SECONDS = 60
+ALARM_SECONDS = 300
 """After which a child that hangs is killed by a signal, and so found out."""
 
 SERVER = """
