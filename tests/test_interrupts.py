@@ -1,6 +1,6 @@
-"""An interrupt at any moment leaves no ghost requests: SIGINT at every fourth line of genrt on the exact engine,
-and at fifty moments on vLLM; afterwards the next rows are right, nothing is queued or in flight, the
-engine works on nothing, and no waiter is kept."""
+"""An interrupt at any moment leaves no ghost requests: SIGINT at every fourth line of genrt on the exact
+engine, and at fifty moments on vLLM; afterwards the next rows are right, nothing is queued or in flight,
+the engine works on nothing, and no waiter is kept."""
 
 from __future__ import annotations
 
