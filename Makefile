@@ -2,6 +2,7 @@
 #
 #   make demo     the main job: sequential Monte Carlo over the embedded model   (ARGS="--particles 16")
 #   make test     the whole test suite                                           (ARGS="-k batcher -x")
+#   make promises the tests that prove what is promised, and a line for each promise
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #                 BENCH=pressure, overheads or fidelity: another of benchmarks/
@@ -18,7 +19,7 @@ READY := .venv/.ready
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 
-.PHONY: setup demo test check bench soak notebooks clean
+.PHONY: setup demo test promises check bench soak notebooks clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -42,6 +43,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(OFFLINE) $(BIN)/python -m pytest $(ARGS)
+
+promises: $(READY)
+	$(OFFLINE) $(BIN)/python -m pytest -q -m promise $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

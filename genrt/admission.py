@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
@@ -62,6 +62,11 @@ class Admission:
         self._queued -= len(requests)
         self._bytes -= sum(map(_NBYTES, requests))
 
+    def recount(self, requests: Iterable[Request]) -> None:
+        """These are in the queue, and no others."""
+        self._queued = self._bytes = 0
+        self.enter(list(requests))
+
     def must_wait(self, requests: Collection[Request]) -> bool:
         """Whether there is no room for a question of these, or others have waited longer."""
         return bool(self._waiting) or not self._fits(requests)
@@ -75,8 +80,8 @@ class Admission:
     def wait(self, waiter: Waiter) -> None:
         """Behind the others of the same client: its event loop, or the thread that asks."""
         client = waiter.loop or threading.get_ident()
-        self._waiting.setdefault(client, {})[waiter] = None
         waiter.missing = len(waiter.requests)
+        self._waiting.setdefault(client, {})[waiter] = None
 
     def withdraw(self, waiter: Waiter) -> bool:
         """Whether this one was waiting; it does not any more."""

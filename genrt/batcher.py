@@ -30,20 +30,12 @@ from typing import cast
 
 from genrt.admission import Admission, Window
 from genrt.cache import RowCache
-from genrt.engine import (
-    Adapter,
-    Engine,
-    Finished,
-    LogprobsRequest,
-    Request,
-    Result,
-    failure,
-)
+from genrt.engine import Adapter, Engine, Finished, LogprobsRequest, Request, Result, failure
 from genrt.errors import Closed, EngineDied, GenrtError, OutOfMemory
+from genrt.gathering import Gatherings
 from genrt.statistics import BatcherStatistics
 from genrt.waiters import (
     Entry,
-    Gathering,
     Outcome,
     Waiter,
     deliver,
@@ -54,9 +46,6 @@ from genrt.waiters import (
 )
 
 __all__ = ["Batcher"]
-
-PATIENCE = 100
-"""How many passes a loop that asks something new in each of them is waited for."""
 
 
 class Batcher:
@@ -90,13 +79,13 @@ class Batcher:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[Request, Entry] = {}
-        self._gathering: dict[asyncio.AbstractEventLoop, Gathering] = {}
         self._ready: dict[Entry, None] = {}
         self._due = float("inf")
         self._withdrawn: dict[Entry, None] = {}
         self._in_flight = 0
         self._admission = Admission(max_queued_requests, max_queued_bytes)
         self._window = Window()
+        self._gatherings = Gatherings(self._lock, self._make_ready, wake, self._max_batch_size)
         self._retired: list[Adapter] = []
         self._closed: GenrtError | None = None
         self._questions = self._deduplicated = self._cached = 0
@@ -153,10 +142,16 @@ class Batcher:
                 raise self._closed.fresh()
             if self._admission.must_wait(waiter.requests) and not self._known(waiter.requests):
                 self._admission.wait(waiter)
-                self._gather_no_longer()
+                self._gatherings.end()
                 wake = bool(self._ready)
             else:
-                queued = self._register(waiter)
+                try:
+                    queued = self._register(waiter)
+                except BaseException:  # an interrupt, wherever it was
+                    self._admission.recount(
+                        each for each, e in self._entries.items() if not e.in_flight
+                    )
+                    raise
                 wake = bool(queued) and self._gather(queued, waiter.loop)
         if wake:
             self._wake()
@@ -192,8 +187,8 @@ class Batcher:
                 new.append(request)
                 continue
             self._deduplicated += 1
-            self._withdrawn.pop(entry, None)
             entry.waiters[waiter] = None
+            self._withdrawn.pop(entry, None)
             if not entry.in_flight and entry not in self._ready:
                 queued.append(entry)
         self._admission.enter(new)
@@ -213,40 +208,9 @@ class Batcher:
         """Under the lock: queue these until the loop is quiet; True if the engine thread must look."""
         if loop is None:
             return self._make_ready(queued)
-        gathering = self._gathering.get(loop)
-        if gathering is None:
-            for other in [other for other in self._gathering if other.is_closed()]:
-                self._sweep(self._gathering.pop(other).entries)
-            gathering = self._gathering[loop] = Gathering()
-            loop.call_soon(self._quiet, loop, gathering, 0)
-        gathering.questions += 1
-        for entry in queued:
-            gathering.entries[entry] = None
-        if len(gathering.entries) < self._max_batch_size:
-            return False
-        return self._make_ready(gathering.pop())
-
-    def _gather_no_longer(self) -> None:
-        """Under the lock: what was gathered is ready, as the queue is full. A loop that was closed before
-        it went quiet would hold it for ever."""
-        for loop, gathering in [*self._gathering.items()]:
-            self._make_ready(gathering.pop())
-            if loop.is_closed():
-                del self._gathering[loop]
-
-    def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: Gathering, seen: int) -> None:
-        """Once a pass of the loop brought no new question, what it asked is ready. The pass that brought
-        the first one counts as one that did, so tasks that others started in it are waited for too."""
-        with self._lock:
-            gathering.passes += 1
-            if gathering.questions != seen and gathering.passes < PATIENCE:
-                loop.call_soon(self._quiet, loop, gathering, gathering.questions)
-                return
-            if self._gathering.get(loop) is gathering:  # and not one begun since, after a restart
-                del self._gathering[loop]
-            wake = self._make_ready(gathering.pop())
-        if wake:
-            self._wake()
+        if loop not in self._gatherings:
+            self._sweep(self._gatherings.of_closed_loops())
+        return self._gatherings.add(loop, queued)
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
         """Under the lock. One that was dropped, or sent by another loop, stays as it is."""
@@ -462,7 +426,7 @@ class Batcher:
             for entry in self._entries.values():
                 entry.waiters.clear()
             self._entries.clear()
-            self._gathering.clear()
+            self._gatherings.clear()
             self._ready.clear()
             self._withdrawn.clear()
             self._in_flight, self._due = 0, float("inf")

@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import atexit
 import collections
 import concurrent.futures
 import contextlib
@@ -214,7 +215,11 @@ class EngineThread:
 
     def _open(self) -> AnsweringEngine:
         """Another engine, with the adapters of the one before."""
-        answering = AnsweringEngine(self._open_engine(), self._cache)
+        atexit.register(self.close)  # an interpreter that exits in the middle of loading may crash
+        try:
+            answering = AnsweringEngine(self._open_engine(), self._cache)
+        finally:
+            atexit.unregister(self.close)  # from here on, whoever holds the runtime closes it
         try:
             for adapter, path in self._loaded.items():
                 answering.add_adapter(adapter, path)

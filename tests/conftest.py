@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import promises
+
 # Under python -O too, what these assert is asserted.
 pytest.register_assert_rewrite("tests.scripted")
 
@@ -22,6 +24,28 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.user_properties += [("promise", number) for number in promises.numbers_of(item)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where promises were asked for, a line for each: kept or broken."""
+    if "promise" not in terminalreporter.config.option.markexpr:
+        return
+    terminalreporter.section("promises")
+    outcomes = [
+        (int(str(number)), report.outcome)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and (report.when == "call" or report.failed)
+        for name, number in report.user_properties
+        if name == "promise"
+    ]
+    names = promises.promised(promises.DOCUMENT.read_text(encoding="utf-8"))
+    for line in promises.summary(outcomes, names):
+        terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")

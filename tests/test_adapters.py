@@ -28,6 +28,7 @@ def test_a_pickle_beside_the_safetensors_is_left_alone(tmp_path: Path) -> None:
     check_adapter_directory(directory(tmp_path, **files))
 
 
+@pytest.mark.promise(number=25)
 @pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "pkl", "pickle", "ckpt"])
 def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path, suffix: str) -> None:
     files = {"adapter_config__json": "{}", f"adapter_model__{suffix}": ""}

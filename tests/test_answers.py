@@ -193,6 +193,7 @@ def test_a_cached_read_and_an_unknown_one_can_be_cancelled() -> None:
 # -- failures ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=8)
 def test_the_error_of_a_row_is_that_of_all_who_read_from_it_alone() -> None:
     error = NotFinite("not this one")
     engine = answering(ScriptedEngine(errors={A: error}))
@@ -202,6 +203,7 @@ def test_the_error_of_a_row_is_that_of_all_who_read_from_it_alone() -> None:
     assert [ends[read].error for read in every_kind(B)] == [None] * 6
 
 
+@pytest.mark.promise(number=6)
 def test_a_failed_step_is_forgotten_by_both_and_the_next_flush_works() -> None:
     scripted = ScriptedEngine(fail_at={1: RuntimeError("broken")})
     engine = answering(scripted)
@@ -279,6 +281,7 @@ def exact() -> AnsweringEngine:
     return AnsweringEngine(ExactEngine(EXACT), RowCache(0))
 
 
+@pytest.mark.promise(number=18)
 @settings(max_examples=60, deadline=None)
 @given(reads)
 def test_an_answer_does_not_depend_on_what_it_is_batched_with(asked: list[ReadRequest]) -> None:

@@ -96,6 +96,7 @@ def test_token_ids_of_any_form_are_one_tuple_of_int(form: Callable[[list[int]], 
     assert {type(token_id) for token_id in ids} == {int}
 
 
+@pytest.mark.promise(number=12)
 @given(st.lists(st.sampled_from([False, True, 0, 1, 2, 9, np.int8(1), np.uint64(3)]), min_size=1))
 def test_bools_and_numpy_ints_become_int_wherever_they_are(token_ids: list[Any]) -> None:
     ids = LIMITS.token_ids(token_ids)
@@ -103,6 +104,7 @@ def test_bools_and_numpy_ints_become_int_wherever_they_are(token_ids: list[Any])
     assert {type(token_id) for token_id in ids} == {int}
 
 
+@pytest.mark.promise(number=12)
 @pytest.mark.parametrize(("token_ids", "message"), BAD_IDS)
 def test_bad_token_ids_are_refused_with_what_is_wrong(token_ids: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -111,6 +113,7 @@ def test_bad_token_ids_are_refused_with_what_is_wrong(token_ids: Any, message: s
     assert "these ids must be" in str(caught.value)
 
 
+@pytest.mark.promise(number=12)
 @pytest.mark.parametrize("token_ids", EMPTY)
 def test_an_empty_prompt_is_refused_where_one_is_needed(token_ids: Any) -> None:
     assert LIMITS.token_ids(token_ids, allow_empty=True) == ()
@@ -118,6 +121,7 @@ def test_an_empty_prompt_is_refused_where_one_is_needed(token_ids: Any) -> None:
         LIMITS.token_ids(token_ids)
 
 
+@pytest.mark.promise(number=12)
 @given(st.lists(st.integers(-3, 13), min_size=1), st.sampled_from([list, np.array, torch.tensor]))
 def test_the_vocabulary_is_the_bound(token_ids: list[int], form: Callable[[Any], Any]) -> None:
     if all(0 <= token_id < 10 for token_id in token_ids):
@@ -127,6 +131,7 @@ def test_the_vocabulary_is_the_bound(token_ids: list[int], form: Callable[[Any],
             LIMITS.token_ids(form(token_ids))
 
 
+@pytest.mark.promise(number=13)
 def test_a_context_may_be_as_long_as_the_model_takes() -> None:
     adapter = Adapter("a", 1)
     request = LIMITS.logprobs_request([1] * 8, adapter)

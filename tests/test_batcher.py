@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from genrt.batcher import PATIENCE, Batcher
+from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result
 from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory
+from genrt.gathering import PATIENCE
 from genrt.rows import apart
 from tests.scripted import (
     PATIENCE_SECONDS,
@@ -146,6 +147,7 @@ async def test_a_flush_holds_everything_that_is_asked_until_the_loop_is_quiet(
         assert right([logprobs(1, count)], await task)
 
 
+@pytest.mark.promise(number=19)
 async def test_a_loop_that_never_goes_quiet_is_not_waited_for_forever(by_hand: Make) -> None:
     hand = by_hand()
     tasks = []
@@ -176,6 +178,7 @@ async def test_questions_answered_by_the_cache_alone_reach_no_engine(by_hand: Ma
     assert hand.batcher.statistics().cached == 2
 
 
+@pytest.mark.promise(number=15)
 async def test_a_cached_row_survives_what_its_callers_do_to_theirs(by_hand: Make) -> None:
     hand = by_hand()
     for _ in range(3):
@@ -292,6 +295,7 @@ async def test_an_engine_that_fails_in_a_step_is_told_to_forget_it(by_hand: Make
 # -- cancellation -----------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=2)
 @pytest.mark.parametrize("ready", [False, True])
 async def test_a_question_cancelled_while_it_is_queued_is_not_sent(
     by_hand: Make, ready: bool
@@ -312,6 +316,7 @@ async def test_a_question_cancelled_while_it_is_queued_is_not_sent(
     assert hand.batcher.statistics().cancelled == 1
 
 
+@pytest.mark.promise(number=1)
 @pytest.mark.parametrize("turns", [0, 1, 2])
 @pytest.mark.parametrize("leaver", range(3))
 async def test_a_waiter_that_leaves_is_seen_by_no_other(
@@ -332,6 +337,7 @@ async def test_a_waiter_that_leaves_is_seen_by_no_other(
     assert hand.engine.cancelled == []
 
 
+@pytest.mark.promise(number=2)
 async def test_a_request_in_flight_dies_with_its_last_waiter_at_the_next_turn(
     by_hand: Make,
 ) -> None:
@@ -369,6 +375,7 @@ async def test_the_last_waiter_of_all_wakes_the_engine_thread(by_hand: Make) -> 
     assert hand.batcher.seconds_until_due() is None
 
 
+@pytest.mark.promise(number=2)
 async def test_an_equal_question_before_the_turn_rescues_a_withdrawn_request(
     by_hand: Make,
 ) -> None:
@@ -398,6 +405,7 @@ async def test_a_request_asked_again_after_its_withdrawal_is_sent_again(by_hand:
     assert right([A], await again)
 
 
+@pytest.mark.promise(number=1)
 async def test_cancelled_between_the_result_and_its_delivery_only_the_canceller_notices(
     by_hand: Make,
 ) -> None:
@@ -435,6 +443,7 @@ async def test_a_result_that_arrives_with_the_cancellation_is_kept_in_the_cache(
 # -- failures ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=6)
 @pytest.mark.parametrize("step", range(1, 6))
 @pytest.mark.parametrize("error", [RuntimeError("boom"), EngineFailed("boom")])
 async def test_a_failing_step_fails_its_requests_and_no_others(
@@ -472,6 +481,7 @@ async def test_a_failing_step_fails_its_requests_and_no_others(
     assert right(list(lost), await again)
 
 
+@pytest.mark.promise(number=6)
 @pytest.mark.parametrize("error", [RuntimeError("no"), EngineFailed("no")])
 async def test_a_failing_submit_fails_its_flush_and_leaves_the_rest(
     by_hand: Make, error: Exception
@@ -496,6 +506,7 @@ async def test_a_failing_submit_fails_its_flush_and_leaves_the_rest(
     hand.engine.submitted.insert(1, [B, C])  # what was refused counts as sent
 
 
+@pytest.mark.promise(number=8)
 async def test_a_request_with_an_error_of_its_own_fails_alone_and_is_not_cached(
     by_hand: Make,
 ) -> None:
@@ -571,6 +582,7 @@ async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
         await hand.batcher.ask([A])
 
 
+@pytest.mark.promise(number=15)
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
 async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
     by_hand: Make, cache_bytes: int
@@ -627,6 +639,7 @@ async def test_no_memory_to_cache_a_row_fails_that_request_alone(by_hand: Make) 
 # -- closing ----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=20)
 @pytest.mark.parametrize("state", ["gathering", "ready", "in flight", "between steps"])
 async def test_close_ends_every_waiter_in_every_state(by_hand: Make, state: str) -> None:
     hand = by_hand(by_tokens({A: 3, B: 3}))
@@ -703,6 +716,7 @@ async def test_close_gives_its_reason_to_every_waiter(by_hand: Make) -> None:
 # -- the flush policy -------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=19)
 async def test_max_batch_size_cuts_the_queue_and_the_oldest_go_first(by_hand: Make) -> None:
     hand = by_hand(max_batch_size=3)
     prompts = [logprobs(number) for number in range(8)]
@@ -775,6 +789,7 @@ def spin(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(passes())
 
 
+@pytest.mark.promise(number=22)
 def test_two_loops_share_a_request_and_each_gets_its_own_row(by_hand: Make) -> None:
     hand = by_hand(by_tokens({A: 2}))
     loops = [asyncio.new_event_loop() for _ in range(2)]
@@ -810,6 +825,7 @@ def test_a_request_that_two_loops_queue_is_sent_when_the_first_is_quiet(by_hand:
     quiet.close()
 
 
+@pytest.mark.promise(number=9)
 @pytest.mark.parametrize("ready", [False, True])
 def test_what_a_closed_loop_queued_is_sent_only_for_others(by_hand: Make, ready: bool) -> None:
     hand = by_hand()
@@ -846,6 +862,7 @@ def abandon(tasks: list[asyncio.Task[Any]]) -> None:
     gc.collect()
 
 
+@pytest.mark.promise(number=9)
 @pytest.mark.parametrize("computed", [False, True])
 def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool) -> None:
     """It is closed before the answer is there, or between that and its waking up."""
@@ -991,6 +1008,7 @@ def test_ask_sync_blocks_a_thread_until_its_answer(by_hand: Make) -> None:
     assert [str(error) for error in errors] == ["NaN"]
 
 
+@pytest.mark.promise(number=10)
 def test_an_interrupt_withdraws_a_sync_question(
     by_hand: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1013,6 +1031,7 @@ def test_an_interrupt_withdraws_a_sync_question(
 OLD, NEW = Adapter("lora", 1), Adapter("lora", 2)
 
 
+@pytest.mark.promise(number=14)
 async def test_an_adapter_is_removed_only_when_no_request_is_bound_to_it(by_hand: Make) -> None:
     bound = logprobs(1, adapter=OLD)
     hand = by_hand(by_tokens({bound: 3, A: 9}))

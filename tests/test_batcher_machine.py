@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -195,5 +196,6 @@ class BatcherMachine(RuleBasedStateMachine):
             assert right(asked.requests, asked.task.result())
 
 
-TestBatcherMachine = BatcherMachine.TestCase
+no_other_is_touched, no_ghosts = pytest.mark.promise(number=1), pytest.mark.promise(number=2)
+TestBatcherMachine = no_ghosts(no_other_is_touched(BatcherMachine.TestCase))
 TestBatcherMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)

@@ -93,6 +93,7 @@ def test_it_holds_what_a_plain_model_holds(
         assert all(request in cache for request in model.rows)
 
 
+@pytest.mark.promise(number=15)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), max_size=40), st.integers(0, 200))
 def test_rows_of_any_size_stay_within_the_bound(
@@ -167,6 +168,7 @@ def test_a_stored_row_is_a_copy() -> None:
     assert torch.equal(kept, row(4, 1.0))
 
 
+@pytest.mark.promise(number=15)
 @pytest.mark.parametrize(
     "view",
     [
@@ -204,6 +206,7 @@ def test_no_bytes_are_no_cache() -> None:
     assert cache.statistics().rows == 0
 
 
+@pytest.mark.promise(number=14)
 def test_adapters_and_their_versions_never_share_a_row() -> None:
     bound = [None, Adapter("a", 1), Adapter("a", 2), Adapter("b", 1)]
     cache = RowCache(1000)

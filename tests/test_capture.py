@@ -73,6 +73,7 @@ def test_v1_runs_for_greedy_batches_and_before_the_temperature() -> None:
     assert v1().is_argmax_invariant() is False
 
 
+@pytest.mark.promise(number=3)
 def test_v1_gives_each_ticket_its_own_row_and_leaves_the_logits_alone() -> None:
     capture = v1()
     capture.update_state(update(3, added=[(0, 7), (1, None), (2, 8)]))
@@ -105,6 +106,7 @@ def test_v1_follows_removals_swaps_and_moves() -> None:
     assert taken(capture.store, 1, 4) == [1, 4]
 
 
+@pytest.mark.promise(number=18)
 def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_moves() -> None:
     """Twice the same two requests, the second time chunked, moved and among others."""
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
@@ -148,6 +150,7 @@ def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_mov
     assert again == expected
 
 
+@pytest.mark.promise(number=3)
 def test_v1_a_recycled_place_belongs_to_its_new_request() -> None:
     capture = v1()
     capture.update_state(update(2, added=[(0, 1), (1, 2)]))
@@ -159,6 +162,7 @@ def test_v1_a_recycled_place_belongs_to_its_new_request() -> None:
         capture.store.take([1])
 
 
+@pytest.mark.promise(number=4)
 def test_v1_the_last_row_of_a_chunked_prompt_is_the_right_one() -> None:
     capture = v1()
     capture.update_state(update(2, added=[(0, 1), (1, 2)]))
@@ -168,6 +172,7 @@ def test_v1_the_last_row_of_a_chunked_prompt_is_the_right_one() -> None:
     assert taken(capture.store, 1) == [1]
 
 
+@pytest.mark.promise(number=3)
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_v1_against_vllms_own_persistent_batch_rules(data: st.DataObject) -> None:
@@ -227,6 +232,7 @@ def test_v2_says_which_requests_it_is_for() -> None:
     assert capture.add_request(4, params(None)) is False
 
 
+@pytest.mark.promise(number=3)
 def test_v2_rows_in_any_order_go_to_the_slots_they_belong_to() -> None:
     capture = v2()
     for slot, ticket in ((5, 1), (2, None), (9, 3), (0, 4)):
@@ -236,6 +242,7 @@ def test_v2_rows_in_any_order_go_to_the_slots_they_belong_to() -> None:
     assert taken(capture.store, 1, 3, 4) == [1, 3, 4]
 
 
+@pytest.mark.promise(number=4)
 def test_v2_partly_prefilled_rows_are_replaced_and_absent_requests_left_alone() -> None:
     capture = v2()
     for slot, ticket in ((0, 1), (1, 2), (2, 3)):
@@ -264,6 +271,7 @@ def test_v2_computes_nothing_for_a_batch_of_samples() -> None:
     assert len(capture.store) == 0
 
 
+@pytest.mark.promise(number=24)
 def test_v2_refuses_more_rows_than_requests() -> None:
     capture = v2()
     capture.add_request(0, params(1))
@@ -271,6 +279,7 @@ def test_v2_refuses_more_rows_than_requests() -> None:
         capture.apply(logits_of(1, 1), context(0))
 
 
+@pytest.mark.promise(number=3)
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_v2_against_a_plain_list_of_who_is_in_which_slot(data: st.DataObject) -> None:
@@ -290,6 +299,7 @@ def test_v2_against_a_plain_list_of_who_is_in_which_slot(data: st.DataObject) ->
 # -- the store ------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=8)
 @pytest.mark.parametrize(
     "poison",
     [
@@ -325,6 +335,7 @@ def test_minus_infinity_for_some_tokens_is_a_distribution() -> None:
     torch.testing.assert_close(row.exp(), torch.tensor([0.5, 0.0, 0.5]))
 
 
+@pytest.mark.promise(number=17)
 def test_rows_of_half_precision_logits_are_normalised_in_float32() -> None:
     from genrt.engines.capture import RowStore
 

@@ -229,6 +229,7 @@ async def test_masses_weigh_draws_without_bias(lm: AsyncLM) -> None:
 # -- seeds ------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=18)
 async def test_a_seeded_draw_is_the_same_alone_and_in_company(lm: AsyncLM) -> None:
     alone = lm.draw_sync([1, 2], seed=5)
     lm.clear_cache()
@@ -314,6 +315,7 @@ async def test_answers_are_the_callers_own(lm: AsyncLM) -> None:
     assert lm.statistics().batcher.deduplicated == 2
 
 
+@pytest.mark.promise(number=1)
 async def test_cancelling_one_draw_disturbs_no_other(lm: AsyncLM) -> None:
     tasks = [asyncio.create_task(lm.draw([n % 3], seed=n % 4)) for n in range(24)]
     await passes(1)
@@ -327,6 +329,7 @@ async def test_cancelling_one_draw_disturbs_no_other(lm: AsyncLM) -> None:
             assert result == lm.draw_sync([number % 3], seed=number % 4)
 
 
+@pytest.mark.promise(number=14)
 async def test_draws_are_bound_to_their_adapter(lm: AsyncLM, tmp_path: Path) -> None:
     other = NGram.random(VOCAB_SIZE, order=2, seed=6)
     save_file({"table": other.table}, tmp_path / "adapter_model.safetensors")

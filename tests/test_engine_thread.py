@@ -103,6 +103,7 @@ def test_load_raises_what_opening_raised() -> None:
         genrt.load(engine=fail)
 
 
+@pytest.mark.promise(number=20)
 def test_close_during_opening_closes_the_engine_once_it_is_open(start: Start) -> None:
     gate, engine = Gate(), ScriptedEngine()
 
@@ -143,6 +144,7 @@ async def test_cancelling_aload_closes_the_engine_once_it_is_open() -> None:
     assert engine.closed == 1
 
 
+@pytest.mark.promise(number=10)
 def test_an_interrupt_while_loading_abandons_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, engine, closed = Gate(), ScriptedEngine(), threading.Event()
 
@@ -217,6 +219,7 @@ class Fatal(BaseException):
     """What no ``except Exception`` stops."""
 
 
+@pytest.mark.promise(number=6)
 @pytest.mark.parametrize("how", ["step", "cancel", "call"])
 def test_an_engine_that_dies_ends_every_waiter_and_every_later_one(start: Start, how: str) -> None:
     gate = Gate()
@@ -261,6 +264,7 @@ def test_an_engine_that_dies_ends_every_waiter_and_every_later_one(start: Start,
 # -- closing ----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=20)
 async def test_close_ends_waiters_at_once_while_a_step_is_held(start: Start) -> None:
     gate = Gate()
     engine = ScriptedEngine(gate=gate)
@@ -285,6 +289,7 @@ async def test_close_ends_waiters_at_once_while_a_step_is_held(start: Start) -> 
     assert engine.submitted == [[A]]
 
 
+@pytest.mark.promise(number=20)
 def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "CLOSE_SECONDS", 0.01)
     gate = Gate()
@@ -300,6 +305,7 @@ def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.M
     joined(thread)
 
 
+@pytest.mark.promise(number=20)
 def test_close_is_idempotent_from_many_threads(start: Start) -> None:
     engine = ScriptedEngine()
     thread = start(lambda: engine)
@@ -322,6 +328,7 @@ def test_close_from_the_engines_own_thread_ends_it(start: Start) -> None:
         thread.batcher.ask_sync([A])
 
 
+@pytest.mark.promise(number=20)
 @pytest.mark.parametrize("where", ["in a step", "in the batcher's lock"])
 def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock(where: str) -> None:
     """The last reference goes, and is collected, inside a step, or where the batcher reads its clock,
@@ -366,6 +373,7 @@ def answered_or_closed(batcher: Batcher) -> None:
         batcher.ask_sync([A])
 
 
+@pytest.mark.promise(number=20)
 def test_a_runtime_that_is_collected_closes_its_engine() -> None:
     engine = ScriptedEngine()
     lm = genrt.load(engine=lambda: engine)
@@ -381,6 +389,7 @@ def test_a_runtime_that_is_collected_closes_its_engine() -> None:
 # -- loops and threads ------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=5)
 async def test_the_loop_goes_on_while_a_step_is_held() -> None:
     """The loop itself opens the gate, after a hundred heartbeats: were it blocked, nobody would."""
     gate = Gate()
@@ -398,6 +407,7 @@ async def test_the_loop_goes_on_while_a_step_is_held() -> None:
             assert right([logprobs(number)], [await other])
 
 
+@pytest.mark.promise(number=9)
 def test_a_second_run_works_after_the_first_was_cancelled_in_flight() -> None:
     gate = Gate()
     engine = ScriptedEngine(gate=gate, steps=lambda r: 1000 if r == A else 1)
@@ -417,6 +427,7 @@ def test_a_second_run_works_after_the_first_was_cancelled_in_flight() -> None:
         assert lm.statistics().batcher.in_flight == 0
 
 
+@pytest.mark.promise(number=9)
 def test_a_second_run_works_after_the_first_left_tasks_behind() -> None:
     gate = Gate()
     engine = ScriptedEngine(gate=gate, steps=lambda r: 1000 if r == A else 1)
@@ -432,6 +443,7 @@ def test_a_second_run_works_after_the_first_left_tasks_behind() -> None:
         assert right([B], [asyncio.run(lm.next_token_logprobs([2]))])
 
 
+@pytest.mark.promise(number=22)
 def test_four_threads_with_loops_of_their_own_share_requests() -> None:
     engine, start = ScriptedEngine(), threading.Barrier(4)
 
@@ -457,6 +469,7 @@ def test_four_threads_with_loops_of_their_own_share_requests() -> None:
     )
 
 
+@pytest.mark.promise(number=22)
 def test_eight_threads_of_sync_calls_get_their_own_answers() -> None:
     engine, start = ScriptedEngine(), threading.Barrier(8)
 
@@ -528,6 +541,7 @@ PROGRAMS = {
     "collected": "lm.next_token_logprobs_sync([1]); del lm; gc.collect()",
     "collected in a cycle": "cycle = [lm]; cycle.append(cycle); del cycle, lm",
     "abandoned while opening": """
+        engine_thread.CLOSE_SECONDS = 0.1
         threading.Thread(target=lambda: genrt.load(engine=threading.Event().wait), daemon=True).start()
     """,
     "forked": """
@@ -614,6 +628,7 @@ def ends() -> dict[str, tuple[int, str]]:
     return {name: tuple(end) for name, end in json.loads(served.stdout).items()}
 
 
+@pytest.mark.promise(number=21)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_interpreter_exits_cleanly(ends: dict[str, tuple[int, str]], name: str) -> None:
     assert ends[name] == (0, "")

@@ -49,6 +49,7 @@ def ask(engine: ExactEngine, requests: list[Request]) -> list[Result | None]:
     return [results[request] for request in requests]
 
 
+@pytest.mark.promise(number=17)
 @quick
 @given(models)
 def test_every_row_is_normalised(model: NGram) -> None:
@@ -229,6 +230,7 @@ def test_truncated_samples_are_drawn_from_the_truncated_rows() -> None:
         assert g_test(outcomes[index :: len(ways)], law) > LEVEL
 
 
+@pytest.mark.promise(number=13)
 def test_the_engine_keeps_the_protocol(tmp_path: Path) -> None:
     model = NGram.random(50, order=2)
     paths = [

@@ -288,6 +288,7 @@ def an_smc(lm: AsyncLM, **options: Any) -> SMC:
     return SMC(lm, PROMPT, constraint=regex("(a|b){3,5}b", lm), **options)
 
 
+@pytest.mark.promise(number=16)
 @pytest.mark.parametrize("resample", RESAMPLERS)
 async def test_a_seed_makes_a_run(resample: Resampler) -> None:
     results = []

@@ -87,6 +87,7 @@ async def test_rows_are_the_models_own_in_every_way_of_asking(lm: AsyncLM) -> No
     assert lm.statistics().engine.rows == 4, "each context was computed once"
 
 
+@pytest.mark.promise(number=12)
 @pytest.mark.parametrize(
     "form", [tuple, np.array, torch.tensor, lambda ids: [np.int32(i) for i in ids]]
 )
@@ -106,6 +107,7 @@ def test_no_contexts_have_no_rows(lm: AsyncLM) -> None:
     assert lm.statistics().engine.requests == 0
 
 
+@pytest.mark.promise(number=15)
 async def test_rows_are_the_callers_own_and_the_cache_survives_what_is_done_to_them(
     lm: AsyncLM,
 ) -> None:
@@ -123,6 +125,7 @@ async def test_rows_are_the_callers_own_and_the_cache_survives_what_is_done_to_t
     assert lm.statistics().engine.rows == 2
 
 
+@pytest.mark.promise(number=16)
 def test_a_cache_hit_is_bit_identical_and_clearing_asks_again(lm: AsyncLM) -> None:
     row = lm.next_token_logprobs_sync([5])
     assert torch.equal(lm.next_token_logprobs_sync([5]), row)
@@ -133,6 +136,7 @@ def test_a_cache_hit_is_bit_identical_and_clearing_asks_again(lm: AsyncLM) -> No
     assert lm.statistics().engine.rows == 2
 
 
+@pytest.mark.promise(number=15)
 @pytest.mark.parametrize("cache_bytes", [0, 1, 4 * VOCAB_SIZE, 10 * 4 * VOCAB_SIZE + 3])
 def test_the_cache_never_holds_more_than_its_bound(cache_bytes: int) -> None:
     with genrt.load(MODEL, engine="exact", cache_bytes=cache_bytes) as lm:
@@ -144,6 +148,7 @@ def test_the_cache_never_holds_more_than_its_bound(cache_bytes: int) -> None:
         assert s.evictions == max(0, 4 * VOCAB_SIZE - s.rows) * (s.rows > 0)
 
 
+@pytest.mark.promise(number=1)
 async def test_cancelling_one_question_disturbs_no_other(lm: AsyncLM) -> None:
     tasks = [asyncio.create_task(lm.next_token_logprobs([n % 4, 1])) for n in range(12)]
     await passes(1)
@@ -247,6 +252,7 @@ def wrong_calls() -> Iterator[tuple[str, Call, type[Exception], str]]:
 WRONG_CALLS = list(wrong_calls())
 
 
+@pytest.mark.promise(number=12)
 async def test_every_wrong_call_raises_at_the_call_and_disturbs_nothing(lm: AsyncLM) -> None:
     """The messages say what to do; the engine hears of none of them, nor does a neighbour."""
     neighbour = asyncio.create_task(lm.next_token_logprobs([7]))
@@ -261,6 +267,7 @@ async def test_every_wrong_call_raises_at_the_call_and_disturbs_nothing(lm: Asyn
     assert same(await lm.next_token_logprobs([8]), [8])
 
 
+@pytest.mark.promise(number=12)
 async def test_a_wrong_context_keeps_its_whole_batch_from_the_engine(lm: AsyncLM) -> None:
     with pytest.raises(InvalidRequest):
         await lm.batch_next_token_logprobs([[1], [2], [99]])
@@ -311,6 +318,7 @@ async def test_wrong_loads_are_refused(
 # -- samples ----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=18)
 async def test_a_seeded_sample_is_the_same_alone_and_in_company(lm: AsyncLM) -> None:
     alone = lm.sample_sync([1, 2], max_tokens=8, seed=5)
     together = await asyncio.gather(
@@ -371,6 +379,7 @@ def test_a_sample_may_fill_the_context(lm: AsyncLM) -> None:
 # -- adapters ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=14)
 async def test_adapters_never_share_a_row(lm: AsyncLM, adapters: dict[str, Path]) -> None:
     await lm.add_adapter("a", adapters["a"])
     lm.add_adapter_sync("b", str(adapters["b"]))
@@ -387,6 +396,7 @@ async def test_adapters_never_share_a_row(lm: AsyncLM, adapters: dict[str, Path]
     assert greedy == [int(ADAPTED["a"].row([1]).argmax())]
 
 
+@pytest.mark.promise(number=14)
 async def test_a_name_that_is_loaded_again_gives_no_stale_row(
     lm: AsyncLM, adapters: dict[str, Path]
 ) -> None:
@@ -403,6 +413,7 @@ async def test_a_name_that_is_loaded_again_gives_no_stale_row(
     assert same(await lm.next_token_logprobs([1], adapter="x"), [1], ADAPTED["a"])
 
 
+@pytest.mark.promise(number=14)
 async def test_a_question_keeps_the_adapter_that_was_bound_when_it_was_asked(
     lm: AsyncLM, adapters: dict[str, Path]
 ) -> None:
@@ -503,6 +514,7 @@ def test_an_engines_error_reaches_the_caller_and_no_one_else() -> None:
 # -- a runtime's life -------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=20)
 @pytest.mark.parametrize("way", ["with", "async with", "close", "aclose", "twice"])
 async def test_a_closed_runtime_answers_nothing_more(way: str) -> None:
     lm = await genrt.aload(MODEL, engine="exact")
@@ -550,6 +562,7 @@ async def test_adapters_of_a_closed_runtime(adapters: dict[str, Path]) -> None:
     assert lm.adapters == ()
 
 
+@pytest.mark.promise(number=23)
 def test_two_runtimes_know_nothing_of_each_other(lm: AsyncLM) -> None:
     with genrt.load(ADAPTED["a"], engine="exact") as other:
         assert same(lm.next_token_logprobs_sync([1]), [1])
@@ -589,6 +602,7 @@ def test_max_batch_size_bounds_the_flushes() -> None:
         assert (s.flushes, s.largest_flush) == (4, 3)
 
 
+@pytest.mark.promise(number=20)
 async def test_an_exception_inside_the_context_manager_passes_and_closes() -> None:
     with pytest.raises(KeyError):
         async with await genrt.aload(MODEL, engine="exact") as lm:

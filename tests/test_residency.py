@@ -83,6 +83,8 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
+@pytest.mark.promise(number=3)
+@pytest.mark.promise(number=4)
 @pytest.mark.vllm
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
@@ -391,6 +393,7 @@ async def test_what_happens_between_two_steps_takes_a_held_one_back(
             await steps(4)
 
 
+@pytest.mark.promise(number=16)
 @pytest.mark.vllm
 def test_a_run_of_smc_is_the_same_with_residency_and_without(llama: Path) -> None:
     from genrt.inference import SMC
@@ -410,6 +413,7 @@ def test_a_run_of_smc_is_the_same_with_residency_and_without(llama: Path) -> Non
     assert results[0][0] == results[1][0]
 
 
+@pytest.mark.promise(number=4)
 @pytest.mark.vllm
 async def test_samples_and_rows_share_the_blocks_there_are(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor]
@@ -466,6 +470,7 @@ async def test_a_cancelled_extension_and_a_failed_step_leave_no_wrong_residents(
             assert float((oracle([*context, 8, 9]) - row).abs().max()) < TOLERANCE
 
 
+@pytest.mark.promise(number=14)
 @pytest.mark.vllm
 def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path]) -> None:
     """Three adapters where a step takes two: rows with residency equal those without."""
@@ -498,6 +503,7 @@ def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path
         assert float((warm - fresh).abs().max()) < TOLERANCE
 
 
+@pytest.mark.promise(number=24)
 @pytest.mark.vllm
 def test_where_residents_rows_are_wrong_they_are_switched_off_with_one_warning(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch

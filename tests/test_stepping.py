@@ -81,6 +81,7 @@ def expect_right(ends: dict[Request, Finished], requests: Sequence[LogprobsReque
         torch.testing.assert_close(result, wanted(request.token_ids))
 
 
+@pytest.mark.promise(number=19)
 def test_the_oldest_go_first_and_no_more_than_fit() -> None:
     script = Script()
     engine = stepper(script, max_batch_size=3)
@@ -90,6 +91,7 @@ def test_the_oldest_go_first_and_no_more_than_fit() -> None:
     assert engine.statistics().steps == 3
 
 
+@pytest.mark.promise(number=19)
 def test_a_row_waits_for_one_turn_of_each_sample_at_most() -> None:
     engine = stepper(Script(), max_batch_size=2)
     engine.submit([SampleRequest((1,), max_tokens=20, seed=seed) for seed in range(6)])
@@ -114,6 +116,7 @@ def test_requests_of_one_adapter_share_a_forward() -> None:
     assert engine.statistics().steps == 1
 
 
+@pytest.mark.promise(number=6)
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_failing_forward_takes_all_in_progress_and_the_next_flush_works(k: int) -> None:
     script = Script()
@@ -149,6 +152,7 @@ def test_running_out_of_memory_is_told_apart(error: Exception) -> None:
     assert caught.value.__cause__ is error
 
 
+@pytest.mark.promise(number=8)
 @pytest.mark.parametrize("worst", [math.nan, math.inf, -math.inf])
 def test_a_poisoned_request_fails_alone(worst: float) -> None:
     script = Script()

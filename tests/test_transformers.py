@@ -155,6 +155,7 @@ def test_the_head_sees_one_hidden_state_per_context(llama: Path) -> None:
     assert shapes == [(3, 1, 320)]
 
 
+@pytest.mark.promise(number=24)
 def test_a_network_that_bypasses_its_head_is_refused(llama: Path) -> None:
     network = plain_network(llama)
 
@@ -253,6 +254,7 @@ def test_missing_packages_are_named_with_what_to_install(
         open_transformers(llama, options={})
 
 
+@pytest.mark.promise(number=8)
 def test_one_poisoned_context_fails_alone(llama: Path) -> None:
     network = plain_network(llama)
     with torch.no_grad():
@@ -267,6 +269,7 @@ def test_one_poisoned_context_fails_alone(llama: Path) -> None:
     torch.testing.assert_close(second, plain_row(network, (1, 2, 3)), atol=TOLERANCE, rtol=0.0)
 
 
+@pytest.mark.promise(number=6)
 @pytest.mark.parametrize(
     ("raised", "translated"),
     [(RuntimeError("kernel died"), EngineFailed), (torch.OutOfMemoryError("full"), OutOfMemory)],
@@ -291,6 +294,7 @@ def test_a_failing_forward_is_translated_and_the_next_flush_works(
     assert engine.statistics().failed == 2
 
 
+@pytest.mark.promise(number=25)
 def test_missing_checkpoints_are_not_found(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     pickled = tmp_path / "pickled"
@@ -302,6 +306,7 @@ def test_missing_checkpoints_are_not_found(llama: Path, tmp_path: Path) -> None:
             open_transformers(path, options={})
 
 
+@pytest.mark.promise(number=25)
 def test_code_that_comes_with_a_model_is_not_run(llama: Path, tmp_path: Path) -> None:
     evil = tmp_path / "evil"
     shutil.copytree(llama, evil)

@@ -78,6 +78,8 @@ def engine_of(lm: AsyncLM) -> Any:
 # -- rows -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=3)
+@pytest.mark.promise(number=4)
 async def test_256_mixed_prompts_in_one_flush_have_transformers_rows(
     lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
 ) -> None:
@@ -93,6 +95,7 @@ async def test_256_mixed_prompts_in_one_flush_have_transformers_rows(
     assert after.engine.steps - before.engine.steps > 256 // 32
 
 
+@pytest.mark.promise(number=17)
 async def test_a_batch_question_has_the_rows_of_single_ones(lm: AsyncLM) -> None:
     prompts = mixed_prompts(40, 60, lm.vocab_size, seed=1)
     single = [await lm.next_token_logprobs(p) for p in prompts[:10]]
@@ -102,6 +105,7 @@ async def test_a_batch_question_has_the_rows_of_single_ones(lm: AsyncLM) -> None
     assert worst(batch[:10], single) < TOLERANCE
 
 
+@pytest.mark.promise(number=17)
 def test_rows_are_float32_normalised_and_on_the_device(lm: AsyncLM) -> None:
     row = lm.next_token_logprobs_sync([1, 2, 3])
     assert (row.dtype, row.shape, row.device) == (torch.float32, (lm.vocab_size,), lm.device)
@@ -114,6 +118,7 @@ def test_rows_are_float32_normalised_and_on_the_device(lm: AsyncLM) -> None:
     assert torch.equal(batch[1], kept)
 
 
+@pytest.mark.promise(number=4)
 def test_rows_are_right_when_vllm_preempts_for_want_of_kv_blocks(
     llama: Path,
     oracle: Callable[[Sequence[int]], torch.Tensor],
@@ -159,6 +164,7 @@ async def test_a_thousand_questions_about_ten_prompts_are_ten_engine_rows(lm: As
     assert all(torch.equal(row, rows[n % 10]) for n, row in enumerate(rows))
 
 
+@pytest.mark.promise(number=13)
 def test_the_longest_context_has_a_row_and_one_token_more_an_error(
     lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
 ) -> None:
@@ -176,6 +182,7 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
 # -- faults ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=1)
 @pytest.mark.parametrize("seed", range(5))
 async def test_waiters_cancelled_at_any_time_leave_the_others_their_rows(
     lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor], seed: int
@@ -201,6 +208,7 @@ async def test_waiters_cancelled_at_any_time_leave_the_others_their_rows(
     assert not engine_of(lm)._in_progress
 
 
+@pytest.mark.promise(number=6)
 async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
     lm: AsyncLM,
     oracle: Callable[[Sequence[int]], torch.Tensor],
@@ -229,6 +237,7 @@ async def test_a_failed_step_fails_its_requests_and_the_next_flush_is_right(
     assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
 
 
+@pytest.mark.promise(number=8)
 async def test_poisoned_logits_fail_alone_and_are_not_cached(
     lm: AsyncLM,
     oracle: Callable[[Sequence[int]], torch.Tensor],
@@ -265,6 +274,8 @@ async def test_poisoned_logits_fail_alone_and_are_not_cached(
 # -- loops and threads ----------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=5)
+@pytest.mark.promise(number=19)
 async def test_the_loop_goes_on_during_a_long_sample_and_logprobs_return_before_it_ends(
     lm: AsyncLM,
 ) -> None:
@@ -292,6 +303,7 @@ async def test_the_loop_goes_on_during_a_long_sample_and_logprobs_return_before_
     assert jumps[-1] <= 10, jumps[-10:]
 
 
+@pytest.mark.promise(number=9)
 def test_two_runs_of_the_loop_the_first_cancelled_in_flight(
     lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
 ) -> None:
@@ -313,6 +325,7 @@ def test_two_runs_of_the_loop_the_first_cancelled_in_flight(
     assert worst(rows, [oracle([n] * 200) for n in range(40)]) < TOLERANCE
 
 
+@pytest.mark.promise(number=22)
 def test_four_threads_with_loops_of_their_own(
     lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
 ) -> None:
@@ -334,6 +347,7 @@ def test_four_threads_with_loops_of_their_own(
         assert worst(rows[number], [oracle(p) for p in prompts[number]]) < TOLERANCE
 
 
+@pytest.mark.promise(number=22)
 async def test_a_sync_call_inside_a_running_loop(lm: AsyncLM) -> None:
     pending = asyncio.create_task(lm.next_token_logprobs([1, 2, 3]))
     await asyncio.sleep(0)
@@ -345,6 +359,7 @@ async def test_a_sync_call_inside_a_running_loop(lm: AsyncLM) -> None:
 # -- samples --------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=18)
 async def test_a_seeded_sample_does_not_depend_on_its_company(lm: AsyncLM) -> None:
     alone = [
         await lm.sample([5, n], max_tokens=20, seed=n, top_p=0.9, temperature=0.8) for n in range(8)
@@ -360,6 +375,7 @@ async def test_a_seeded_sample_does_not_depend_on_its_company(lm: AsyncLM) -> No
     await company
 
 
+@pytest.mark.promise(number=18)
 async def test_a_seeded_sample_does_not_depend_on_how_its_prompt_was_prefilled(
     lm: AsyncLM, llama: Path
 ) -> None:
@@ -519,6 +535,7 @@ async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:
 # -- adapters -------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(number=14)
 async def test_two_adapters_and_the_base_in_one_flush_match_peft(
     llama: Path, loras: tuple[Path, Path]
 ) -> None:
@@ -575,6 +592,7 @@ async def test_two_adapters_and_the_base_in_one_flush_match_peft(
         assert sampled[0] == int(row([1], "b").argmax())
 
 
+@pytest.mark.promise(number=25)
 def test_directories_that_are_no_adapter_and_engines_that_take_none(
     lm: AsyncLM, llama: Path, loras: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -626,6 +644,7 @@ def test_workers_in_processes_of_their_own_give_the_same_rows(
     assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
 
 
+@pytest.mark.promise(number=23)
 def test_closing_one_of_two_runtimes_leaves_the_other_working(lm: AsyncLM, llama: Path) -> None:
     expected = lm.next_token_logprobs_sync([1, 2, 3])
     with load(llama) as other:
@@ -634,6 +653,7 @@ def test_closing_one_of_two_runtimes_leaves_the_other_working(lm: AsyncLM, llama
     assert worst([lm.next_token_logprobs_sync([1, 2, 3])], [expected]) < TOLERANCE
 
 
+@pytest.mark.promise(number=24)
 def test_what_cannot_be_opened_is_refused_with_the_reason(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -658,6 +678,7 @@ def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> N
     assert share == (1 + 1.5) / 8
 
 
+@pytest.mark.promise(number=24)
 def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,6 +692,7 @@ def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
         load(llama)
 
 
+@pytest.mark.promise(number=24)
 def test_the_self_test_refuses_a_vllm_that_skips_the_processor(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

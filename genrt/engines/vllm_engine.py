@@ -40,13 +40,7 @@ from genrt.engine import (
     Request,
     SampleRequest,
 )
-from genrt.engines.capture import (
-    TICKET,
-    FiniteCheck,
-    RemoteStore,
-    RowStore,
-    log_probabilities,
-)
+from genrt.engines.capture import TICKET, FiniteCheck, RemoteStore, RowStore, log_probabilities
 from genrt.engines.open_requests import OpenRequests
 from genrt.engines.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.runners import runner_of
@@ -57,13 +51,7 @@ from genrt.engines.vllm_config import (
     sampling_params,
     translated,
 )
-from genrt.errors import (
-    EngineDied,
-    EngineFailed,
-    GenrtError,
-    InvalidAdapter,
-    NotFinite,
-)
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
 
 __all__ = ["VLLMEngine"]
 
@@ -75,6 +63,8 @@ class VLLMEngine:
         config = llm_engine.vllm_config
         self._llm_engine: LLMEngine | None = llm_engine
         self._core = llm_engine.engine_core
+        # At exit the runtime closes this engine; a forked child, which has none of its threads, must not.
+        self._core._finalizer.atexit = False
         self._config = config
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = int(config.model_config.get_vocab_size())
@@ -280,7 +270,7 @@ class VLLMEngine:
         if self._open is None or not self._open.holds(len(rows)):
             return
         names = dict(self._decoded)
-        if any(row not in names for row in rows):
+        if not names.keys() >= set(rows):
             return
         token_ids = token_ids.clamp(min=0.0).int()
         try:

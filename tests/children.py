@@ -1,0 +1,124 @@
+"""Programs in child processes of their own, where a test may end the process it is about.
+
+The children are forks of one server that has imported vLLM, so each costs what it does and no import. A
+child ends as any interpreter does, by running out of program or by an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ALARM_SECONDS = 300
+"""After which a child that hangs is killed by a signal, and so found out."""
+
+SERVER = """
+import json, os, signal, sys, tempfile
+import vllm
+import genrt, genrt.engines.vllm
+from tests.children import in_session
+
+given = json.load(sys.stdin)
+ends, alive = {}, {}
+
+def wait():
+    name, (process, *files) = next(iter(alive.items()))
+    del alive[name]
+    _, status = os.waitpid(process, 0)
+    texts = []
+    for file in files:
+        file.seek(0)
+        texts.append(file.read().decode())
+    ends[name] = (os.waitstatus_to_exitcode(status), *texts, in_session(process))
+
+for name, program in given["programs"].items():
+    output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    process = os.fork()
+    if process == 0:
+        os.setsid()
+        signal.alarm(given["alarm"])
+        os.dup2(output.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+        del alive, ends, output, errors, process, wait
+        exec(compile(given["before"] + program, f"<{name}>", "exec"))
+        break
+    alive[name] = (process, output, errors)
+    if len(alive) == given["at_once"]:
+        wait()
+else:
+    while alive:
+        wait()
+    print(json.dumps(ends))
+"""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a child ended: its exit status (that of a signal is negative), what it wrote, and the processes
+    that it left behind."""
+
+    status: int
+    out: str
+    err: str
+    left: list[str]
+
+    @property
+    def complaints(self) -> list[str]:
+        """What an interpreter writes when something went wrong on the way out."""
+        signs = (
+            "Traceback",
+            "Exception ignored",
+            "Fatal Python error",
+            "terminate called",
+            "genrt",
+        )
+        return [line for line in self.err.splitlines() if any(sign in line for sign in signs)]
+
+
+def in_session(session: int) -> list[str]:
+    """The command lines of the processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found.append((path / "cmdline").read_text().replace("\0", " "))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Of a process that imports the project: few threads, since there are many processes."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(programs: Mapping[str, str], *, before: str = "", **values: Any) -> dict[str, End]:
+    """Run each program after ``before``, two at once; ``values`` are known to all by name."""
+    assignments = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+    given = {
+        "programs": {name: textwrap.dedent(program) for name, program in programs.items()},
+        "before": assignments + textwrap.dedent(before),
+        "alarm": ALARM_SECONDS,
+        "at_once": 2,
+    }
+    served = subprocess.run(
+        [sys.executable, "-c", SERVER],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=60 + 2 * ALARM_SECONDS * len(programs),
+        cwd=ROOT,
+        env=environment(),
+    )
+    if served.returncode != 0:
+        raise AssertionError(f"the server of children failed:\n{served.stderr}")
+    return {name: End(*end) for name, end in json.loads(served.stdout.splitlines()[-1]).items()}
