@@ -115,6 +115,15 @@ TestResidents = ResidentsMachine.TestCase
 TestResidents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_a_sequence_that_grew_is_as_near_as_one_that_was_put_whole() -> None:
+    residents, asked = Residents(), list(range(3 * PIECE))
+    residents.put("grown", None, packed(asked[:PIECE]))
+    assert residents.nearest(None, packed(asked)) == ("grown", PIECE)
+    residents.put("grown", None, packed(asked[: 3 * PIECE - 3]))
+    residents.put("other", None, packed([*asked[: 2 * PIECE], 0]))
+    assert residents.nearest(None, packed(asked)) == ("grown", 3 * PIECE - 3)
+
+
 # -- on vLLM --------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, Any] = {
@@ -431,7 +440,8 @@ async def test_a_cancelled_extension_and_a_failed_step_leave_no_wrong_residents(
 
 @pytest.mark.vllm
 def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path]) -> None:
-    """Three adapters where a step takes two: rows with residency equal those without."""
+    """Three adapters where a step takes two, and forks of one: rows with residency equal those
+    without."""
     prompts = [[n, *range(30)] for n in range(4)]
     results = []
     for residency in (True, False):
@@ -453,7 +463,10 @@ def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path
                             for name in (None, "a", "b", "c")
                         )
                     )
-                return rows
+                before = [*prompts[0], *range(5)]  # all go on from one, the others are passed over
+                return rows + await asyncio.gather(
+                    *(lm.next_token_logprobs([*before, n], adapter="a") for n in range(10))
+                )
 
             results.append(asyncio.run(grow()))
             assert (lm.statistics().engine.extended > 0) == residency
