@@ -5,6 +5,7 @@
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #                 BENCH=pressure, overheads or fidelity: another of benchmarks/
+#   make mutants  break genrt on purpose, and show which test catches it         (ARGS="cache.py")
 #   make setup, make notebooks, make clean
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ READY := .venv/.ready
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 
-.PHONY: setup demo test check bench notebooks clean
+.PHONY: setup demo test check bench mutants notebooks clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -49,6 +50,9 @@ check: $(READY)
 
 bench: $(READY)
 	@$(OFFLINE) $(BIN)/python -m benchmarks.$(BENCH) --quick $(ARGS)
+
+mutants: $(READY)
+	@$(OFFLINE) $(BIN)/python -m tests.mutate $(ARGS)
 
 notebooks: $(READY)
 	@for notebook in notebooks/*.ipynb; do \

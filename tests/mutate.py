@@ -187,7 +187,7 @@ def mutate(
             if wrong:
                 return 2
             seconds = {key: run.seconds for key, run in runs.items()}
-            report(f"{len(runs)} selections of tests pass on unbroken source")
+            report(f"selections of tests that pass on unbroken source: {len(runs)}")
             judging = {pool.submit(judged, mutant): mutant for mutant in mutants}
             kinds = []
             for future in as_completed(judging):
@@ -203,14 +203,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
     parser.add_argument(
-        "words", nargs="*", help="only mutants whose file or name holds each of these words"
+        "words", nargs="*", help="only mutants whose file or name holds one of these words"
     )
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
     parser.add_argument("--list", action="store_true", help="list them, and run nothing")
     options = parser.parse_args(arguments)
-    chosen = [m for m in MUTANTS if all(word in f"{m.file}: {m.name}" for word in options.words)]
+    words = options.words or [""]
+    chosen = [m for m in MUTANTS if any(word in f"{m.file}: {m.name}" for word in words)]
     if not chosen:
-        parser.error("no mutant's file or name holds all of these words")
+        parser.error("no mutant's file or name holds one of these words")
     if options.list:
         for mutant in chosen:
             print(f"{mutant.file}: {mutant.name}")

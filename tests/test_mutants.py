@@ -68,7 +68,7 @@ def test_killed_survived_and_broken_are_told_apart(small: Path) -> None:
     ]
     lines: list[str] = []
     assert mutate(small, mutants, report=lines.append) == 1
-    assert lines[0] == "1 selections of tests pass on unbroken source"
+    assert lines[0] == "selections of tests that pass on unbroken source: 1"
     assert lines[-1] == "1 killed, 1 survived, 1 broken"
     [killed] = [line for line in lines if line.startswith("killed ")]
     assert killed.endswith("sums.py: subtracts: test_sums.py::test_two_and_two")
@@ -103,10 +103,11 @@ def test_tests_that_do_not_end_kill_and_the_source_is_put_back(small: Path) -> N
 def test_mutants_are_chosen_by_the_words_in_their_files_and_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["--list", "cache.py", "view"]) == 0
-    assert capsys.readouterr().out == (
-        "genrt/cache.py: the cache keeps the step's row itself, a view\n"
-    )
+    assert main(["--list", "itself, a view", "resampling.py: a weight of 0"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "genrt/cache.py: the cache keeps the step's row itself, a view",
+        "genrt/resampling.py: a weight of 0 has children",
+    ]
     with pytest.raises(SystemExit) as ended:
         main(["--list", "no such mutant"])
     assert ended.value.code == 2
