@@ -39,6 +39,7 @@ from genrt.engine import (
     TopTokens,
     failure,
 )
+from genrt.errors import EngineDied
 from genrt.rows import Leaving, together
 from genrt.sampling import Draw, TopLogprobs, drawn, rows_at_once, seeded_uniforms
 
@@ -140,6 +141,8 @@ class AnsweringEngine:
             return self._answered([_Read(request, row) for request, row in cached.items()])
         try:
             ends = self.engine.step()
+        except EngineDied:
+            raise
         except Exception:
             self._forget()
             raise

@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import cast
 
-from torch import Tensor
-
 from genrt.admission import Admission, Window
 from genrt.cache import RowCache
 from genrt.engine import Adapter, Engine, Finished, LogprobsRequest, Request, Result, failure
@@ -41,8 +39,8 @@ from genrt.waiters import (
     Outcome,
     Waiter,
     deliver,
+    hand_out,
     outcome_of,
-    outcomes,
     timed_out,
     within,
 )
@@ -250,16 +248,19 @@ class Batcher:
                 if gathering.questions != seen and gathering.passes < PATIENCE:
                     loop.call_soon(self._quiet, loop, gathering, gathering.questions)
                     return
-                self._gathering.pop(loop, None)
-                wake = self._end(gathering)
+                wake = self._end_of(loop, gathering)
             if wake:
                 self._wake()
         except BaseException:  # an interrupt, after which nothing else would end what was gathered
             with self._lock:
-                self._gathering.pop(loop, None)
-                self._end(gathering)
+                self._end_of(loop, gathering)
             self._wake()
             raise
+
+    def _end_of(self, loop: asyncio.AbstractEventLoop, gathering: Gathering) -> bool:
+        if self._gathering.get(loop) is gathering:  # and not one begun since, after a restart
+            del self._gathering[loop]
+        return self._end(gathering)
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
         """Under the lock. One that was dropped, or sent by another loop, stays as it is."""
@@ -278,8 +279,7 @@ class Batcher:
             wake = bool(self._withdrawn or self._retired or self._ready)
         if wake:
             self._wake()
-        if answered:
-            deliver(zip(answered, outcomes(answered), strict=True))
+        hand_out(answered)
 
     def _cancel(self, waiter: Waiter) -> None:
         """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
@@ -332,13 +332,14 @@ class Batcher:
             EngineDied: the engine can't go on. Nobody has been told; what was in flight still is.
         """
         flush, withdrawn, retired, answered = self._take()
-        if answered:
-            deliver(zip(answered, outcomes(answered), strict=True))
+        hand_out(answered)
         if withdrawn:
             engine.cancel(withdrawn)
         for adapter in retired:
             engine.remove_adapter(adapter)
             self._cache.forget(adapter)
+            with self._lock:
+                self._retired.remove(adapter)
         if flush:
             try:
                 engine.submit(flush)
@@ -381,9 +382,7 @@ class Batcher:
                 self._due = float("inf")
             self._admission.leave(flush)
             answered = self._admit()
-            retired = self._unbound()
-            self._retired = [a for a in self._retired if a not in retired]
-            return flush, withdrawn, retired, answered
+            return flush, withdrawn, self._unbound(), answered
 
     def _unbound(self) -> list[Adapter]:
         """Under the lock: the retired adapters that no request is bound to any more."""
@@ -400,7 +399,7 @@ class Batcher:
                 finished = self._send_again(finished)
         else:
             self._window.grow()
-        no_room = self._keep(finished)
+        no_room = self._cache.keep(finished)
         failed: list[tuple[Waiter, Outcome]] = []
         answered: list[Waiter] = []
         with self._lock:
@@ -428,7 +427,8 @@ class Batcher:
                     if not waiter.missing:
                         answered.append(waiter)
             answered += self._admit()  # who failed may have left room in the queue
-        deliver(failed + list(zip(answered, outcomes(answered), strict=True)))
+        deliver(failed)
+        hand_out(answered)
 
     def _send_again(self, finished: Sequence[Finished]) -> list[Finished]:
         """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
@@ -453,15 +453,6 @@ class Batcher:
         self._ready = again | self._ready
         if again:
             self._due = self._clock()
-
-    def _keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
-        """Put the rows into the cache; the errors of those for whose copies there is no memory."""
-        rows = {
-            end.request: end.result
-            for end in (finished if self._cache.max_bytes else ())
-            if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor)
-        }
-        return {each: failure(error) for each, error in self._cache.put_all(rows).items()}
 
     # -- the rest of a life -------------------------------------------------------------------
 
@@ -488,8 +479,7 @@ class Batcher:
             self._gathering.clear()
             self._ready.clear()
             self._withdrawn.clear()
-            self._in_flight = 0
-            self._due = float("inf")
+            self._in_flight, self._due = 0, float("inf")
         deliver([(waiter, self._closed.fresh()) for waiter in waiters])
 
     def reopen(self) -> None:
@@ -498,8 +488,7 @@ class Batcher:
             self._closed = None
 
     def resume(self) -> None:
-        """Send everything that was in flight again: another engine has taken the place of the one that
-        had it."""
+        """Send everything that was in flight again: another engine is in the place of that one's."""
         with self._lock:
             self._requeue(self._entries.values())
 

@@ -10,12 +10,14 @@ Rules:
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cachetools import LRUCache
 from torch import Tensor
 
-from genrt.engine import Adapter, LogprobsRequest, Request
+from genrt.engine import Adapter, Finished, LogprobsRequest, Request, failure
+from genrt.errors import GenrtError
 from genrt.rows import apart
 
 __all__ = ["CacheStatistics", "RowCache"]
@@ -70,6 +72,15 @@ class RowCache:
         """Keep a copy of the row; one that is larger than the whole cache is not kept."""
         for error in self.put_all({request: row}).values():
             raise error
+
+    def keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
+        """``put`` the rows that are among these ends; the errors of those there is no memory for."""
+        rows = {
+            end.request: end.result
+            for end in (finished if self._max_bytes else ())
+            if isinstance(end.request, LogprobsRequest) and isinstance(end.result, Tensor)
+        }
+        return {each: failure(error) for each, error in self.put_all(rows).items()}
 
     def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:
         """``put`` each in turn, all copied at once; those that the ones after them drive out again are

@@ -27,6 +27,7 @@ __all__ = [
     "Outcome",
     "Waiter",
     "deliver",
+    "hand_out",
     "outcome_of",
     "outcomes",
     "timed_out",
@@ -117,6 +118,12 @@ def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
 
 def _copy(result: Result) -> Result:
     return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result
+
+
+def hand_out(answered: Sequence[Waiter]) -> None:
+    """Give these what they found."""
+    if answered:
+        deliver(zip(answered, outcomes(answered), strict=True))
 
 
 def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:

@@ -12,6 +12,9 @@ from hypothesis import settings
 
 from tests import promises
 
+# Under python -O too, what these assert is asserted.
+pytest.register_assert_rewrite("tests.scripted")
+
 # Continuous integration runs the same examples every time; everyone else's runs go on looking.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):

@@ -211,12 +211,33 @@ async def test_clients_take_turns(by_hand: Make) -> None:
         await asyncio.to_thread(asked.wait, PATIENCE_SECONDS)
         while hand.batcher.statistics().waiting < 11:
             await asyncio.to_thread(lambda: None)
-        hand.turn()
-        hand.turn()
-        assert E in hand.engine.submitted[1]
         await hand.finish()
         assert right([E], await asyncio.to_thread(answer.result, PATIENCE_SECONDS))
+    assert E in hand.engine.submitted[1]
     await asyncio.gather(*flood)
+
+
+async def test_newcomers_there_is_room_for_wait_behind_those_there_is_none_for(
+    by_hand: Make,
+) -> None:
+    hand = by_hand(max_queued_requests=3)
+    tasks = [hand.ask(*requests) for requests in ([A, B], [C, D], [E])]
+    await hand.finish()
+    assert hand.engine.submitted == [[A, B], [C, D, E]]
+    await asyncio.gather(*tasks)
+
+
+async def test_who_gives_up_the_only_turn_leaves_the_next_one_to_others(by_hand: Make) -> None:
+    hand = by_hand(max_queued_requests=1)
+    queued, left = await hand.queued(A), await hand.queued(B)
+    left.cancel()
+    await passes()
+    assert hand.batcher.statistics().waiting == 0
+    hand.turn()
+    later = await hand.queued(C)
+    await hand.finish()
+    assert hand.engine.submitted == [[A], [C]]
+    assert right([A, C], [*await queued, *await later])
 
 
 @pytest.mark.parametrize("way", ["close", "cancel"])
@@ -232,6 +253,8 @@ async def test_who_waits_for_room_is_told_when_the_runtime_closes(by_hand: Make,
         assert all(task.cancelled() for task in tasks)
     else:
         hand.batcher.close()
+        await passes()
+        assert all(task.done() for task in tasks)
         for task in tasks:
             with pytest.raises(Closed):
                 await task

@@ -28,7 +28,7 @@ from genrt.engine import (
     TopTokens,
 )
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.sampling import Draw, TopLogprobs
 from genrt.testing import check_engine
 from tests.scripted import ScriptedEngine, expected_row, logprobs, sample
@@ -213,6 +213,14 @@ def test_a_failed_step_is_forgotten_by_both_and_the_next_flush_works() -> None:
     assert scripted.cancelled == [[B]], "what the batcher knows nothing of"
     assert engine.step() == []
     assert len(ask(engine, A, draw(A), draw(B))) == 3
+
+
+def test_a_dead_engine_is_asked_nothing_more() -> None:
+    """What it would raise then would hide that it died."""
+    engine = answering(ScriptedEngine(fail_at={1: EngineDied("dead")}, fail_cancel=KeyError("no")))
+    engine.submit([draw(A)])
+    with pytest.raises(EngineDied, match="dead"):
+        engine.step()
 
 
 def test_a_failed_submit_takes_nothing() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from genrt.batcher import PATIENCE, Batcher
 from genrt.cache import RowCache
-from genrt.engine import Adapter, LogprobsRequest, Request, Result
+from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result
 from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory
 from genrt.rows import apart
 from tests.scripted import (
@@ -267,6 +267,28 @@ async def test_an_error_withdraws_the_other_requests_of_its_batch_question(by_ha
         await late
     assert right([B], await other)
     assert [D] in engine.cancelled
+    assert hand.batcher.statistics().cancelled == 0, "nobody left by himself"
+
+
+async def test_an_engine_that_fails_in_a_step_is_told_to_forget_it(by_hand: Make) -> None:
+    class Remembers(ScriptedEngine):
+        def step(self) -> list[Finished]:
+            in_progress = dict(self.in_progress)
+            try:
+                return super().step()
+            except RuntimeError:
+                self.in_progress = in_progress
+                raise
+
+    hand = by_hand(Remembers(fail_at={1: RuntimeError("boom")}))
+    failing = await hand.queued(A, B)
+    hand.turn()
+    with pytest.raises(EngineFailed, match="boom"):
+        await failing
+    again = await hand.queued(A)
+    await hand.finish()
+    assert hand.engine.stepped == [[A, B], [A]]
+    assert right([A], await again)
 
 
 # -- cancellation -----------------------------------------------------------------------------
@@ -840,8 +862,10 @@ def abandon(tasks: list[asyncio.Task[Any]]) -> None:
 
 
 @pytest.mark.promise(number=9)
-def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make) -> None:
-    hand = by_hand()
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool) -> None:
+    """It is closed before the answer is there, or between that and its waking up."""
+    hand = by_hand(by_tokens({A: 2 - computed}))
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
     lost = [ended.create_task(hand.batcher.ask([A]))]
     spin(ended)
@@ -849,6 +873,8 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make) -> None:
     spin(other)
     hand.turn()
     ended.close()
+    if not computed:
+        hand.turn()
     spin(other)
     assert right([A], kept.result())
     other.close()
@@ -865,6 +891,56 @@ async def test_an_adapter_that_was_retired_before_a_restart_goes_after_it(by_han
     assert hand.batcher.seconds_until_due() == 0.0
     hand.turn()
     assert hand.engine.removed == [adapter]
+
+
+async def test_an_adapter_goes_though_the_engine_died_in_the_turn_that_should_remove_it(
+    by_hand: Make,
+) -> None:
+    hand = by_hand(ScriptedEngine(steps=lambda request: 2, fail_cancel=RuntimeError("dead")))
+    adapter = Adapter("a", 1)
+    hand.engine.adapters.append(adapter)
+    task = await hand.queued(A)
+    hand.turn()
+    task.cancel()
+    await passes()
+    hand.batcher.retire(adapter)
+    with pytest.raises(RuntimeError, match="dead"):
+        hand.turn()
+    hand.engine.in_progress.clear()
+    hand.batcher.resume()
+    assert hand.batcher.seconds_until_due() == 0.0
+    hand.turn()
+    assert hand.engine.removed == [adapter]
+
+
+def test_what_a_loop_asks_after_a_restart_is_swept_when_it_is_closed(by_hand: Make) -> None:
+    """The loop has two gatherings then; the end of the one is not that of the other."""
+    hand = by_hand()
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost = [ended.create_task(hand.batcher.ask([A]))]
+    one_pass(ended)
+    hand.batcher.close()
+    hand.batcher.reopen()
+    lost.append(ended.create_task(hand.batcher.ask([B])))
+    one_pass(ended)
+    one_pass(ended)
+    assert hand.batcher.statistics().queued == 1
+    ended.close()
+    asked = other.create_task(hand.batcher.ask([C]))
+    spin(other)
+    hand.turn()
+    spin(other)
+    assert right([C], asked.result())
+    assert hand.batcher.statistics().queued == 0
+    hand.dropped = 2
+    other.close()
+    assert isinstance(lost[0].exception(), Closed)
+    abandon(lost)
+
+
+def one_pass(loop: asyncio.AbstractEventLoop) -> None:
+    loop.call_soon(loop.stop)
+    loop.run_forever()
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -153,6 +153,12 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
     assert copied == [2]
 
 
+def test_a_row_larger_than_the_cache_keeps_none_of_its_step_out() -> None:
+    cache = RowCache(32)
+    cache.put_all({A: row(4), B: row(9), C: row(4)})
+    assert [request in cache for request in (A, B, C)] == [True, False, True]
+
+
 def test_a_stored_row_is_a_copy() -> None:
     cache, given_row = RowCache(1000), row(4, 1.0)
     cache.put(A, given_row)

@@ -135,6 +135,16 @@ async def test_what_is_sent_again_goes_before_what_came_later() -> None:
     await asyncio.gather(*first, later)
 
 
+async def test_what_is_sent_again_goes_before_what_there_was_no_place_for() -> None:
+    engine = Small(2)
+    hand = ByHand(engine, max_batch_size=3)
+    tasks = [hand.ask(request) for request in (A, B, C, logprobs(4))]
+    await hand.finish()
+    order = [request for flush in engine.submitted for request in flush]
+    assert order == [A, B, C, A, B, C, logprobs(4)]
+    await asyncio.gather(*tasks)
+
+
 async def test_cancelled_between_two_tries_it_is_not_sent_again() -> None:
     engine = Small(1)
     hand = ByHand(engine)
@@ -322,6 +332,7 @@ async def test_an_engine_that_dies_of_a_question_is_not_opened_for_ever(
     lm, engines = automatic(deadly, deadly, deadly)
     with pytest.raises(EngineDied, match="dead"):
         await lm.next_token_logprobs([1])
+    await lm.aclose()  # when the thread has ended
     assert len(engines.opened) == 2
     assert [engine.closed for engine in engines.opened] == [1, 1]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -102,6 +102,7 @@ def test_apart_are_clones_in_storage_of_their_own(rows: Callable[[], list[Tensor
 @pytest.mark.parametrize("make", STEPS)
 @settings(max_examples=60, deadline=None)
 @given(places=st.lists(st.integers(0, 5), min_size=1, max_size=12))
+@example(places=[0, 1, 3, 2])
 def test_rows_of_one_step_in_any_order_are_together_what_they_are(
     make: Callable[[], Tensor], places: list[int]
 ) -> None:

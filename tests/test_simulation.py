@@ -103,7 +103,8 @@ def test_the_runs_come_to_every_corner() -> None:
     asked = {"DrawToken", "TopTokens", "Candidates", "HostRow", "SampleRequest"}
     others = {"withdrawn", "closed", "restarted", "reopened", "step failed", "submit failed"}
     assert ends | asked | others <= set(events)
-    of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "held", "seconds"}
+    of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "seconds"}
+    of_other_engines |= {"held", "foreseen"}
     of_this_moment = {"queued", "in_flight", "waiting", "resident"}
     never = {name for name, count in counted.items() if not count}
     assert never <= of_other_engines | of_this_moment
@@ -419,16 +420,16 @@ def closed_loops_are_delivered_to(patch: Patch) -> None:
         for waiter, outcome in done:
             waiter.loop.call_soon_threadsafe(genrt.waiters._resolve, [(waiter.future, outcome)])
 
-    patch.setattr(genrt.batcher, "deliver", deliver)
+    patch.setattr(genrt.waiters, "deliver", deliver)
 
 
 def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
-    settle, keep = Batcher._settle, Batcher._keep
-    patch.setattr(Batcher, "_keep", lambda self, finished: {})
+    settle, keep = Batcher._settle, RowCache.keep
+    patch.setattr(RowCache, "keep", lambda self, finished: {})
 
     def settle_so(self: Batcher, finished: Sequence[Finished]) -> None:
         settle(self, finished)
-        keep(self, finished)
+        keep(self._cache, finished)
 
     patch.setattr(Batcher, "_settle", settle_so)
 

@@ -311,16 +311,22 @@ class Ledger:
 
     def submit_failed(self, flush: Sequence[Request], error: Exception) -> None:
         """The flush was not taken."""
+        self._check_raised(error)
         if self._closed is None:
             self.trace.append(("submit failed", error))
             self._ending |= dict.fromkeys(flush, failure(error))
 
     def step_failed(self, error: Exception) -> None:
         """Nothing is in progress any more."""
+        self._check_raised(error)
         if self._closed is None:
             self.trace.append(("step failed", error))
             failed = [request for request, life in self._lives.items() if life.sent]
             self._ending |= dict.fromkeys(failed, failure(error))
+
+    def _check_raised(self, error: Exception) -> None:
+        if not self._engine.raised(error):
+            self.violated(f"{error!r} came from no engine")
 
     def restarted(self, engine: SimulatedEngine) -> None:
         """Another engine has taken the place of one that died, and gets what that one had."""
@@ -332,7 +338,8 @@ class Ledger:
     def _send_again(self, requests: Sequence[Request]) -> None:
         for request in requests:
             life = self._lives[request]
-            if not life.questions:
+            is_swept = not life.is_wanted and request not in self._batcher._entries
+            if is_swept or not life.questions:
                 del self._lives[request]
                 continue
             life.sent, life.is_retried = False, True

@@ -245,8 +245,8 @@ class SimulatedThread:
             return
         self._answering.close()
         self._answering = self._open()
-        self.ledger.restarted(self._engine)
         self._batcher.resume()
+        self.ledger.restarted(self._engine)
 
     def _end(self, reason: GenrtError) -> None:
         self._ended = reason

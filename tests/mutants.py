@@ -1,0 +1,752 @@
+"""The mutation list: ways to break genrt, each of which a test must catch.
+
+Each is a mistake that somebody could make, and another kind of mistake than the rest. ``mutate.py``
+applies them, one at a time; ``test_mutants.py`` sees that they still apply. Where the source that one
+breaks has changed, break the new source the same way; the tests that are named are few and quick, and
+vLLM's only where nothing else can see it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A break: its name says what goes wrong; ``old``, which occurs once in ``file``, becomes ``new``;
+    one of ``tests``, or of those in them that ``only`` selects as ``pytest -k``, fails then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    only: str = ""
+
+    def applied(self, source: str) -> str:
+        """The source, broken. Raises ValueError unless ``old`` is in it exactly once."""
+        count = source.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.file}: {self.name}: found {count} times: {self.old!r}")
+        return source.replace(self.old, self.new)
+
+
+def breaks(
+    file: str, tests: str, *mutants: tuple[str, str, str], only: str = ""
+) -> tuple[Mutant, ...]:
+    """Breaks of one file of the package that are caught by the same test files, named with spaces
+    between: name, old text, new text of each."""
+    paths = tuple(f"tests/{name}" for name in tests.split())
+    return tuple(Mutant(name, f"genrt/{file}", old, new, paths, only) for name, old, new in mutants)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    *breaks(
+        "batcher.py",
+        "test_batcher.py",
+        (
+            "a cancelled waiter takes its request from the others",
+            "entry.waiters.pop(waiter, self) is self or entry.waiters:",
+            "entry.waiters.pop(waiter, self) is self:",
+        ),
+        (
+            "a request that was withdrawn stays so when it is asked again",
+            "            self._withdrawn.pop(entry, None)\n",
+            "",
+        ),
+        (
+            "what was cancelled in the queue is sent all the same",
+            "                self._ready.pop(entry, None)\n",
+            "",
+        ),
+        (
+            "a question with a failed request goes on waiting for its others",
+            "                        self._drop(waiter)\n",
+            "",
+        ),
+        (
+            "waiters of one failed request share an exception object",
+            "failed.append((waiter, error.fresh()))",
+            "failed.append((waiter, error))",
+        ),
+        (
+            "an adapter is removed while requests are bound to it",
+            "return [adapter for adapter in self._retired if adapter not in bound]",
+            "return list(self._retired)",
+        ),
+        (
+            "rows of a removed adapter stay in the cache",
+            "            self._cache.forget(adapter)\n",
+            "",
+        ),
+        (
+            "a flush may be larger than it may",
+            "most = min(self._max_batch_size, self._window.room(self._in_flight))",
+            "most = self._window.room(self._in_flight)",
+        ),
+        (
+            "the newest requests go first",
+            "in list(islice(self._ready, most)):",
+            "in list(reversed(self._ready))[:most]:",
+        ),
+        (
+            "what a closed loop left behind is sent",
+            "self._sweep(self._gathering.pop(other).entries)",
+            "self._gathering.pop(other)",
+        ),
+        (
+            "a loop that never goes quiet is waited for without end",
+            "if gathering.questions != seen and gathering.passes < PATIENCE:",
+            "if gathering.questions != seen:",
+        ),
+        (
+            "a loop's third pass is not waited for",
+            "if gathering.questions != seen and gathering.passes < PATIENCE:",
+            "if gathering.questions != seen and gathering.passes < 2:",
+        ),
+        (
+            "every newcomer puts the flush off",
+            "if added and not self._ready:",
+            "if added:",
+        ),
+        (
+            "the engine is not told of a withdrawn request",
+            "wake = bool(self._withdrawn or self._retired or self._ready)",
+            "wake = bool(self._retired or self._ready)",
+        ),
+        (
+            "the rest of a failed step is not withdrawn from the engine",
+            "            engine.cancel(failed)\n",
+            "",
+        ),
+        (
+            "an equal question does not join one in flight",
+            "            if entry is None:\n                entries[request] =",
+            "            if entry is None or entry.in_flight:\n                entries[request] =",
+        ),
+    ),
+    *breaks(
+        "batcher.py",
+        "test_admission.py test_recovery.py",
+        (
+            "who waits for room is not told of the close",
+            "waiters = waiting | {w: None",
+            "waiters = {w: None",
+        ),
+        (
+            "what ran out of memory goes behind what came later",
+            "self._ready = again | self._ready",
+            "self._ready = self._ready | again",
+        ),
+        (
+            "what was cancelled is sent again for want of memory",
+            "                del self._withdrawn[entry], self._entries[entry.request]\n"
+            "                continue\n",
+            "                del self._withdrawn[entry]\n",
+        ),
+        (
+            "a question of a thread stays when its time is out",
+            'raise timed_out(cast("float", timeout)) from None\n'
+            "        finally:\n            if waiter.missing:\n                self._leave(waiter)\n",
+            'raise timed_out(cast("float", timeout)) from None\n',
+        ),
+    ),
+    *breaks(
+        "admission.py",
+        "test_admission.py test_recovery.py",
+        (
+            "the bytes of what left the queue are counted for ever",
+            "        self._bytes -= sum(map(_NBYTES, requests))\n",
+            "",
+        ),
+        (
+            "a question larger than the queue waits for ever",
+            "return not self._queued or (",
+            "return (",
+        ),
+        (
+            "newcomers overtake those who wait for room",
+            "return bool(self._waiting) or not self._fits(requests)",
+            "return not self._fits(requests)",
+        ),
+        (
+            "one client's questions all enter before the next one's",
+            "del self._waiting[client], waiters[waiter]\n"
+            "            if waiters:\n                self._waiting[client] = waiters\n",
+            "del waiters[waiter]\n"
+            "            if not waiters:\n                del self._waiting[client]\n",
+        ),
+        (
+            "a client none of whose questions waits any more blocks the others",
+            "                if not waiters:\n                    del self._waiting[client]\n"
+            "                return True",
+            "                return True",
+        ),
+        (
+            "after running out of memory flushes stay small for good",
+            "self._size = min(2 * self._size, sys.maxsize)",
+            "self._size = self._size",
+        ),
+    ),
+    *breaks(
+        "waiters.py",
+        "test_batcher.py test_answers.py",
+        (
+            "whether a future is done already is not looked at",
+            "        if not future.done():\n            failed = isinstance(outcome, GenrtError)\n"
+            "            (future.set_exception if failed else future.set_result)(outcome)",
+            "        failed = isinstance(outcome, GenrtError)\n"
+            "        (future.set_exception if failed else future.set_result)(outcome)",
+        ),
+        (
+            "waiters get views of the step's rows",
+            "copies = iter(apart([result for result in apiece if isinstance(result, Tensor)]))",
+            "copies = iter([result for result in apiece if isinstance(result, Tensor)])",
+        ),
+        (
+            "a question that asks twice gets one answer",
+            "if len(found) == len(self.requests):",
+            "if found:",
+        ),
+        (
+            "a loop that was closed keeps the others' answers from them",
+            "with contextlib.suppress(RuntimeError):",
+            "with contextlib.suppress(LookupError):",
+        ),
+        (
+            "one waiter's copy for which there is no memory fails all",
+            "        if len(waiters) == 1:\n            return [failure(error)]\n",
+            "        return [failure(error) for _ in waiters]\n",
+        ),
+        (
+            "who asked for the same likeliest tokens share their tensors",
+            "return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result",
+            "return result",
+        ),
+    ),
+    *breaks(
+        "cache.py",
+        "test_cache.py",
+        (
+            "the cache keeps the step's row itself, a view",
+            "copies = apart(list(kept.values()))",
+            "copies = list(kept.values())",
+        ),
+        (
+            "the row that has been there longest goes, used or not",
+            "from cachetools import LRUCache",
+            "from cachetools import FIFOCache as LRUCache",
+        ),
+        (
+            "with an adapter go all that have its name",
+            "if each.adapter == adapter]:",
+            "if each.adapter and each.adapter.name == adapter.name]:",
+        ),
+        (
+            "a row is kept by its context, whatever adapter it is of",
+            "self._rows[request] = copy",
+            "self._rows[LogprobsRequest(packed=request.packed)] = copy",
+        ),
+        (
+            "a row larger than the whole cache is an error",
+            "for each, row in rows.items() if row.nbytes <= self._max_bytes]",
+            "for each, row in rows.items()]",
+        ),
+        (
+            "of more rows than there is room for the first ones stay",
+            "return dict(fitting[first:]), [request for request, _ in fitting[:first]]",
+            "last = len(fitting) - first\n"
+            "        return dict(fitting[:last]), [request for request, _ in fitting[last:]]",
+        ),
+        (
+            "evictions are not counted",
+            "                self._evictions += before - len(self._rows)\n",
+            "",
+        ),
+    ),
+    *breaks(
+        "rows.py",
+        "test_rows.py",
+        (
+            "rows of one step are taken in the order they lie in memory",
+            "if gap > 0 and offsets == list(",
+            "if gap > 0 and sorted(offsets) == list(",
+        ),
+        (
+            "a caller's stack is a view of the step",
+            "return whole.clone(memory_format=torch.contiguous_format)",
+            "return whole",
+        ),
+        (
+            "rows of several storages are taken for one table",
+            "return offsets if len(origins) == 1 else None",
+            "return offsets",
+        ),
+    ),
+    *breaks(
+        "engine.py",
+        "test_draw.py test_recovery.py test_lm.py test_stepping.py",
+        (
+            "the version of an adapter's weights is no part of the key",
+            "    version: int\n",
+            "    version: int = field(compare=False)\n",
+        ),
+        (
+            "draws under different masks are one",
+            "            and self.mask == other.mask\n",
+            "",
+        ),
+        (
+            "a CPU that ran out of memory is not understood",
+            " or NO_CPU_MEMORY in str(error):",
+            ":",
+        ),
+        (
+            "an accelerator in an error state is asked again",
+            "        kind = EngineDied\n",
+            "        kind = EngineFailed\n",
+        ),
+        (
+            "samples with different stop tokens are one",
+            "stop_token_ids: frozenset[int] = frozenset()",
+            "stop_token_ids: frozenset[int] = field(default=frozenset(), compare=False)",
+        ),
+        (
+            "messages hold whole prompts",
+            "if len(token_ids) <= 4:",
+            "if len(token_ids) <= 4096:",
+        ),
+    ),
+    *breaks(
+        "answers.py",
+        "test_answers.py test_draw.py",
+        (
+            "the last who reads from a row takes it from who asked for it",
+            "                        if request.row not in self._asked:\n"
+            "                            unwanted.append(request.row)\n",
+            "                        unwanted.append(request.row)\n",
+        ),
+        (
+            "of equally likely tokens the higher ids come first",
+            "torch.arange(2**32 - 1, 2**32 - 1 - rows.shape[-1], -1, device=rows.device)\n",
+            "2**32 - 1 - torch.arange(rows.shape[-1], device=rows.device).flip(0)\n",
+        ),
+        (
+            "a temperature is left out where there are no others",
+            "case DrawToken(temperature=1.0):",
+            "case DrawToken():",
+        ),
+        (
+            "seeds go to the first draws, whoever gave them",
+            "numbers[seeded] = seeded_uniforms(",
+            "numbers[: len(seeded)] = seeded_uniforms(",
+        ),
+        (
+            "beside masked draws those without a mask may draw nothing",
+            'everything = b"\\xff" * size',
+            'everything = b"\\x00" * size',
+        ),
+        (
+            "rows that were moved to the host are not cached",
+            "                self._cache.put(read.request.row, read.row)\n",
+            "                pass\n",
+        ),
+        (
+            "reads of a failed step are still thought to be in progress",
+            "            self._forget()\n            raise\n",
+            "            raise\n",
+        ),
+        (
+            "a row that somebody reads from is computed again for who asks for it",
+            "if request not in self._readers or request in self._asked:",
+            "if request not in self._asked:",
+        ),
+    ),
+    *breaks(
+        "lm.py",
+        "test_lm.py",
+        (
+            "a batch of samples has one seed for all",
+            "seed=(request.seed + number) % 2**63)",
+            "seed=request.seed % 2**63)",
+        ),
+        (
+            "weights that were loaded over stay in the engine",
+            "            if previous is not None:\n                self._batcher.retire(previous)\n",
+            "",
+        ),
+        (
+            "samples without a seed share one draw",
+            "token_ids, self._bound(adapter), next(self._nonces), **options",
+            "token_ids, self._bound(adapter), 0, **options",
+        ),
+        (
+            "an adapter is bound before it is loaded",
+            "            engine.add_adapter(adapter, directory)\n"
+            "            with self._adapters_lock:\n"
+            "                previous = self._adapters.get(name)\n"
+            "                self._adapters[name] = adapter\n",
+            "            with self._adapters_lock:\n"
+            "                previous = self._adapters.get(name)\n"
+            "                self._adapters[name] = adapter\n"
+            "            engine.add_adapter(adapter, directory)\n",
+        ),
+    ),
+    *breaks(
+        "arguments.py",
+        "test_arguments.py test_lm.py test_draw.py",
+        (
+            "the first token id past the vocabulary passes",
+            ".argmax()] >= self.vocab_size:",
+            ".argmax()] > self.vocab_size:",
+        ),
+        (
+            "the longest context is refused",
+            "if len(ids) > self.max_model_len:",
+            "if len(ids) >= self.max_model_len:",
+        ),
+        (
+            "bits beyond the vocabulary make another mask",
+            "                if last >> beyond:\n",
+            "                if False:\n",
+        ),
+        (
+            "greedy samples are drawn for each who asks",
+            "decided = temperature == 0.0 or seed is not None",
+            "decided = seed is not None",
+        ),
+        (
+            "a score sees the token that it scores",
+            "(*before, *after[:count])",
+            "(*before, *after[: count + 1])",
+        ),
+        (
+            "a batch of draws has one seed for all",
+            "own_seed = (int(seed) + place) % 2**63",
+            "own_seed = int(seed)",
+        ),
+    ),
+    *breaks(
+        "sampling.py",
+        "test_sampling.py",
+        (
+            "min-p counts from the row before it is tempered",
+            "kept.masked_fill(kept < floor.log(), -math.inf)",
+            "kept.masked_fill(batch - peak < floor.log(), -math.inf)",
+        ),
+        (
+            "top-p drops the token that reaches it",
+            ".cumsum(dim=-1) <= 1 - nucleus",
+            ".cumsum(dim=-1) < 1",
+        ),
+        (
+            "the weight of a tempered draw is that of the tempered row",
+            "masked_fill_(dead, -1.0), logprobs, log_mass]",
+            "masked_fill_(dead, -1.0), logprobs, peak + log_total]",
+        ),
+        (
+            "a dead end draws the first token",
+            "token_ids.double().masked_fill_(dead, -1.0)",
+            "token_ids.double()",
+        ),
+        (
+            "a token of probability 0 is drawn by a uniform of 0",
+            "passed = sums > sums.amax",
+            "passed = sums >= sums.amax",
+        ),
+        (
+            "a seed's two numbers are one",
+            "np.array([[1, 2]], dtype=np.uint64)",
+            "np.array([[1, 1]], dtype=np.uint64)",
+        ),
+        (
+            "a row's draw depends on the generators of others",
+            "torch.cat([_rand(1, generator) for generator in generators])",
+            "_rand(count, generators[0])",
+        ),
+        (
+            "greedy takes the last of equally likely tokens",
+            "torch.where(batch == peak, indices, width).min(",
+            "torch.where(batch == peak, indices, -1).max(",
+        ),
+    ),
+    *breaks(
+        "resampling.py",
+        "test_inference.py",
+        (
+            "systematic resampling draws a uniform for each stratum",
+            "rng.random()) / n)",
+            "rng.random(n)) / n)",
+        ),
+        (
+            "a weight of 0 has children",
+            'below_one, side="right")',
+            'below_one, side="left")',
+        ),
+        (
+            "the remainders count what is certain a second time",
+            "_inverse(expected - certain, ",
+            "_inverse(expected, ",
+        ),
+        (
+            "the effective sample size takes weights to be normalised",
+            "float(weights.sum() ** 2 / (weights**2).sum())",
+            "float(1 / (weights**2).sum())",
+        ),
+        only="ancestors or counts or ess or uniforms or equal_weights",
+    ),
+    *breaks(
+        "inference.py",
+        "test_inference.py",
+        (
+            "resampling forgets the evidence so far",
+            "before = np.full(len(before), state.log_evidence)",
+            "before = np.zeros(len(before))",
+        ),
+        (
+            "resampling leaves the particles where they are",
+            "tuple(particles[ancestor] for ancestor in ancestors)",
+            "tuple(particles)",
+        ),
+        (
+            "a text may end at the last step where it is not complete",
+            "torch.tensor([state.accepting for state in states])",
+            "True",
+        ),
+        (
+            "a weight grows by the token's probability, not by the mass of what may follow",
+            "drawn.log_mass.double()",
+            "drawn.logprobs.double()",
+        ),
+        (
+            "every step has the same randomness",
+            "spawn_key=(state.step,))",
+            "spawn_key=())",
+        ),
+        (
+            "the dead are asked about",
+            "if not particle.finished and log_weight > -math.inf",
+            "if not particle.finished",
+        ),
+        (
+            "texts of different constraint states share the next one",
+            "key = (id(state), token_id)",
+            "key = (0, token_id)",
+        ),
+        (
+            "of equal texts the posterior has the last one's weight",
+            "total[text] += float(weight)",
+            "total[text] = float(weight)",
+        ),
+        (
+            "the law of tempered rows is not that of the evidence",
+            "rows = sampling.truncate(rows, temperature=self._temperature)",
+            "rows = rows / self._temperature",
+        ),
+        (
+            "a run resamples after its last step",
+            "resampled = bool(unfinished) and state.ess <",
+            "resampled = state.ess <",
+        ),
+    ),
+    *breaks(
+        "constraints.py",
+        "test_constraints.py",
+        (
+            "a text may end where it is not complete",
+            "row[word] = row[word] | end if state.accepting else row[word] & ~end",
+            "row[word] = row[word] | end",
+        ),
+        (
+            "advancing a state changes it for those who share it",
+            "matcher = self.matcher.deep_copy()",
+            "matcher = self.matcher",
+        ),
+    ),
+    *breaks(
+        "engines/stepping.py",
+        "test_stepping.py test_exact.py",
+        (
+            "samples stay before the rows that came after them",
+            "            del self._in_progress[progress.request]\n"
+            "            if progress.request not in done:\n"
+            "                self._in_progress[progress.request] = progress\n",
+            "            if progress.request in done:\n"
+            "                del self._in_progress[progress.request]\n",
+        ),
+        (
+            "one poisoned row fails its whole step",
+            "sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) &",
+            "sound = ~(logits.isnan() | (logits == torch.inf)).any() &",
+        ),
+        (
+            "the stop token is part of the sample",
+            "            if not stopped:\n                progress.drawn.append(token)\n",
+            "            progress.drawn.append(token)\n",
+        ),
+        (
+            "an adapter goes while a request needs it",
+            "[each for each in self._leaving if each not in bound]",
+            "list(self._leaving)",
+        ),
+        (
+            "a failed step's requests go on",
+            "        lost = len(self._in_progress)\n        self._in_progress.clear()\n",
+            "        lost = len(self._in_progress)\n",
+        ),
+    ),
+    *breaks(
+        "engines/exact.py",
+        "test_exact.py",
+        (
+            "short contexts are filled up at their end",
+            "return (0,) * (order - len(tail)) + tail",
+            "return tail + (0,) * (order - len(tail))",
+        ),
+        (
+            "rows are the table's own memory",
+            "return self._table[_key(token_ids, self.order)].clone()",
+            "return self._table[_key(token_ids, self.order)]",
+        ),
+        (
+            "texts that were cut count as ended",
+            "                if unfinished:\n                    yield text, logprob\n",
+            "                yield text, logprob\n",
+        ),
+    ),
+    *breaks(
+        "engine_thread.py",
+        "test_engine_thread.py test_recovery.py",
+        (
+            "a call that was cancelled ends the thread",
+            "                if future.set_running_or_notify_cancel():\n"
+            "                    try:\n                        result",
+            "                if True:\n                    try:\n                        result",
+        ),
+        (
+            "an engine that dies of every question is opened for ever",
+            "or not self._restarts or answered == before:",
+            "or not self._restarts:",
+        ),
+        (
+            "after a restart the adapters are gone",
+            "for adapter, path in self._loaded.items():",
+            "for adapter, path in dict[Adapter, Path]().items():",
+        ),
+        (
+            "the engine is left open",
+            "        self._end(reason)\n        answering.close()\n",
+            "        self._end(reason)\n",
+        ),
+        (
+            "calls that came too late are never answered",
+            "                future.set_exception(reason.fresh())\n",
+            "                pass\n",
+        ),
+        (
+            "a forked child uses the thread of its parent",
+            "        if os.getpid() != self._process:\n            raise Closed(",
+            "        if self._process < 0:\n            raise Closed(",
+        ),
+        (
+            "the engine thread waits for itself to close",
+            "            return  # to the turn in progress, after which it tells everyone and ends\n",
+            "            pass\n",
+        ),
+    ),
+    *breaks(
+        "engines/residency.py",
+        "test_residency.py",
+        (
+            "a guess may be another adapter's sequence",
+            "            and resident.adapter == adapter\n        )",
+            "        )",
+        ),
+        (
+            "a sequence that grew is still found as it was",
+            "            if resident.digest is not None:\n                self._undigest(resident)\n",
+            "",
+        ),
+        (
+            "pieces of a sequence that went stay in the index",
+            "            del names[name]\n",
+            "",
+        ),
+        (
+            "a context shares all of its tokens, the one to compute too",
+            "(best[0], min(best[1], most))",
+            "best",
+        ),
+        (
+            "any sequence that shares a piece is the nearest",
+            "if best is None or length > best[1]:",
+            "if best is None:",
+        ),
+        (
+            "a sequence that grew is cut into pieces from its beginning again",
+            "                len(pieces) * PIECE_BYTES, len(context)",
+            "                0, len(context)",
+        ),
+        only="TestResidents",
+    ),
+    *breaks(
+        "engines/capture.py",
+        "test_capture.py",
+        (
+            "rows are matched by the order in which requests came",
+            "[self._tickets[index] for index in indices],",
+            "list(self._tickets.values()),",
+        ),
+        (
+            "of two requests that swap places one is lost",
+            "        if replaced is not None and direction == MoveDirectionality.SWAP:\n"
+            "            places[source] = replaced\n",
+            "",
+        ),
+        (
+            "a slot's next request has the last one's ticket",
+            "            self._tickets.pop(req_idx, None)\n            return False",
+            "            return False",
+        ),
+        (
+            "a slot's number is taken for its place in the step",
+            "rows.append(row)",
+            "rows.append(slot)",
+        ),
+        (
+            "rows that are not finite are answers",
+            "taken.append(None if position in not_finite[id(rows)] else rows[position])",
+            "taken.append(rows[position])",
+        ),
+        (
+            "only a step's first row is looked at for what is not finite",
+            "self._sum = self._first.sum()",
+            "self._sum = self._first[0]",
+        ),
+        (
+            "rows that were taken are kept",
+            "rows, position = self._rows.pop(ticket)",
+            "rows, position = self._rows[ticket]",
+        ),
+        (
+            "rows are looked for where they were in the step before",
+            "            return\n        self._layout = None\n",
+            "            return\n",
+        ),
+        (
+            "every token of a seeded sample has the same randomness",
+            "(step + 1) * 0x9E37",
+            "1 * 0x9E37",
+        ),
+        (
+            "of a prompt's parts the first one's row stays",
+            "self._rows[ticket] = (rows, position)",
+            "self._rows.setdefault(ticket, (rows, position))",
+        ),
+        (
+            "half-precision logits give half-precision rows",
+            "return logits.log_softmax(dim=-1, dtype=torch.float32)",
+            "return logits.log_softmax(dim=-1)",
+        ),
+    ),
+)

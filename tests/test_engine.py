@@ -1,0 +1,114 @@
+"""engine.py: what makes two questions one, and what an exception out of an engine means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from genrt.engine import (
+    Adapter,
+    Candidates,
+    DrawToken,
+    HostRow,
+    LogprobsRequest,
+    ReadRequest,
+    SampleRequest,
+    TopTokens,
+    abbreviated,
+    failure,
+)
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+
+ROW = LogprobsRequest((1, 2))
+
+FIELDS: list[tuple[Callable[..., Any], Mapping[str, Any], Mapping[str, Any]]] = [
+    (Adapter, {"name": "a", "version": 1}, {"name": "b", "version": 2}),
+    (
+        LogprobsRequest,
+        {"token_ids": (1, 2), "adapter": None},
+        {"token_ids": (1, 3), "adapter": Adapter("a", 1)},
+    ),
+    (
+        SampleRequest,
+        {
+            "token_ids": (1, 2),
+            "max_tokens": 3,
+            "stop_token_ids": frozenset(),
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "seed": None,
+            "adapter": None,
+            "nonce": None,
+        },
+        {
+            "token_ids": (2, 1),
+            "max_tokens": 4,
+            "stop_token_ids": frozenset({5}),
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "top_k": 7,
+            "min_p": 0.5,
+            "seed": 8,
+            "adapter": Adapter("a", 1),
+            "nonce": 9,
+        },
+    ),
+    (
+        DrawToken,
+        {"mask": None, "temperature": 1.0, "seed": None, "nonce": None},
+        {"mask": b"\3\0\0\0", "temperature": 0.5, "seed": 8, "nonce": 9},
+    ),
+    (TopTokens, {"k": 1}, {"k": 2}),
+    (Candidates, {"token_ids": (1, 2)}, {"token_ids": (2, 1)}),
+    (
+        ReadRequest,
+        {"row": ROW, "wanted": HostRow()},
+        {"row": LogprobsRequest((1, 2), Adapter("a", 1)), "wanted": TopTokens(1)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "one", "other"), FIELDS)
+def test_every_part_of_a_question_is_part_of_its_key(
+    make: Callable[..., Any], one: Mapping[str, Any], other: Mapping[str, Any]
+) -> None:
+    questions = [make(**one), *(make(**{**one, name: other[name]}) for name in one)]
+    assert make(**one) == questions[0]
+    assert hash(make(**one)) == hash(questions[0])
+    assert len(set(questions)) == len(questions)
+    for number, question in enumerate(questions):
+        assert [number] == [at for at, each in enumerate(questions) if each == question]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory),
+        (MemoryError(), OutOfMemory),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 byte"), OutOfMemory),
+        (torch.AcceleratorError("an illegal memory access was encountered"), EngineDied),
+        (RuntimeError("boom"), EngineFailed),
+        (ValueError("boom"), EngineFailed),
+    ],
+)
+def test_an_exception_is_translated_by_what_can_be_done_about_it(
+    error: Exception, kind: type[GenrtError]
+) -> None:
+    translated = failure(error, "the forward failed")
+    assert type(translated) is kind
+    assert translated.__cause__ is error
+    assert str(translated) == f"the forward failed: {type(error).__name__}: {error}"
+    own = NotFinite("NaN")
+    assert failure(own) is own
+
+
+def test_messages_show_little_of_a_long_prompt() -> None:
+    assert abbreviated((1, 2, 3, 4)) == "[1, 2, 3, 4]"
+    assert abbreviated((1, 2, 3, 4, 5)) == "[… 3 tokens, 4, 5]"
+    for request in (LogprobsRequest(range(7)), SampleRequest(tuple(range(7)), 3)):
+        assert "[… 5 tokens, 5, 6]" in repr(request)
