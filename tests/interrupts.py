@@ -194,7 +194,9 @@ class Examination:
         s = self.lm.statistics().batcher
         if (s.queued, s.in_flight) != (0, 0):
             return f"ghosts: {self.lm._thread.batcher}"
-        left = self.lm._thread.call(lambda engine: engine.__dict__.get("_in_progress")).result(30)
+        engine: Any = self.lm._engine
+        working = getattr(engine, "_stepper", engine)
+        left = self.lm._thread.call(lambda _: [*working._in_progress]).result(30)
         if left:
             return f"the engine still works on {left}"
         gc.collect()

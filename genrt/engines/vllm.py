@@ -8,7 +8,7 @@ import vllm
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from genrt.engines.vllm_config import check_version, configure, translated
+from genrt.engines.vllm_config import TURN, check_version, configure, translated
 from genrt.engines.vllm_engine import VLLMEngine
 from genrt.engines.vllm_self_test import self_test
 
@@ -31,13 +31,13 @@ def open_vllm(
         EngineFailed: anything else that vLLM raised, with its message.
     """
     check_version(vllm.__version__)
-    config = configure(checkpoint, options, reserve_bytes, residency=residency)
-    try:
-        llm_engine = LLMEngine(
-            config, Executor.get_class(config), log_stats=False, multiprocess_mode=False
-        )
-    except Exception as error:
-        raise translated(error, f"vLLM could not open {checkpoint}") from error
+    with TURN:
+        config = configure(checkpoint, options, reserve_bytes, residency=residency)
+        executor = Executor.get_class(config)
+        try:
+            llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
+        except Exception as error:
+            raise translated(error, f"vLLM could not open {checkpoint}") from error
     engine = VLLMEngine(llm_engine, own_processors=bool(options.get("logits_processors")))
     try:
         self_test(engine)

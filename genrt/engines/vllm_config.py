@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from genrt.errors import (
 
 __all__ = [
     "LOGPROBS",
+    "TURN",
     "check_version",
     "configure",
     "core_request",
@@ -41,6 +43,10 @@ __all__ = [
 
 SUPPORTED = ((0, 32), (0, 34))
 """From the first version of vLLM that is known to work to the first that is not known."""
+
+TURN = threading.RLock()
+"""Held by the engine that calls vLLM. What a forward is about, and the configuration that is opened, are
+globals of vLLM's: the engines of a process take turns."""
 
 CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
 """On a CPU, compiling takes longer than it saves, and vLLM would take most of the memory."""

@@ -19,7 +19,7 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import asdict
 from functools import cached_property
@@ -45,12 +45,7 @@ from genrt.engines.open_requests import OpenRequests
 from genrt.engines.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.runners import runner_of
 from genrt.engines.vllm_adapters import VLLMAdapters
-from genrt.engines.vllm_config import (
-    LOGPROBS,
-    core_request,
-    sampling_params,
-    translated,
-)
+from genrt.engines.vllm_config import LOGPROBS, TURN, core_request, sampling_params, translated
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
 
 __all__ = ["VLLMEngine"]
@@ -63,8 +58,7 @@ class VLLMEngine:
         config = llm_engine.vllm_config
         self._llm_engine: LLMEngine | None = llm_engine
         self._core = llm_engine.engine_core
-        # At exit the runtime closes this engine; a forked child, which has none of its threads, must not.
-        self._core._finalizer.atexit = False
+        self._core._finalizer.atexit = False  # the runtime closes it; a forked child must not
         self._config = config
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = int(config.model_config.get_vocab_size())
@@ -471,8 +465,11 @@ class VLLMEngine:
         if self._stream is not None:
             torch.cuda.empty_cache()
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        none = contextlib.nullcontext()
+        with TURN, none if self._stream is None else torch.cuda.stream(self._stream):
+            yield
 
     def _count(self, **more: float) -> None:
         for name, number in more.items():
