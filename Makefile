@@ -2,6 +2,8 @@
 #
 #   make demo     the main job: sequential Monte Carlo over the embedded model   (ARGS="--particles 16")
 #   make test     the whole test suite                                           (ARGS="-k batcher -x")
+#   make strict   the same, under python -O, in random order, twice in one process
+#   make coverage the same, with the share of branches that it takes; at least 95 %
 #   make promises the tests that prove what is promised, and a line for each promise
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
@@ -20,7 +22,7 @@ READY := .venv/.ready
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 
-.PHONY: setup demo test promises check bench soak mutants notebooks clean
+.PHONY: setup demo test strict coverage promises check bench soak mutants notebooks clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -43,7 +45,13 @@ demo: $(READY)
 	@$(SETTINGS) $(BIN)/genrt demo $(ARGS)
 
 test: $(READY)
-	$(OFFLINE) $(BIN)/python -m pytest $(ARGS)
+	$(OFFLINE) $(BIN)/python -m pytest -p no:randomly $(ARGS)
+
+strict: $(READY)
+	$(OFFLINE) $(BIN)/python -O -m tests.twice $(ARGS)
+
+coverage: $(READY)
+	$(OFFLINE) $(BIN)/python -m pytest --cov=genrt --cov-branch --cov-fail-under=95 $(ARGS)
 
 promises: $(READY)
 	$(OFFLINE) $(BIN)/python -m pytest -q -m promise $(ARGS)

@@ -21,6 +21,9 @@ from genrt.waiters import Waiter
 
 __all__ = ["Admission", "Window"]
 
+GOOD_STEPS = 8
+"""After so many steps that went well it is tried to send more again; a step that fails is dear."""
+
 _NBYTES = attrgetter("nbytes")
 
 
@@ -119,6 +122,7 @@ class Window:
 
     def __init__(self) -> None:
         self._size = sys.maxsize
+        self._good_steps = 0
 
     def room(self, in_flight: int) -> int:
         """How many more may be sent."""
@@ -127,7 +131,11 @@ class Window:
     def shrink(self, in_flight: int) -> None:
         """So many were too many."""
         self._size = max(1, in_flight // 2)
+        self._good_steps = 0
 
     def grow(self) -> None:
-        """A step went well: twice as many may."""
-        self._size = min(2 * self._size, sys.maxsize)
+        """A step went well; after some such, twice as many may."""
+        self._good_steps += 1
+        if self._good_steps == GOOD_STEPS:
+            self._size = min(2 * self._size, sys.maxsize)
+            self._good_steps = 0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import genrt
-from genrt.admission import Admission, Window
+from genrt.admission import GOOD_STEPS, Admission, Window
 from genrt.engine import Adapter, LogprobsRequest, ReadRequest, Request, TopTokens
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
 from genrt.waiters import Waiter
@@ -377,6 +377,12 @@ def test_the_window_is_halved_and_grows_back() -> None:
     assert window.room(6) == 0
     window.shrink(1)
     assert window.room(0) == 1
-    for _ in range(3):
+    for _ in range(GOOD_STEPS - 1):
+        window.grow()
+    assert window.room(0) == 1
+    window.grow()
+    assert window.room(0) == 2
+    window.shrink(2)
+    for _ in range(3 * GOOD_STEPS):
         window.grow()
     assert window.room(0) == 8
