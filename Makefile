@@ -7,6 +7,7 @@
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
 #                 BENCH=pressure, overheads or fidelity: another of benchmarks/
 #   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
+#   make mutants  break genrt on purpose, and show which test catches it         (ARGS="cache.py")
 #   make setup, make notebooks, make clean
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ READY := .venv/.ready
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 
-.PHONY: setup demo test promises check bench soak notebooks clean
+.PHONY: setup demo test promises check bench soak mutants notebooks clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -58,6 +59,9 @@ bench: $(READY)
 
 soak: $(READY)
 	@$(SETTINGS) $(BIN)/python -m genrt.testing.soak --seconds $(SECONDS) $(ARGS)
+
+mutants: $(READY)
+	@$(OFFLINE) $(BIN)/python -m tests.mutate $(ARGS)
 
 notebooks: $(READY)
 	@for notebook in notebooks/*.ipynb; do \

@@ -32,10 +32,10 @@ from genrt.admission import Admission, Window
 from genrt.cache import RowCache
 from genrt.engine import Adapter, Engine, Finished, LogprobsRequest, Request, Result, failure
 from genrt.errors import Closed, EngineDied, GenrtError, OutOfMemory
+from genrt.gathering import Gatherings
 from genrt.statistics import BatcherStatistics
 from genrt.waiters import (
     Entry,
-    Gathering,
     Outcome,
     Waiter,
     deliver,
@@ -46,9 +46,6 @@ from genrt.waiters import (
 )
 
 __all__ = ["Batcher"]
-
-PATIENCE = 100
-"""How many passes a loop that asks something new in each of them is waited for."""
 
 
 class Batcher:
@@ -82,13 +79,13 @@ class Batcher:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[Request, Entry] = {}
-        self._gathering: dict[asyncio.AbstractEventLoop, Gathering] = {}
         self._ready: dict[Entry, None] = {}
         self._due = float("inf")
         self._withdrawn: dict[Entry, None] = {}
         self._in_flight = 0
         self._admission = Admission(max_queued_requests, max_queued_bytes)
         self._window = Window()
+        self._gatherings = Gatherings(self._lock, self._make_ready, wake, self._max_batch_size)
         self._retired: list[Adapter] = []
         self._closed: GenrtError | None = None
         self._questions = self._deduplicated = self._cached = 0
@@ -145,7 +142,7 @@ class Batcher:
                 raise self._closed.fresh()
             if self._admission.must_wait(waiter.requests) and not self._known(waiter.requests):
                 self._admission.wait(waiter)
-                self._gather_no_longer()
+                self._gatherings.end()
                 wake = bool(self._ready)
             else:
                 try:
@@ -211,56 +208,9 @@ class Batcher:
         """Under the lock: queue these until the loop is quiet; True if the engine thread must look."""
         if loop is None:
             return self._make_ready(queued)
-        gathering = self._gathering.get(loop)
-        if gathering is None:
-            for other in [other for other in self._gathering if other.is_closed()]:
-                self._sweep(self._gathering.pop(other).entries)
-            gathering = Gathering()
-            loop.call_soon(self._quiet, loop, gathering, 0)
-            self._gathering[loop] = gathering
-        gathering.questions += 1
-        for entry in queued:
-            gathering.entries[entry] = None
-        if len(gathering.entries) < self._max_batch_size:
-            return False
-        return self._end(gathering)
-
-    def _end(self, gathering: Gathering) -> bool:
-        """Under the lock. Interrupted and done again, it is done once."""
-        wake = self._make_ready(gathering.entries)
-        gathering.entries = {}
-        return wake
-
-    def _gather_no_longer(self) -> None:
-        """Under the lock: what was gathered is ready, as the queue is full. A loop that was closed before
-        it went quiet would hold it for ever."""
-        for loop, gathering in [*self._gathering.items()]:
-            self._end(gathering)
-            if loop.is_closed():
-                del self._gathering[loop]
-
-    def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: Gathering, seen: int) -> None:
-        """Once a pass of the loop brought no new question, what it asked is ready. The pass that brought
-        the first one counts as one that did, so tasks that others started in it are waited for too."""
-        try:
-            with self._lock:
-                gathering.passes += 1
-                if gathering.questions != seen and gathering.passes < PATIENCE:
-                    loop.call_soon(self._quiet, loop, gathering, gathering.questions)
-                    return
-                wake = self._end_of(loop, gathering)
-            if wake:
-                self._wake()
-        except BaseException:  # an interrupt, after which nothing else would end what was gathered
-            with self._lock:
-                self._end_of(loop, gathering)
-            self._wake()
-            raise
-
-    def _end_of(self, loop: asyncio.AbstractEventLoop, gathering: Gathering) -> bool:
-        if self._gathering.get(loop) is gathering:  # and not one begun since, after a restart
-            del self._gathering[loop]
-        return self._end(gathering)
+        if loop not in self._gatherings:
+            self._sweep(self._gatherings.of_closed_loops())
+        return self._gatherings.add(loop, queued)
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
         """Under the lock. One that was dropped, or sent by another loop, stays as it is."""
@@ -476,7 +426,7 @@ class Batcher:
             for entry in self._entries.values():
                 entry.waiters.clear()
             self._entries.clear()
-            self._gathering.clear()
+            self._gatherings.clear()
             self._ready.clear()
             self._withdrawn.clear()
             self._in_flight, self._due = 0, float("inf")

@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor
@@ -23,7 +23,6 @@ from genrt.sampling import TopLogprobs
 
 __all__ = [
     "Entry",
-    "Gathering",
     "Outcome",
     "Waiter",
     "deliver",
@@ -69,15 +68,6 @@ class Entry:
     request: Request
     waiters: dict[Waiter, None]
     in_flight: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Gathering:
-    """What one event loop has asked since it was last quiet."""
-
-    entries: dict[Entry, None] = field(default_factory=dict)
-    questions: int = 0
-    passes: int = 0
 
 
 def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:

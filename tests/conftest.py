@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests import promises
 
 # Under python -O too, what these assert is asserted.
 pytest.register_assert_rewrite("tests.scripted")
 
-# Continuous integration runs the same examples every time; everyone else's runs go on looking.
+# Continuous integration runs the same examples every time; everyone else's runs go on looking. Of a
+# mutant it is enough that a test fails: no smaller example is looked for.
 settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.register_profile("mutants", derandomize=True, phases=[Phase.explicit, Phase.generate])
+if profile := os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else None):
+    settings.load_profile(profile)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -40,7 +40,26 @@ def breaks(
     return tuple(Mutant(name, f"genrt/{file}", old, new, paths, only) for name, old, new in mutants)
 
 
-MUTANTS: tuple[Mutant, ...] = (
+OF_THE_RUNTIME: tuple[Mutant, ...] = (
+    *breaks(
+        "gathering.py",
+        "test_batcher.py",
+        (
+            "a loop that never goes quiet is waited for without end",
+            "if gathering.questions != seen and gathering.passes < PATIENCE:",
+            "if gathering.questions != seen:",
+        ),
+        (
+            "a loop's third pass is not waited for",
+            "if gathering.questions != seen and gathering.passes < PATIENCE:",
+            "if gathering.questions != seen and gathering.passes < 2:",
+        ),
+        (
+            "a gathering that began after a restart is ended by the one before",
+            "if self._by_loop.get(loop) is gathering:",
+            "if loop in self._by_loop:",
+        ),
+    ),
     *breaks(
         "batcher.py",
         "test_batcher.py",
@@ -60,7 +79,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "",
         ),
         (
-            "a question with a failed request goes on waiting for its others",
+            "who gets an error is counted as one who left",
             "                        self._drop(waiter)\n",
             "",
         ),
@@ -91,18 +110,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what a closed loop left behind is sent",
-            "self._sweep(self._gathering.pop(other).entries)",
-            "self._gathering.pop(other)",
-        ),
-        (
-            "a loop that never goes quiet is waited for without end",
-            "if gathering.questions != seen and gathering.passes < PATIENCE:",
-            "if gathering.questions != seen:",
-        ),
-        (
-            "a loop's third pass is not waited for",
-            "if gathering.questions != seen and gathering.passes < PATIENCE:",
-            "if gathering.questions != seen and gathering.passes < 2:",
+            "self._sweep(self._gatherings.of_closed_loops())",
+            "list(self._gatherings.of_closed_loops())",
         ),
         (
             "every newcomer puts the flush off",
@@ -190,7 +199,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "waiters.py",
-        "test_batcher.py test_answers.py",
+        "test_batcher.py test_draw.py",
         (
             "whether a future is done already is not looked at",
             "        if not future.done():\n            failed = isinstance(outcome, GenrtError)\n"
@@ -248,7 +257,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "self._rows[LogprobsRequest(packed=request.packed)] = copy",
         ),
         (
-            "a row larger than the whole cache is an error",
+            "a row larger than the whole cache keeps those before it out",
             "for each, row in rows.items() if row.nbytes <= self._max_bytes]",
             "for each, row in rows.items()]",
         ),
@@ -285,7 +294,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engine.py",
-        "test_draw.py test_recovery.py test_lm.py test_stepping.py",
+        "test_engine.py",
         (
             "the version of an adapter's weights is no part of the key",
             "    version: int\n",
@@ -427,194 +436,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "sampling.py",
-        "test_sampling.py",
-        (
-            "min-p counts from the row before it is tempered",
-            "kept.masked_fill(kept < floor.log(), -math.inf)",
-            "kept.masked_fill(batch - peak < floor.log(), -math.inf)",
-        ),
-        (
-            "top-p drops the token that reaches it",
-            ".cumsum(dim=-1) <= 1 - nucleus",
-            ".cumsum(dim=-1) < 1",
-        ),
-        (
-            "the weight of a tempered draw is that of the tempered row",
-            "masked_fill_(dead, -1.0), logprobs, log_mass]",
-            "masked_fill_(dead, -1.0), logprobs, peak + log_total]",
-        ),
-        (
-            "a dead end draws the first token",
-            "token_ids.double().masked_fill_(dead, -1.0)",
-            "token_ids.double()",
-        ),
-        (
-            "a token of probability 0 is drawn by a uniform of 0",
-            "passed = sums > sums.amax",
-            "passed = sums >= sums.amax",
-        ),
-        (
-            "a seed's two numbers are one",
-            "np.array([[1, 2]], dtype=np.uint64)",
-            "np.array([[1, 1]], dtype=np.uint64)",
-        ),
-        (
-            "a row's draw depends on the generators of others",
-            "torch.cat([_rand(1, generator) for generator in generators])",
-            "_rand(count, generators[0])",
-        ),
-        (
-            "greedy takes the last of equally likely tokens",
-            "torch.where(batch == peak, indices, width).min(",
-            "torch.where(batch == peak, indices, -1).max(",
-        ),
-    ),
-    *breaks(
-        "resampling.py",
-        "test_inference.py",
-        (
-            "systematic resampling draws a uniform for each stratum",
-            "rng.random()) / n)",
-            "rng.random(n)) / n)",
-        ),
-        (
-            "a weight of 0 has children",
-            'below_one, side="right")',
-            'below_one, side="left")',
-        ),
-        (
-            "the remainders count what is certain a second time",
-            "_inverse(expected - certain, ",
-            "_inverse(expected, ",
-        ),
-        (
-            "the effective sample size takes weights to be normalised",
-            "float(weights.sum() ** 2 / (weights**2).sum())",
-            "float(1 / (weights**2).sum())",
-        ),
-        only="ancestors or counts or ess or uniforms or equal_weights",
-    ),
-    *breaks(
-        "inference.py",
-        "test_inference.py",
-        (
-            "resampling forgets the evidence so far",
-            "before = np.full(len(before), state.log_evidence)",
-            "before = np.zeros(len(before))",
-        ),
-        (
-            "resampling leaves the particles where they are",
-            "tuple(particles[ancestor] for ancestor in ancestors)",
-            "tuple(particles)",
-        ),
-        (
-            "a text may end at the last step where it is not complete",
-            "torch.tensor([state.accepting for state in states])",
-            "True",
-        ),
-        (
-            "a weight grows by the token's probability, not by the mass of what may follow",
-            "drawn.log_mass.double()",
-            "drawn.logprobs.double()",
-        ),
-        (
-            "every step has the same randomness",
-            "spawn_key=(state.step,))",
-            "spawn_key=())",
-        ),
-        (
-            "the dead are asked about",
-            "if not particle.finished and log_weight > -math.inf",
-            "if not particle.finished",
-        ),
-        (
-            "texts of different constraint states share the next one",
-            "key = (id(state), token_id)",
-            "key = (0, token_id)",
-        ),
-        (
-            "of equal texts the posterior has the last one's weight",
-            "total[text] += float(weight)",
-            "total[text] = float(weight)",
-        ),
-        (
-            "the law of tempered rows is not that of the evidence",
-            "rows = sampling.truncate(rows, temperature=self._temperature)",
-            "rows = rows / self._temperature",
-        ),
-        (
-            "a run resamples after its last step",
-            "resampled = bool(unfinished) and state.ess <",
-            "resampled = state.ess <",
-        ),
-    ),
-    *breaks(
-        "constraints.py",
-        "test_constraints.py",
-        (
-            "a text may end where it is not complete",
-            "row[word] = row[word] | end if state.accepting else row[word] & ~end",
-            "row[word] = row[word] | end",
-        ),
-        (
-            "advancing a state changes it for those who share it",
-            "matcher = self.matcher.deep_copy()",
-            "matcher = self.matcher",
-        ),
-    ),
-    *breaks(
-        "engines/stepping.py",
-        "test_stepping.py test_exact.py",
-        (
-            "samples stay before the rows that came after them",
-            "            del self._in_progress[progress.request]\n"
-            "            if progress.request not in done:\n"
-            "                self._in_progress[progress.request] = progress\n",
-            "            if progress.request in done:\n"
-            "                del self._in_progress[progress.request]\n",
-        ),
-        (
-            "one poisoned row fails its whole step",
-            "sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) &",
-            "sound = ~(logits.isnan() | (logits == torch.inf)).any() &",
-        ),
-        (
-            "the stop token is part of the sample",
-            "            if not stopped:\n                progress.drawn.append(token)\n",
-            "            progress.drawn.append(token)\n",
-        ),
-        (
-            "an adapter goes while a request needs it",
-            "[each for each in self._leaving if each not in bound]",
-            "list(self._leaving)",
-        ),
-        (
-            "a failed step's requests go on",
-            "        lost = len(self._in_progress)\n        self._in_progress.clear()\n",
-            "        lost = len(self._in_progress)\n",
-        ),
-    ),
-    *breaks(
-        "engines/exact.py",
-        "test_exact.py",
-        (
-            "short contexts are filled up at their end",
-            "return (0,) * (order - len(tail)) + tail",
-            "return tail + (0,) * (order - len(tail))",
-        ),
-        (
-            "rows are the table's own memory",
-            "return self._table[_key(token_ids, self.order)].clone()",
-            "return self._table[_key(token_ids, self.order)]",
-        ),
-        (
-            "texts that were cut count as ended",
-            "                if unfinished:\n                    yield text, logprob\n",
-            "                yield text, logprob\n",
-        ),
-    ),
-    *breaks(
         "engine_thread.py",
         "test_engine_thread.py test_recovery.py",
         (
@@ -652,101 +473,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "the engine thread waits for itself to close",
             "            return  # to the turn in progress, after which it tells everyone and ends\n",
             "            pass\n",
-        ),
-    ),
-    *breaks(
-        "engines/residency.py",
-        "test_residency.py",
-        (
-            "a guess may be another adapter's sequence",
-            "            and resident.adapter == adapter\n        )",
-            "        )",
-        ),
-        (
-            "a sequence that grew is still found as it was",
-            "            if resident.digest is not None:\n                self._undigest(resident)\n",
-            "",
-        ),
-        (
-            "pieces of a sequence that went stay in the index",
-            "            del names[name]\n",
-            "",
-        ),
-        (
-            "a context shares all of its tokens, the one to compute too",
-            "(best[0], min(best[1], most))",
-            "best",
-        ),
-        (
-            "any sequence that shares a piece is the nearest",
-            "if best is None or length > best[1]:",
-            "if best is None:",
-        ),
-        (
-            "a sequence that grew is cut into pieces from its beginning again",
-            "                len(pieces) * PIECE_BYTES, len(context)",
-            "                0, len(context)",
-        ),
-        only="TestResidents",
-    ),
-    *breaks(
-        "engines/capture.py",
-        "test_capture.py",
-        (
-            "rows are matched by the order in which requests came",
-            "[self._tickets[index] for index in indices],",
-            "list(self._tickets.values()),",
-        ),
-        (
-            "of two requests that swap places one is lost",
-            "        if replaced is not None and direction == MoveDirectionality.SWAP:\n"
-            "            places[source] = replaced\n",
-            "",
-        ),
-        (
-            "a slot's next request has the last one's ticket",
-            "            self._tickets.pop(req_idx, None)\n            return False",
-            "            return False",
-        ),
-        (
-            "a slot's number is taken for its place in the step",
-            "rows.append(row)",
-            "rows.append(slot)",
-        ),
-        (
-            "rows that are not finite are answers",
-            "taken.append(None if position in not_finite[id(rows)] else rows[position])",
-            "taken.append(rows[position])",
-        ),
-        (
-            "only a step's first row is looked at for what is not finite",
-            "self._sum = self._first.sum()",
-            "self._sum = self._first[0]",
-        ),
-        (
-            "rows that were taken are kept",
-            "rows, position = self._rows.pop(ticket)",
-            "rows, position = self._rows[ticket]",
-        ),
-        (
-            "rows are looked for where they were in the step before",
-            "            return\n        self._layout = None\n",
-            "            return\n",
-        ),
-        (
-            "every token of a seeded sample has the same randomness",
-            "(step + 1) * 0x9E37",
-            "1 * 0x9E37",
-        ),
-        (
-            "of a prompt's parts the first one's row stays",
-            "self._rows[ticket] = (rows, position)",
-            "self._rows.setdefault(ticket, (rows, position))",
-        ),
-        (
-            "half-precision logits give half-precision rows",
-            "return logits.log_softmax(dim=-1, dtype=torch.float32)",
-            "return logits.log_softmax(dim=-1)",
         ),
     ),
 )

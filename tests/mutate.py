@@ -1,7 +1,8 @@
 """Break genrt on purpose, one way at a time, and show which test catches it: ``python -m tests.mutate``.
 
-The breaks are in ``mutants.py``. Each worker has a copy of the checkout in a temporary folder, applies
-one there, runs the tests that are named for it until one fails, and puts the source back.
+The breaks are in ``mutants.py`` and ``mutants_numbers.py``. Each worker has a copy of the checkout in a
+temporary folder, applies one there, runs the tests that are named for it until one fails, and puts the
+source back.
 
 A mutant is *killed* if a test fails, or if the tests do not end: then it says so. It has *survived* if
 all pass: a test is missing. It is *broken* if pytest ends in any other way: it shows nothing.
@@ -19,14 +20,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tests.mutants import MUTANTS, Mutant
+from tests.mutants import OF_THE_RUNTIME, Mutant
+from tests.mutants_numbers import OF_THE_NUMBERS
+
+MUTANTS = OF_THE_RUNTIME + OF_THE_NUMBERS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,12 +62,14 @@ class Verdict(NamedTuple):
     why: str
 
 
-def run_tests(folder: Path, tests: Sequence[str], only: str, limit: float) -> Run:
-    """Run these test files of a copy until one test fails, as continuous integration does: Hypothesis
-    takes the same examples every time. Bytecode is not kept: two breaks of one file may have its size
-    and its time."""
+def run_tests(
+    folder: Path, tests: Sequence[str], only: str, limit: float, stop: threading.Event
+) -> Run:
+    """Run these test files of a copy until one test fails. Hypothesis takes the same examples every time,
+    and looks for no smaller ones. Bytecode is not kept: two breaks of one file may have its size and its
+    time. What runs when ``stop`` is set is ended."""
     environment = os.environ | {
-        "CI": "1",
+        "HYPOTHESIS_PROFILE": "mutants",
         "PYTHONPATH": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -92,8 +99,9 @@ def run_tests(folder: Path, tests: Sequence[str], only: str, limit: float) -> Ru
         )
         status: int | None = None
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(limit)
+            while status is None and time.monotonic() - started < limit and not stop.is_set():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(1.0)
         finally:  # with whatever the tests started and left behind
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -116,15 +124,26 @@ def verdict(run: Run) -> Verdict:
     return Verdict("broken", run.seconds, f"pytest exited with {run.status}: {last}")
 
 
-def judge(mutant: Mutant, folder: Path, limit: float) -> Verdict:
+def judge(mutant: Mutant, folder: Path, limit: float, stop: threading.Event) -> Verdict:
     """Apply a mutant to a copy, run its tests, and put the source back."""
     path = folder / mutant.file
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(source), encoding="utf-8")
     try:
-        return verdict(run_tests(folder, mutant.tests, mutant.only, limit))
+        return verdict(run_tests(folder, mutant.tests, mutant.only, limit, stop))
     finally:
         path.write_text(source, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def stopping(pool: ThreadPoolExecutor, stop: threading.Event) -> Iterator[None]:
+    """An exception, an interrupt included, also ends what the pool runs and what waits for it."""
+    try:
+        yield
+    except BaseException:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        raise
 
 
 def mutate(
@@ -138,6 +157,7 @@ def mutate(
     1 if one was not, 2 if the tests fail as it is."""
     with tempfile.TemporaryDirectory(prefix="genrt-mutants-") as parent:
         folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        stop = threading.Event()
         for number in range(jobs):
             folder = Path(parent, str(number))
             shutil.copytree(root, folder, ignore=LEFT_OUT)
@@ -146,7 +166,7 @@ def mutate(
         def clean(tests: str, only: str) -> Run:
             folder = folders.get()
             try:
-                return run_tests(folder, [tests], only, CLEAN_SECONDS)
+                return run_tests(folder, [tests], only, CLEAN_SECONDS, stop)
             finally:
                 folders.put(folder)
 
@@ -154,11 +174,11 @@ def mutate(
             usual = sum(seconds[tests, mutant.only] for tests in mutant.tests)
             folder = folders.get()
             try:
-                return judge(mutant, folder, 60 + 5 * usual)
+                return judge(mutant, folder, 60 + 5 * usual, stop)
             finally:
                 folders.put(folder)
 
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(jobs) as pool, stopping(pool, stop):
             named = dict.fromkeys((tests, m.only) for m in mutants for tests in m.tests)
             runs = dict(zip(named, pool.map(lambda key: clean(*key), named), strict=True))
             wrong = {key: run for key, run in runs.items() if run.status != 0}
@@ -167,7 +187,7 @@ def mutate(
             if wrong:
                 return 2
             seconds = {key: run.seconds for key, run in runs.items()}
-            report(f"{len(runs)} selections of tests pass on unbroken source")
+            report(f"selections of tests that pass on unbroken source: {len(runs)}")
             judging = {pool.submit(judged, mutant): mutant for mutant in mutants}
             kinds = []
             for future in as_completed(judging):
@@ -183,14 +203,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
     parser.add_argument(
-        "words", nargs="*", help="only mutants whose file or name holds each of these words"
+        "words", nargs="*", help="only mutants whose file or name holds one of these words"
     )
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
     parser.add_argument("--list", action="store_true", help="list them, and run nothing")
     options = parser.parse_args(arguments)
-    chosen = [m for m in MUTANTS if all(word in f"{m.file}: {m.name}" for word in options.words)]
+    words = options.words or [""]
+    chosen = [m for m in MUTANTS if any(word in f"{m.file}: {m.name}" for word in words)]
     if not chosen:
-        parser.error("no mutant's file or name holds all of these words")
+        parser.error("no mutant's file or name holds one of these words")
     if options.list:
         for mutant in chosen:
             print(f"{mutant.file}: {mutant.name}")
@@ -199,4 +220,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -45,7 +45,8 @@ def collected() -> dict[int, Proofs]:
                     if name not in names:
                         names.append(name)
 
-    code = pytest.main(["--collect-only", "-qq", "--no-summary", str(ROOT)], plugins=[Collector()])
+    quietly = ["--collect-only", "-qq", "--no-summary", "-p", "no:randomly"]
+    code = pytest.main([*quietly, str(ROOT / "tests")], plugins=[Collector()])
     if code != pytest.ExitCode.OK:
         raise RuntimeError(f"the tests cannot be collected: {code!r}")
     return found

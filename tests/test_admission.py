@@ -48,6 +48,7 @@ def by_hand() -> Iterator[Callable[..., ByHand]]:
 Make = Callable[..., ByHand]
 
 
+@pytest.mark.promise(number=11)
 async def test_the_queue_holds_no_more_than_its_bound_and_everyone_is_answered(
     by_hand: Make,
 ) -> None:
@@ -71,6 +72,7 @@ async def test_the_queue_holds_no_more_than_its_bound_and_everyone_is_answered(
     assert sent == requests, "who came first is sent first"
 
 
+@pytest.mark.promise(number=11)
 async def test_the_queue_is_bounded_in_bytes_too(by_hand: Make) -> None:
     long = logprobs(*range(1, 9), *range(1, 9))
     hand = by_hand(max_queued_bytes=long.nbytes + A.nbytes)
@@ -195,6 +197,7 @@ async def test_room_that_a_failure_leaves_is_taken(by_hand: Make) -> None:
     assert right([C], await waiting)
 
 
+@pytest.mark.promise(number=11)
 async def test_clients_take_turns(by_hand: Make) -> None:
     """A flood on one loop delays another loop's question by one flush, not by the flood."""
     hand = by_hand(max_queued_requests=2)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from genrt.batcher import PATIENCE, Batcher
+from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result
 from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory
+from genrt.gathering import PATIENCE
 from genrt.rows import apart
 from tests.scripted import (
     PATIENCE_SECONDS,

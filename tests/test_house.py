@@ -55,6 +55,7 @@ HOUSE = (
     "engine_thread.py",
     "batcher.py",
     "admission.py",
+    "gathering.py",
     "waiters.py",
     "statistics.py",
     "answers.py",

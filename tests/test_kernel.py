@@ -1,5 +1,5 @@
 """A runtime on vLLM in a Jupyter kernel: the stop button in the middle of a long run, of blocking calls
-and of awaits, and a restart. Nothing is timed: a cell says that it is going; then it is interrupted."""
+and of awaits, and a restart. Nothing is timed: a cell says that it is going, and is then interrupted."""
 
 from __future__ import annotations
 

@@ -77,6 +77,7 @@ class Small(ScriptedEngine):
 WHEN = pytest.mark.parametrize("when", ["submit", "step", "answer"])
 
 
+@pytest.mark.promise(number=7)
 @WHEN
 @pytest.mark.parametrize("capacity", range(1, 18))
 async def test_a_flush_that_is_too_large_is_halved_until_it_fits(when: str, capacity: int) -> None:
@@ -94,6 +95,7 @@ async def test_a_flush_that_is_too_large_is_halved_until_it_fits(when: str, capa
     assert right(requests, await again)
 
 
+@pytest.mark.promise(number=7)
 @WHEN
 async def test_one_that_fits_nowhere_fails_alone(when: str) -> None:
     class Hopeless(Small):

@@ -473,7 +473,8 @@ async def test_a_cancelled_extension_and_a_failed_step_leave_no_wrong_residents(
 @pytest.mark.promise(number=14)
 @pytest.mark.vllm
 def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path]) -> None:
-    """Three adapters where a step takes two: rows with residency equal those without."""
+    """Three adapters where a step takes two, and forks of one: rows with residency equal those
+    without."""
     prompts = [[n, *range(30)] for n in range(4)]
     results = []
     for residency in (True, False):
@@ -495,7 +496,10 @@ def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path
                             for name in (None, "a", "b", "c")
                         )
                     )
-                return rows
+                before = [*prompts[0], *range(5)]  # all go on from one, the others are passed over
+                return rows + await asyncio.gather(
+                    *(lm.next_token_logprobs([*before, n], adapter="a") for n in range(10))
+                )
 
             results.append(asyncio.run(grow()))
             assert (lm.statistics().engine.extended > 0) == residency

@@ -32,6 +32,7 @@ from genrt.engine import Finished, LogprobsRequest, ReadRequest, Request
 from genrt.engines.exact import NGram
 from genrt.engines.residency import Residents
 from genrt.errors import EngineDied, EngineFailed, GenrtError
+from genrt.gathering import Gatherings
 from genrt.lm import AsyncLM
 from genrt.rows import together
 from genrt.testing import Faults, Report, run_simulated, simulate, soak
@@ -446,13 +447,13 @@ def the_youngest_go_first(patch: Patch) -> None:
 
 
 def a_quiet_loop_wakes_nobody(patch: Patch) -> None:
-    quiet = Batcher._quiet
+    quiet = Gatherings._quiet
 
-    def quiet_so(self: Batcher, *args: Any) -> None:
+    def quiet_so(self: Gatherings, *args: Any) -> None:
         patch.setattr(self, "_wake", lambda: None)
         quiet(self, *args)
 
-    patch.setattr(Batcher, "_quiet", quiet_so)
+    patch.setattr(Gatherings, "_quiet", quiet_so)
 
 
 def closed_loops_are_not_swept(patch: Patch) -> None:

@@ -493,6 +493,23 @@ def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled
         engine.close()
 
 
+def test_samples_never_take_every_slot_from_rows(llama: Path) -> None:
+    from genrt.engine import SampleRequest
+    from genrt.engines.vllm import open_vllm
+
+    engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 4})
+    try:
+        samples = [SampleRequest((1, n), max_tokens=50, seed=n) for n in range(6)]
+        engine.submit(samples)
+        assert engine.step() == []
+        row = LogprobsRequest((1, 2, 3))
+        engine.submit([row])
+        ends = [end for _ in range(3) for end in engine.step()]
+        assert [end.request for end in ends] == [row], "the samples go on"
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("fails", ["the step", "the row"])
 def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
     llama: Path, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -50,6 +50,7 @@ async def ask(lm: AsyncLM, contexts: Sequence[Sequence[int]], oracle: Oracle) ->
         assert float((oracle(context) - row).abs().max()) < TOLERANCE
 
 
+@pytest.mark.promise(number=7)
 @pytest.mark.parametrize("capacity", [1, 2, 5, 8, 11])
 async def test_a_step_that_runs_out_of_memory_is_tried_in_halves(
     shared: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capacity: int
@@ -79,6 +80,7 @@ async def test_a_step_that_runs_out_of_memory_is_tried_in_halves(
     assert (after.queued, after.in_flight) == (0, 0)
 
 
+@pytest.mark.promise(number=7)
 async def test_one_sequence_that_fits_nowhere_fails_alone(
     shared: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,13 +40,7 @@ from genrt.engine import (
     Request,
     SampleRequest,
 )
-from genrt.engines.capture import (
-    TICKET,
-    FiniteCheck,
-    RemoteStore,
-    RowStore,
-    log_probabilities,
-)
+from genrt.engines.capture import TICKET, FiniteCheck, RemoteStore, RowStore, log_probabilities
 from genrt.engines.open_requests import OpenRequests
 from genrt.engines.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.runners import runner_of
@@ -270,7 +264,7 @@ class VLLMEngine:
         if self._open is None or not self._open.holds(len(rows)):
             return
         names = dict(self._decoded)
-        if any(row not in names for row in rows):
+        if not names.keys() >= set(rows):
             return
         token_ids = token_ids.clamp(min=0.0).int()
         try:

@@ -468,7 +468,7 @@ class Ledger:
         """Neither batcher nor engine hold anything, once nobody waits any more."""
         batcher = self._batcher
         s = batcher.statistics()
-        held = (batcher._entries, batcher._gathering, batcher._ready, batcher._withdrawn)
+        held = (batcher._entries, batcher._gatherings, batcher._ready, batcher._withdrawn)
         count = s.queued + s.in_flight + s.waiting
         if any(held) or count or (batcher._retired and self._closed is None):
             self.violated(f"nobody waits, but the batcher holds {held}: {batcher}")

@@ -1,0 +1,376 @@
+"""The mutation list, continued: what computes and what is computed. ``mutants.py`` has the rest, and says
+what it is for."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant, breaks
+
+__all__ = ["OF_THE_NUMBERS"]
+
+OF_THE_NUMBERS: tuple[Mutant, ...] = (
+    *breaks(
+        "sampling.py",
+        "test_sampling.py",
+        (
+            "min-p counts from the row before it is tempered",
+            "kept.masked_fill(kept < floor.log(), -math.inf)",
+            "kept.masked_fill(batch - peak < floor.log(), -math.inf)",
+        ),
+        (
+            "top-p drops the token that reaches it",
+            ".cumsum(dim=-1) <= 1 - nucleus",
+            ".cumsum(dim=-1) < 1",
+        ),
+        (
+            "the weight of a tempered draw is that of the tempered row",
+            "masked_fill_(dead, -1.0), logprobs, log_mass]",
+            "masked_fill_(dead, -1.0), logprobs, peak + log_total]",
+        ),
+        (
+            "a dead end draws the first token",
+            "token_ids.double().masked_fill_(dead, -1.0)",
+            "token_ids.double()",
+        ),
+        (
+            "a token of probability 0 is drawn by a uniform of 0",
+            "passed = sums > sums.amax",
+            "passed = sums >= sums.amax",
+        ),
+        (
+            "a seed's two numbers are one",
+            "np.array([[1, 2]], dtype=np.uint64)",
+            "np.array([[1, 1]], dtype=np.uint64)",
+        ),
+        (
+            "a row's draw depends on the generators of others",
+            "torch.cat([_rand(1, generator) for generator in generators])",
+            "_rand(count, generators[0])",
+        ),
+        (
+            "greedy takes the last of equally likely tokens",
+            "torch.where(batch == peak, indices, width).min(",
+            "torch.where(batch == peak, indices, -1).max(",
+        ),
+    ),
+    *breaks(
+        "resampling.py",
+        "test_inference.py",
+        (
+            "systematic resampling draws a uniform for each stratum",
+            "rng.random()) / n)",
+            "rng.random(n)) / n)",
+        ),
+        (
+            "a weight of 0 has children",
+            'below_one, side="right")',
+            'below_one, side="left")',
+        ),
+        (
+            "the remainders count what is certain a second time",
+            "_inverse(expected - certain, ",
+            "_inverse(expected, ",
+        ),
+        (
+            "the effective sample size takes weights to be normalised",
+            "float(weights.sum() ** 2 / (weights**2).sum())",
+            "float(1 / (weights**2).sum())",
+        ),
+        only="ancestors or counts or ess or uniforms or equal_weights",
+    ),
+    *breaks(
+        "inference.py",
+        "test_inference.py",
+        (
+            "resampling forgets the evidence so far",
+            "before = np.full(len(before), state.log_evidence)",
+            "before = np.zeros(len(before))",
+        ),
+        (
+            "resampling leaves the particles where they are",
+            "tuple(particles[ancestor] for ancestor in ancestors)",
+            "tuple(particles)",
+        ),
+        (
+            "a text may end at the last step where it is not complete",
+            "torch.tensor([state.accepting for state in states])",
+            "True",
+        ),
+        (
+            "a weight grows by the token's probability, not by the mass of what may follow",
+            "drawn.log_mass.double()",
+            "drawn.logprobs.double()",
+        ),
+        (
+            "every step has the same randomness",
+            "spawn_key=(state.step,))",
+            "spawn_key=())",
+        ),
+        (
+            "the dead are asked about",
+            "if not particle.finished and log_weight > -math.inf",
+            "if not particle.finished",
+        ),
+        (
+            "texts of different constraint states share the next one",
+            "key = (id(state), token_id)",
+            "key = (0, token_id)",
+        ),
+        (
+            "of equal texts the posterior has the last one's weight",
+            "total[text] += float(weight)",
+            "total[text] = float(weight)",
+        ),
+        (
+            "the law of tempered rows is not that of the evidence",
+            "rows = sampling.truncate(rows, temperature=self._temperature)",
+            "rows = rows / self._temperature",
+        ),
+        (
+            "a run resamples after its last step",
+            "resampled = bool(unfinished) and state.ess <",
+            "resampled = state.ess <",
+        ),
+    ),
+    *breaks(
+        "constraints.py",
+        "test_constraints.py",
+        (
+            "a text may end where it is not complete",
+            "row[word] = row[word] | end if state.accepting else row[word] & ~end",
+            "row[word] = row[word] | end",
+        ),
+        (
+            "advancing a state changes it for those who share it",
+            "matcher = self.matcher.deep_copy()",
+            "matcher = self.matcher",
+        ),
+    ),
+    *breaks(
+        "engines/stepping.py",
+        "test_stepping.py test_exact.py",
+        (
+            "samples stay before the rows that came after them",
+            "            del self._in_progress[progress.request]\n"
+            "            if progress.request not in done:\n"
+            "                self._in_progress[progress.request] = progress\n",
+            "            if progress.request in done:\n"
+            "                del self._in_progress[progress.request]\n",
+        ),
+        (
+            "one poisoned row fails its whole step",
+            "sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) &",
+            "sound = ~(logits.isnan() | (logits == torch.inf)).any() &",
+        ),
+        (
+            "the stop token is part of the sample",
+            "            if not stopped:\n                progress.drawn.append(token)\n",
+            "            progress.drawn.append(token)\n",
+        ),
+        (
+            "an adapter goes while a request needs it",
+            "[each for each in self._leaving if each not in bound]",
+            "list(self._leaving)",
+        ),
+        (
+            "a failed step's requests go on",
+            "        lost = len(self._in_progress)\n        self._in_progress.clear()\n",
+            "        lost = len(self._in_progress)\n",
+        ),
+    ),
+    *breaks(
+        "engines/exact.py",
+        "test_exact.py",
+        (
+            "short contexts are filled up at their end",
+            "return (0,) * (order - len(tail)) + tail",
+            "return tail + (0,) * (order - len(tail))",
+        ),
+        (
+            "rows are the table's own memory",
+            "return self._table[_key(token_ids, self.order)].clone()",
+            "return self._table[_key(token_ids, self.order)]",
+        ),
+        (
+            "texts that were cut count as ended",
+            "                if unfinished:\n                    yield text, logprob\n",
+            "                yield text, logprob\n",
+        ),
+    ),
+    *breaks(
+        "engines/residency.py",
+        "test_residency.py",
+        (
+            "a guess may be another adapter's sequence",
+            "            and resident.adapter == adapter\n        )",
+            "        )",
+        ),
+        (
+            "a sequence that grew is still found as it was",
+            "            if resident.digest is not None:\n                self._undigest(resident)\n",
+            "",
+        ),
+        (
+            "pieces of a sequence that went stay in the index",
+            "            del names[name]\n",
+            "",
+        ),
+        (
+            "a context shares all of its tokens, the one to compute too",
+            "(best[0], min(best[1], most))",
+            "best",
+        ),
+        (
+            "any sequence that shares a piece is the nearest",
+            "if best is None or length > best[1]:",
+            "if best is None:",
+        ),
+        (
+            "a sequence that grew is cut into pieces from its beginning again",
+            "                len(pieces) * PIECE_BYTES, len(context)",
+            "                0, len(context)",
+        ),
+        only="TestResidents or grew",
+    ),
+    *breaks(
+        "engines/capture.py",
+        "test_capture.py",
+        (
+            "rows are matched by the order in which requests came",
+            "[self._tickets[index] for index in indices],",
+            "list(self._tickets.values()),",
+        ),
+        (
+            "of two requests that swap places one is lost",
+            "        if replaced is not None and direction == MoveDirectionality.SWAP:\n"
+            "            places[source] = replaced\n",
+            "",
+        ),
+        (
+            "a slot's next request has the last one's ticket",
+            "            self._tickets.pop(req_idx, None)\n            return False",
+            "            return False",
+        ),
+        (
+            "a slot's number is taken for its place in the step",
+            "rows.append(row)",
+            "rows.append(slot)",
+        ),
+        (
+            "rows that are not finite are answers",
+            "taken.append(None if position in not_finite[id(rows)] else rows[position])",
+            "taken.append(rows[position])",
+        ),
+        (
+            "only a step's first row is looked at for what is not finite",
+            "Leaving(self._first.sum())",
+            "Leaving(self._first[0])",
+        ),
+        (
+            "rows that were taken are kept",
+            "rows, position = self._rows.pop(ticket)",
+            "rows, position = self._rows[ticket]",
+        ),
+        (
+            "rows are looked for where they were in the step before",
+            "            return\n        self._layout = None\n",
+            "            return\n",
+        ),
+        (
+            "every token of a seeded sample has the same randomness",
+            "(step + 1) * 0x9E37",
+            "1 * 0x9E37",
+        ),
+        (
+            "of a prompt's parts the first one's row stays",
+            "self._rows[ticket] = (rows, position)",
+            "self._rows.setdefault(ticket, (rows, position))",
+        ),
+        (
+            "half-precision logits give half-precision rows",
+            "return logits.log_softmax(dim=-1, dtype=torch.float32)",
+            "return logits.log_softmax(dim=-1)",
+        ),
+    ),
+    *breaks(
+        "engines/open_requests.py",
+        "test_residency.py",
+        (
+            "a held step is run although its sequences have moved on",
+            "fits = len(tokens) == len(by_name) and positions == held.positions",
+            "fits = len(tokens) == len(by_name)",
+        ),
+        (
+            "a sequence that vLLM has forgotten is thought to be resident",
+            "        for name in gone:\n            self._drop(name)\n",
+            "",
+        ),
+        only="population or between_two_steps or cancelled_extension",
+    ),
+    *breaks(
+        "engines/open_scheduler.py",
+        "test_residency.py",
+        (
+            "the copy of a shared block is forgotten",
+            "copied=donated[full].block_id if length % self.block_size else None,",
+            "copied=None,",
+        ),
+        (
+            "a fork's blocks are not counted as shared",
+            "        pool.touch(kept)\n",
+            "",
+        ),
+        (
+            "an evicted sequence is thought to be resident",
+            "        self._evicted.append(request_id)\n",
+            "",
+        ),
+        only="30-4-4 or population",
+    ),
+    *breaks(
+        "engines/open_scheduler.py",
+        "test_residency.py",
+        (
+            "parked requests are not evicted for what waits",
+            "    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:\n"
+            "        if self.parked:\n            self._make_room()\n",
+            "    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:\n",
+        ),
+        (
+            "more slots are taken than the runner has",
+            "slots = held + len(waiting) - self._max_held",
+            "slots = 0",
+        ),
+        only="slot",
+    ),
+    *breaks(
+        "engines/open_scheduler.py",
+        "test_residency.py",
+        (
+            "a fork takes the seat of another adapter's sequence",
+            "            or request.lora_request != donor.lora_request\n",
+            "",
+        ),
+        (
+            "a step has more adapters than there is room for",
+            "                if len(wanted) > self.lora_config.max_loras:\n"
+            "                    continue\n",
+            "",
+        ),
+        only="adapters",
+    ),
+    *breaks(
+        "engines/vllm_engine.py",
+        "test_vllm.py",
+        (
+            "the stop token of vLLM's samples is returned",
+            "result = tuple(token_ids[:-1] if stopped else token_ids)",
+            "result = tuple(token_ids)",
+        ),
+        (
+            "samples take every slot there is",
+            "self._max_samples = max(1, self._max_num_seqs - max(1, self._max_num_seqs // 8))",
+            "self._max_samples = self._max_num_seqs",
+        ),
+        only="stop_token or every_slot",
+    ),
+)
