@@ -59,7 +59,7 @@ class Soak:
             lm.batch_next_token_logprobs([context() for _ in range(30)]),
             lm.batch_sample([context() for _ in range(10)], max_tokens=3),
         ]
-        doomed = [asyncio.create_task(lm.sample(context(), max_tokens=90)) for _ in range(30)]
+        doomed = [asyncio.create_task(lm.sample(context(), max_tokens=400)) for _ in range(30)]
         self.asked += 240
         await asyncio.sleep(0)
         for task in doomed[::2]:
