@@ -20,7 +20,14 @@ from genrt import demo
 from genrt.engines.exact import NGram
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "PROMISES.md", "tests/README.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "PROMISES.md",
+    "SECURITY.md",
+    "tests/README.md",
+]
 RESULT_BEFORE_LINE = 35
 
 

@@ -8,7 +8,7 @@ import vllm
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from genrt.engines.vllm_config import TURN, check_version, configure, translated
+from genrt.engines.vllm_config import TURN, check_version, configure, on_loopback, translated
 from genrt.engines.vllm_engine import VLLMEngine
 from genrt.engines.vllm_self_test import self_test
 
@@ -26,12 +26,12 @@ def open_vllm(
 
     Raises:
         InvalidRequest: an option that vLLM does not have, or has no such value for.
-        ModelNotFound: vLLM finds no such model.
+        ModelNotFound: vLLM finds no such model, or it has no weights in safetensors.
         EngineUnsupported: a version of vLLM, or an option, that genrt does not work with.
         EngineFailed: anything else that vLLM raised, with its message.
     """
     check_version(vllm.__version__)
-    with TURN:
+    with TURN, on_loopback():
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         executor = Executor.get_class(config)
         try:

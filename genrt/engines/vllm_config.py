@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ __all__ = [
     "check_version",
     "configure",
     "core_request",
+    "on_loopback",
     "reserved_share",
     "sampling_params",
     "translated",
@@ -48,8 +51,24 @@ TURN = threading.RLock()
 """Held by the engine that calls vLLM. What a forward is about, and the configuration that is opened, are
 globals of vLLM's: the engines of a process take turns."""
 
+GLOO = "GLOO_SOCKET_IFNAME"
+
 CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
 """On a CPU, compiling takes longer than it saves, and vLLM would take most of the memory."""
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Have torch's gloo, of which vLLM makes groups of one process, listen on the loopback interface.
+    It is told by the environment; who set that themselves keeps it."""
+    if GLOO in os.environ:
+        yield
+        return
+    os.environ[GLOO] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[GLOO]
 
 
 def check_version(version: str) -> None:
@@ -68,6 +87,7 @@ def configure(
 ) -> VllmConfig:
     """``EngineArgs``' configuration with genrt's processor in it; raises as ``open_vllm`` says."""
     options = {"disable_log_stats": True, **options, "model": checkpoint}
+    options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         options.setdefault("log_level", "ERROR")
     if options.get("speculative_config"):
@@ -106,6 +126,22 @@ def configure(
         CaptureV2 if config.use_v2_model_runner else CaptureV1,
     ]
     return config
+
+
+def _load_format(checkpoint: str, given: str) -> str:
+    """The one that is asked for, but for those by which vLLM may unpickle weights."""
+    if given in ("pt", "npcache"):
+        raise InvalidRequest(
+            f"load_format={given!r} unpickles weights, which can run code: convert them to safetensors"
+        )
+    if given not in ("auto", "hf"):
+        return given
+    directory = Path(checkpoint)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ModelNotFound(
+            f"{checkpoint} has no weights in safetensors; pickled ones are not loaded: convert them"
+        )
+    return "safetensors"
 
 
 def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
