@@ -38,6 +38,10 @@ T = TypeVar("T")
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for the step in progress before it leaves the thread to end by itself."""
 
+EXIT_SECONDS = 60.0
+"""How long an interpreter that exits waits for an engine that is being opened: it may crash if it goes on
+while the thread is anywhere in native code."""
+
 
 class EngineThread:
     """An engine on a thread of its own, and the batcher that feeds it.
@@ -173,6 +177,11 @@ class EngineThread:
             self._start()
             return self.opened
 
+    def _give_up_opening(self) -> None:
+        self.close(wait=False)
+        if os.getpid() == self._process:
+            self._thread.join(EXIT_SECONDS)
+
     @property
     def alive(self) -> bool:
         """Whether the thread runs, in this process, and has not been told to end."""
@@ -215,11 +224,11 @@ class EngineThread:
 
     def _open(self) -> AnsweringEngine:
         """Another engine, with the adapters of the one before."""
-        atexit.register(self.close)  # an interpreter that exits in the middle of loading may crash
+        atexit.register(self._give_up_opening)
         try:
             answering = AnsweringEngine(self._open_engine(), self._cache)
         finally:
-            atexit.unregister(self.close)  # from here on, whoever holds the runtime closes it
+            atexit.unregister(self._give_up_opening)
         try:
             for adapter, path in self._loaded.items():
                 answering.add_adapter(adapter, path)

@@ -85,7 +85,7 @@ def run_tests(
         "-p",
         "no:cacheprovider",
     ]
-    command += [*tests, *(["-k", only] if only else [])]
+    command += ["-p", "no:randomly", *tests, *(["-k", only] if only else [])]
     started = time.monotonic()
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(

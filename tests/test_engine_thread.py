@@ -541,7 +541,7 @@ PROGRAMS = {
     "collected": "lm.next_token_logprobs_sync([1]); del lm; gc.collect()",
     "collected in a cycle": "cycle = [lm]; cycle.append(cycle); del cycle, lm",
     "abandoned while opening": """
-        engine_thread.CLOSE_SECONDS = 0.1
+        engine_thread.EXIT_SECONDS = 0.1
         threading.Thread(target=lambda: genrt.load(engine=threading.Event().wait), daemon=True).start()
     """,
     "forked": """

@@ -1,4 +1,4 @@
-"""An interrupt at any moment leaves no ghost requests: SIGINT at every fourth line of genrt on the exact
+"""An interrupt at any moment leaves no ghost requests: SIGINT at every eighth line of genrt on the exact
 engine, and at fifty moments on vLLM; afterwards the next rows are right, nothing is queued or in flight,
 the engine works on nothing, and no waiter is kept."""
 
@@ -14,7 +14,7 @@ from tests import children
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=10)]
 
 PROGRAMS = {
-    "every fourth line, on the exact engine": """
+    "every eighth line, on the exact engine": """
         from genrt.engines.exact import NGram
         for room in (100_000, 4):  # of four places, so that questions wait for room
             lm = genrt.load(
@@ -22,7 +22,7 @@ PROGRAMS = {
             )
             examination = interrupts.Examination(lm)
             for name, program in interrupts.PROGRAMS.items():
-                for number in itertools.count(room % 3, 4):
+                for number in itertools.count(room % 7, 8):
                     wrong = examination.interrupt(program, interrupts.at_line(number))
                     if wrong is None:
                         break
@@ -73,5 +73,5 @@ def test_an_interrupt_at_any_moment_leaves_no_ghosts(
     counts, wrongs = json.loads(ends[name].out)
     assert wrongs == []
     assert len(counts) == 3
-    least = 17 if "fifty" in name else 300
+    least = 17 if "fifty" in name else 100
     assert min(counts.values()) >= least, counts
