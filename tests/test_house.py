@@ -80,6 +80,7 @@ HOUSE = (
     "engine.py",
     "sampling.py",
     "trie.py",
+    "texts.py",
     "vocabulary.py",
     "errors.py",
 )
