@@ -45,7 +45,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrt import sampling
-from genrt.constraints import Constraint, ConstraintState, masks
+from genrt.constraints import ConstraintState, masks
+from genrt.constraints import MaskedConstraint as Constraint
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.resampling import (
