@@ -49,7 +49,7 @@ async def draw(
     the logarithm of their total weight, given that token; ``(DEAD, -inf)`` if it allows none.
 
     Args:
-        weights: ``[V]``, at least 0, not necessarily normalised; a token of weight 0 is never asked about.
+        weights: ``[V]``, at least 0, normalised or not; a token of weight 0 is never asked about.
         check: asked about a token at most once.
     """
     remaining = weights.copy()

@@ -155,7 +155,7 @@ class Rejection:
         on_step: Callable[[Kept, tuple[Drawn, ...]], None] | None = None,
         progress: bool = False,
     ) -> Result:
-        """All batches from ``init(seed)``: what was kept, weighted alike. The same seed gives the same."""
+        """All batches from ``init(seed)``: what was kept, weighted alike. Equal seeds, equal texts."""
         state = self.init(seed)
         with Progress("rejection", None, shown=progress) as shown:
             async for after, batch in self.steps(state):

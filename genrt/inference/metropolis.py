@@ -1,17 +1,17 @@
 r"""Metropolis–Hastings over texts: chains that cut a text somewhere and grow another suffix.
 
-The target pi is the model's: of a ``TextModel``, the constrained and weighted law of its texts. A chain's
-text x has n steps, those of its tokens with the end token if it was drawn. A move cuts it before a step c,
-uniformly chosen among the n, grows another text x' of n' steps from the prefix, by the model's proposal,
-and takes it with probability
+The target pi is the model's: of a ``TextModel``, the constrained and weighted law of its texts. A
+chain's text x has n steps, one for each token, the end token included if it was drawn. A move cuts it
+before a step c, uniformly chosen among the n, grows another text x' of n' steps from the prefix, by the
+model's proposal, and takes it with probability
 
     min(1, (W' / n') / (W / n)),
 
-where W and W' are what the two suffixes gain on the way, the incremental weights of the model: for a
-masked proposal q(x_t) = p(x_t) 1[x_t in A_t] / p(A_t), W = phi(x) prod_{t >= c} p(A_t), so that the ratio is
-pi(x') q(x, c) / (pi(x) q(x', c)) in full. With weights that are unbiased estimates, as in adaptive weighted
-rejection, each text keeps the estimates it was drawn with, and pi is still invariant (Andrieu & Roberts
-2009, the pseudo-marginal approach).
+where W and W' are the products of what the two suffixes gain on the way, by the model. For a masked
+proposal q(x_t) = p(x_t) 1[x_t in A_t] / p(A_t) that is exp(phi(x)) prod_{t >= c} p(A_t), so that the
+ratio is pi(x') q(x, c) / (pi(x) q(x', c)) in full. With weights that are unbiased estimates, as in
+adaptive weighted rejection, each text keeps the estimates it was drawn with, and pi is still invariant
+(Andrieu & Roberts 2009, the pseudo-marginal approach).
 
 A chain begins with an importance sample of the model: with the first text whose weight is positive.
 Texts of later steps follow pi ever more closely; there is no estimate of the evidence.

@@ -41,7 +41,7 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
 
 def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)
+        type(function).__call__
     )
 
 

@@ -17,16 +17,16 @@ of the program, of the product of its observations. A masked ``sample`` draws fr
 the mask and observes the mask's mass, so that it counts as a draw from the row, and the mask as a
 condition.
 
-A step takes every particle from its next ``sample`` to the one after, or to its end. Resampling may copy a
-particle in between, and a coroutine cannot be copied. So a particle is the list of its choices: one child
-goes on where its parent stopped, the others run from the beginning with the choices that were made,
+A step takes every particle from its next ``sample`` to the one after, or to its end. Resampling may copy
+a particle in between, and a coroutine cannot be copied. So a particle is the list of its choices: one
+child goes on where its parent stopped, the others run from the beginning with the choices that were made,
 without asking anybody for them, before they go on by themselves. Therefore a program has to be a function
 of its choices: all randomness comes from ``p``, and what it changes outside of itself it changes again.
-``asyncio.timeout`` and task groups may not be open around a ``sample``, since another task goes on after it.
+``asyncio.timeout`` and task groups may not be open around a ``sample``: another task goes on after it.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
-(particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering of
-large language models using probabilistic programs*.
+(particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
+of large language models using probabilistic programs*.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class _Choice(NamedTuple):
-    """What was chosen, and for what; a program that asks for something else when it runs again is refused."""
+    """What was chosen, and for what: a program that runs again has to ask for the same."""
 
     asked: tuple[Any, ...]
     chosen: Any

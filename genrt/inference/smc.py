@@ -157,7 +157,7 @@ class SMC:
             isinstance(resample_when, int | float) and 0 <= resample_when <= 1
         ):
             raise InvalidRequest(
-                f"resample_when is {resample_when!r}: give a share from 0 to 1, or a function of the state"
+                f"resample_when is {resample_when!r}: give a share from 0 to 1, or a rule"
             )
         if not callable(resample):
             raise InvalidRequest(
