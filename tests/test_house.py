@@ -30,6 +30,8 @@ HOUSE = (
     "demo.py",
     "__init__.py",
     "testing/__init__.py",
+    "testing/laws.py",
+    "testing/enumeration.py",
     "testing/soak.py",
     "testing/simulation.py",
     "testing/simulated_clients.py",
