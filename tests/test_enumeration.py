@@ -13,7 +13,7 @@ import torch
 
 import genrt
 from genrt import sampling
-from genrt.constraints import regex
+from genrt.constraints import all_of, predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.testing import ExactPosterior, exact_posterior
@@ -23,6 +23,8 @@ EOS = 4
 MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], order=2, seed=3, zeros=0.25, eos_token_id=EOS)
 """Several tokenizations of one text, tokens that never follow others, and so dead ends."""
 PROMPT = [0, 1]
+with genrt.load(MODEL, engine="exact") as runtime:
+    NEVER = regex("x", runtime)
 
 
 def by_hand(max_tokens: int, weigh: Any, *, unfinished: bool = False, model: NGram = MODEL) -> Any:
@@ -76,7 +78,8 @@ def test_a_potential_weighs_finished_texts() -> None:
         return -math.inf if text.bytes == b"a" else 2.0 - len(text.bytes)
 
     found = exact_posterior(MODEL, PROMPT, max_tokens=4, potential=potential)
-    expect(found, *by_hand(4, lambda text: 0 if text == "a" else math.exp(2 - len(text))))
+    weigh = lambda text: 0 if text == "a" else math.exp(2 - len(text))
+    expect(found, *by_hand(4, weigh, unfinished=True))
     assert all(text.finished for text in seen)
     assert len(set(seen)) == len(seen)
     assert b"a" not in found.texts
@@ -110,6 +113,26 @@ def test_where_nothing_is_possible_there_is_no_posterior(pattern: str) -> None:
     assert (dict(found.token_ids), dict(found.texts)) == ({}, {})
 
 
+def test_predicates_and_products_are_asked() -> None:
+    texts: list[Text] = []
+
+    def even(text: Text) -> bool:
+        texts.append(text)
+        return not text.finished or len(text.bytes) % 2 == 0
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        both = all_of(regex("(ab?)*", lm), predicate(even, lm))
+        found = exact_posterior(MODEL, PROMPT, max_tokens=4, constraint=both)
+    weigh = lambda text: bool(re.fullmatch("(ab?)*", text)) and len(text) % 2 == 0
+    expect(found, *by_hand(4, weigh))
+    assert len(texts) == len(set(texts))
+
+
+def test_a_prompt_may_be_text() -> None:
+    as_text = exact_posterior(MODEL, "ba", max_tokens=3)
+    assert as_text.texts == exact_posterior(MODEL, [3], max_tokens=3).texts
+
+
 def test_a_narrow_constraint_is_enumerated_over_many_tokens() -> None:
     model = NGram.random(20, seed=1, eos_token_id=19)
     with genrt.load(model, engine="exact") as lm:
@@ -135,13 +158,15 @@ def test_probabilities_too_small_for_a_float_still_make_a_posterior() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
-        ({"prompt": "ab"}, "token ids"),
+        ({"prompt": "x"}, "cannot spell the text"),
         ({"prompt": [7]}, "token id"),
+        ({"prompt": [0.5]}, "token id"),
+        ({"constraint": "a+"}, "the constraint is a str"),
         ({"model": "exact"}, "NGram"),
         ({"max_texts": 10}, "max_texts=10"),
-        ({"potential": lambda text: math.nan}, "potential of b'.*' is nan"),
+        ({"potential": lambda text: math.nan}, "the potential gave nan for 'a*b*'"),
         ({"potential": lambda text: math.inf}, "log-weight"),
-        ({"model": NGram.random(3), "potential": lambda text: 0.0}, "eos_token_id"),
+        ({"model": NGram.random(5), "constraint": NEVER}, "eos_token_id"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:

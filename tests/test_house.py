@@ -31,6 +31,7 @@ HOUSE = (
     "__init__.py",
     "testing/__init__.py",
     "testing/laws.py",
+    "testing/bets.py",
     "testing/enumeration.py",
     "testing/soak.py",
     "testing/simulation.py",

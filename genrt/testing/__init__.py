@@ -9,7 +9,11 @@ from pathlib import Path
 from genrt.engine import Engine
 from genrt.testing import conformance
 from genrt.testing.enumeration import ExactPosterior, exact_posterior
-from genrt.testing.laws import assert_samples_from, assert_unbiased
+from genrt.testing.laws import (
+    assert_samples_from,
+    assert_unbiased,
+    assert_weighted_samples_from,
+)
 from genrt.testing.simulated_engine import Faults
 from genrt.testing.simulation import Report, run_simulated, simulate
 from genrt.testing.witness import Witness
@@ -20,6 +24,7 @@ __all__ = [
     "Report",
     "assert_samples_from",
     "assert_unbiased",
+    "assert_weighted_samples_from",
     "check_engine",
     "exact_posterior",
     "run_simulated",

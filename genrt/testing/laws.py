@@ -1,25 +1,9 @@
-r"""Laws that samples and weights of a right sampler obey, as assertions with an error level that holds.
+"""Laws that the samples and weights of a right sampler obey, as assertions whose error level holds.
 
-Both assertions are bets against the null hypothesis that the sampler is right. A bet starts with a
-capital of 1 and is fair or worse if the hypothesis is true, so its end capital E has mean at most 1, and
-by Markov's inequality P(E >= 1/level) <= level: for any number of runs and any distribution, however
-skewed, without an appeal to the central limit theorem. 1/E is reported as the p-value. Several bets are
-combined by spreading the capital over them, that is by averaging.
-
-*Means.* If X >= 0 has mean m, a fixed share lambda in [0, 1] of the capital is bet on every X_i / m:
-
-    E = prod_i (1 + lambda (X_i / m - 1)),
-
-which grows if the true mean is above m. If X <= h, the same with h - X and h - m grows if it is below.
-Without a bound h no test at all can find too small a mean at a level that holds (Bahadur & Savage 1956):
-what was not seen yet may make up for it.
-
-*Categories.* The bet is a likelihood ratio of the counts: under a Dirichlet mixture around the stated
-probabilities, over the stated ones. Its mean under these is exactly 1, rare categories or not.
-
-Waudby-Smith & Ramdas (2024), *Estimating means of bounded random variables by betting*. Shafer (2021),
-*Testing by betting*. Bahadur & Savage (1956), *The nonexistence of certain statistical procedures in
-nonparametric problems*. Good (1967), *A Bayesian significance test for multinomial distributions*.
+The level is how often a right sampler may fail. It holds for any number of runs and any distribution,
+because the assertions are bets (``genrt.testing.bets``) and no approximations; they are a little harder
+to fail for it: a z-test at the level 1e-6 wants 4.9 standard errors, these about 6. Where a test makes
+many assertions the chance of one false alarm is at most the sum of their levels.
 """
 
 from __future__ import annotations
@@ -27,21 +11,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
-from genrt.resampling import Floats, log_mean_exp
+from genrt.inference.resampling import Floats, log_mean_exp
+from genrt.testing import bets
 
-__all__ = ["assert_samples_from", "assert_unbiased"]
+__all__ = ["assert_samples_from", "assert_unbiased", "assert_weighted_samples_from"]
 
-STAKES = 64
-"""Over how many shares, in geometric progression from 1/n to 1, the capital is spread."""
+ROUNDING = 1e-5
+"""The relative error of probabilities that come from float32 rows, with room to spare."""
 
 WORST = 5
-"""How many of the samples whose counts are most unlikely a message shows."""
+"""How many of the samples that are most off a message shows."""
+
+WATCHED = 100
+"""How many of the likeliest weighted samples are judged one by one; the others are judged together."""
 
 
 def assert_unbiased(
@@ -51,232 +40,261 @@ def assert_unbiased(
     level: float = 1e-6,
     lowest: float = 0.0,
     highest: float | None = 1.0,
-    rtol: float = 1e-5,
+    rtol: float = ROUNDING,
 ) -> None:
-    """Fail if the mean of what these estimates are drawn from is not ``exact``.
+    """Fail if what these estimates are drawn from has another mean than ``exact``.
 
-    The estimates come from independent runs: the evidence of each run of an SMC, or the weight of each
-    particle of an importance sampler, which never interact. A right sampler fails with probability
-    at most ``level``, whatever the distribution, as long as every estimate that can come lies between
-    ``lowest`` and ``highest``. A wrong one is found surely when its bias is more than about 6 standard
-    errors (at the default level), and n times the bias more than 15 times ``highest - lowest``: the
-    latter asks for many runs if the evidence is small beside ``highest``.
+    The estimates are of independent runs: the evidence of each run of SMC, or the weight of each particle
+    of an importance sampler, whose particles never interact. A right sampler fails with probability at
+    most ``level``, whatever the distribution between ``lowest`` and ``highest``. A wrong one is found if
+    its bias is more than about 6 standard errors (at the default level), and n times the bias more
+    than some 30 times ``highest - exact``, if it is too small; so an evidence that is small beside
+    ``highest`` takes many runs.
 
     Args:
-        estimates: as they are, not their logarithms; constant ones are well.
+        estimates: themselves, not their logarithms. All may be the same.
         exact: the mean that they should have.
-        level: how often a right sampler may fail.
-        lowest: no estimate can be less; that of weights is 0.
-        highest: no estimate can be more: 1 if the weights are probabilities, as for a constraint
-            alone. With a potential it is e to the largest one. ``math.inf`` says that there is no bound,
-            and then only too large a mean is found. ``None`` supposes twice the largest number seen or
-            expected: then the level is true only if no event that n runs may miss makes a good part of
-            the mean.
-        rtol: the relative error in ``exact`` and the estimates that is rounding.
+        lowest: no estimate can be less; for weights, 0.
+        highest: no estimate can be more. Weights made of probabilities, as with a constraint, are at
+            most 1, with a potential at most e to its largest value. ``math.inf`` says that there is no
+            bound; then only too large a mean is found. ``None`` supposes that there is nothing above
+            twice the largest number seen or expected: it finds both, but the level is true only if no
+            event that n runs may well miss makes a good part of the mean.
+        rtol: the relative error of ``exact`` and of the estimates that is rounding.
 
     Raises:
-        AssertionError: the mean is another, or an estimate is NaN or out of its bounds.
+        AssertionError: the mean is another, or an estimate is NaN or out of bounds.
         InvalidRequest: there are no estimates, or an argument is out of its range.
     """
     _check_level(level)
-    values = _array(estimates)
-    count = len(values)
-    if count == 0:
-        raise InvalidRequest("there are no estimates: give those of a few hundred runs")
-    supposed = highest is None
-    if highest is None:
-        highest = 2 * max(float(values.max()), abs(exact))
-    slack = rtol * abs(exact)
-    if not lowest <= exact <= highest:
+    values = _numbers("estimates", estimates)
+    if not len(values):
+        raise InvalidRequest("there are no estimates: give those of some hundred runs")
+    if math.isnan(exact):
+        raise InvalidRequest("exact is NaN: give the mean that the estimates should have")
+    if not 0 <= rtol < 1:
+        raise InvalidRequest(f"rtol is {rtol}: give a relative error of at least 0 and below 1")
+    at_most = 2 * max(float(values.max()), abs(exact)) if highest is None else highest
+    if not lowest <= exact <= at_most:
         raise InvalidRequest(
-            f"exact is {exact}, which is not between lowest={lowest} and highest={highest}: these "
+            f"exact is {exact:g}, which is not between lowest={lowest:g} and highest={at_most:g}: these "
             "are the least and the most that an estimate can be"
         )
-    outside = ~((values >= lowest - slack) & (values <= highest + slack))
-    if outside.any():
-        index = int(outside.argmax())
+    slack = rtol * abs(exact)
+    _check_bounds("estimate", values, lowest - slack, at_most * (1 + rtol))
+    capital = bets.on_mean(values, exact, lowest=lowest, highest=at_most, slack=slack)
+    if capital >= -math.log(level):
         raise AssertionError(
-            f"estimate {index} is {values[index]:.6g}, which is not between lowest={lowest:g} and "
-            f"highest={highest:g}: the sampler is wrong, or it is not made of probabilities alone; "
-            "then say by highest= what an estimate can be at most"
+            f"the estimates are biased: {_means(values, exact)}, p <= {_p(capital)} (level {level:g}).\n"
+            f"{_diagnosis(values, exact, bounded=highest is not None)}"
         )
-    values = values.clip(lowest, highest)
-    too_large = _log_capital(values - lowest, exact - lowest + slack)
-    too_small = (
-        _log_capital(highest - values, highest - exact + slack) if highest < math.inf else -math.inf
-    )
-    log_p = -float(np.logaddexp(too_large, too_small) - math.log(2))
-    if log_p > math.log(level):
-        return
-    mean = float(values.mean())
-    error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
-    raise AssertionError(
-        f"the estimates are biased: their mean is {mean:.6g}, and should be {exact:.6g}\n"
-        f"  standard error {error:.3g}, n = {count}, p <= {_power(log_p)} (level {level:g})\n"
-        f"  {_diagnosis(values, mean, exact, supposed)}"
-    )
 
 
 def assert_samples_from(
-    samples: Iterable[Hashable],
-    probabilities: Mapping[Hashable, float],
-    *,
-    level: float = 1e-6,
+    samples: Iterable[Hashable], probabilities: Mapping[Any, float], *, level: float = 1e-6
 ) -> None:
-    """Fail if independent samples don't have these probabilities.
+    """Fail if independent samples are drawn from other probabilities than these.
 
-    Samples that have them fail with probability at most ``level``, for any number of samples and
-    however rare some of them are. A sample of probability 0 fails at once.
-
-    It is not for weighted samples: their weights, run by run, are unbiased or not (``assert_unbiased``).
+    Samples that are fail with probability at most ``level``, however many there are, and however rare
+    some of them are. A sample of probability 0 fails at once. For weighted samples there is
+    ``assert_weighted_samples_from``.
 
     Args:
         samples: one for each independent draw; anything hashable.
-        probabilities: of every sample that can come; they add up to 1.
-        level: how often a right sampler may fail.
+        probabilities: of each sample that can come; they add up to 1.
 
     Raises:
-        AssertionError: they don't have them; the message shows the samples that are most off.
-        InvalidRequest: there are no samples, or the probabilities are not a distribution.
+        AssertionError: they are; the message shows the samples that are most off.
+        InvalidRequest: there are no samples, or the probabilities are no distribution.
     """
     _check_level(level)
-    counts = Counter(samples)
+    law = _distribution(probabilities)
+    try:
+        counts = Counter(samples)
+    except TypeError as error:
+        raise InvalidRequest(
+            f"the samples can't be counted, make them hashable: {error}"
+        ) from error
     count = counts.total()
-    law = {sample: float(probability) for sample, probability in probabilities.items()}
-    if any(not 0 <= probability < math.inf for probability in law.values()):
-        raise InvalidRequest("a probability is negative or not finite")
-    if count == 0:
-        raise InvalidRequest("there are no samples: give a few hundred")
-    impossible = [sample for sample in counts if not law.get(sample)]
-    if impossible:
+    if not count:
+        raise InvalidRequest("there are no samples: give some hundred")
+    for sample in _impossible(counts, law):
         raise AssertionError(
-            f"{impossible[0]!r} was sampled ({counts[impossible[0]]} of {count} times), and its "
-            f"probability is 0; so it is for {len(impossible)} of {len(counts)} distinct samples"
+            f"{sample!r} came {counts[sample]} of {count} times, and its probability is 0"
         )
-    total = math.fsum(law.values())
-    if abs(total - 1) > 1e-4:
-        raise InvalidRequest(f"the probabilities add up to {total:.6g}: they must add up to 1")
-    possible = [sample for sample, probability in law.items() if probability > 0]
-    expected = torch.tensor([law[sample] / total for sample in possible], dtype=torch.float64)
-    observed = torch.tensor([counts[sample] for sample in possible], dtype=torch.float64)
-    each = _log_cell_capitals(observed, expected)
-    together = _log_joint_capital(observed, expected)
-    log_p = -float(np.logaddexp(log_mean_exp(each.numpy()), together) - math.log(2))
-    if log_p > math.log(level):
-        return
-    worst = each.argsort(descending=True)[:WORST].tolist()
-    lines = [
-        f"  {possible[index]!r}: {int(observed[index])} times, "
-        f"expected {float(expected[index]) * count:.6g}"
-        for index in worst
+    observed = torch.tensor([counts[sample] for sample in law], dtype=torch.float64)
+    expected = torch.tensor(list(law.values()), dtype=torch.float64)
+    each = bets.on_each_count(observed, expected)
+    capital = bets.spread(log_mean_exp(each.numpy()), bets.on_all_counts(observed, expected))
+    if capital >= -math.log(level):
+        names = list(law)
+        worst = "\n".join(
+            f"  {names[index]!r}: {counts[names[index]]} times, "
+            f"expected {count * float(expected[index]):.4g}"
+            for index in each.argsort(descending=True)[:WORST].tolist()
+        )
+        raise AssertionError(
+            f"the samples have other probabilities: n = {count}, of {len(law)} that can come "
+            f"{len(counts)} did, p <= {_p(capital)} (level {level:g}). Most off are\n{worst}"
+        )
+
+
+def assert_weighted_samples_from(
+    runs: Iterable[tuple[Sequence[Hashable], Sequence[float] | Floats | Tensor]],
+    probabilities: Mapping[Any, float],
+    *,
+    log_evidence: float,
+    level: float = 1e-6,
+    highest: float | None = 1.0,
+    rtol: float = ROUNDING,
+) -> None:
+    """Fail if the weighted samples of independent runs are not properly weighted for this target. If they
+    are, a run's N samples x_i and weights w_i have
+
+        E[(1/N) sum_i w_i] = Z    and    E[(1/N) sum_i w_i 1(x_i = x)] = Z probability(x) for each x.
+
+    That is what importance sampling and SMC promise of any N, where normalised weights have a bias that
+    depends on it (Liu & Chen 1998, *Sequential Monte Carlo methods for dynamic systems*). A right sampler
+    fails with probability at most ``level``; what is found is as with ``assert_unbiased``. A positive
+    weight on a sample of probability 0 fails at once.
+
+    Args:
+        runs: for each independent run its samples and their unnormalised log-weights, -inf for the dead,
+            whose samples don't count: ``(result.token_ids, result.log_weights)`` of SMC.
+        probabilities: of each sample that can come; they add up to 1. Empty if Z is 0.
+        log_evidence: log Z.
+        highest: the mean weight of no run can be more; as with ``assert_unbiased``.
+        rtol: the relative error of weights and evidence that is rounding.
+
+    Raises:
+        AssertionError: they are not, or a weight is NaN; the message shows what is most off.
+        InvalidRequest: there are no runs, or an argument is out of its range.
+    """
+    _check_level(level)
+    evidence = math.exp(log_evidence)
+    law = _distribution(probabilities) if probabilities or evidence > 0 else {}
+    watched = {sample: place for place, sample in enumerate(list(law)[:WATCHED])}
+    rows = []
+    for samples, log_weights in runs:
+        logs = _numbers("log-weights", log_weights)
+        if len(logs) != len(samples) or not len(logs):
+            raise InvalidRequest(
+                f"a run has {len(samples)} samples and {len(logs)} log-weights: give one for each, of at "
+                "least one sample"
+            )
+        _check_bounds("log-weight", logs, -math.inf, math.inf)
+        alive = {x: weight for x, weight in zip(samples, logs, strict=True) if weight > -math.inf}
+        for sample in _impossible(alive, law):
+            raise AssertionError(
+                f"{sample!r} has the log-weight {alive[sample]:.4g}, and its probability is 0"
+            )
+        row = np.zeros(len(watched) + 1)
+        for sample, weight in zip(samples, np.exp(logs) / len(logs), strict=True):
+            if weight > 0:
+                row[watched.get(sample, len(watched))] += weight
+        rows.append(row)
+    if not rows:
+        raise InvalidRequest("there are no runs: give some hundred")
+    table = np.array(rows)
+    names = [
+        "the evidence",
+        *(f"the weight of {sample!r}" for sample in watched),
+        "that of all others",
     ]
-    raise AssertionError(
-        f"the samples don't have these probabilities: n = {count}, {len(possible)} possible, "
-        f"{len(counts)} seen, p <= {_power(log_p)} (level {level:g}); most off are\n"
-        + "\n".join(lines)
+    parts = [evidence * law[sample] for sample in watched]
+    means = [evidence, *parts, max(evidence - math.fsum(parts), 0.0)]
+    columns = [table.sum(axis=1), *table.T]
+    if len(law) <= WATCHED:
+        names, means, columns = names[:-1], means[:-1], columns[:-1]
+    at_most = 2 * max(float(columns[0].max()), evidence) if highest is None else highest
+    if evidence > at_most:
+        raise InvalidRequest(f"the evidence is {evidence:g}, above highest={at_most:g}")
+    _check_bounds("the mean weight of run", columns[0], 0.0, at_most * (1 + rtol))
+    capitals = [
+        bets.on_mean(values, mean, lowest=0.0, highest=at_most, slack=rtol * evidence)
+        for values, mean in zip(columns, means, strict=True)
+    ]
+    capital = bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
+    if capital >= -math.log(level):
+        order = sorted(range(len(names)), key=lambda place: -capitals[place])[:WORST]
+        worst = "\n".join(
+            f"  {names[place]}: {_means(columns[place], means[place])}" for place in order
+        )
+        place = order[0]
+        raise AssertionError(
+            f"the samples are not properly weighted: p <= {_p(capital)} (level {level:g}). Most off are\n"
+            f"{worst}\n{_diagnosis(columns[place], means[place], bounded=highest is not None)}"
+        )
+
+
+def _means(values: Floats, exact: float) -> str:
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return (
+        f"mean {float(values.mean()):.6g}, exact {exact:.6g}, standard error {error:.2g}, "
+        f"n = {len(values)}"
     )
 
 
-def _log_capital(values: Floats, mean: float) -> float:
-    """The log of what betting on non-negative values of this mean gives: large if they exceed it."""
-    if mean <= 0:
-        return math.inf if bool((values > 0).any()) else 0.0
-    shares = np.geomspace(1 / len(values), 1, STAKES)
-    gains = values / mean - 1
-    with np.errstate(divide="ignore"):
-        return log_mean_exp(np.array([np.log1p(share * gains).sum() for share in shares]))
-
-
-def _log_joint_capital(observed: Tensor, expected: Tensor) -> float:
-    """The log of the Dirichlet mixture's likelihood ratio, over concentrations from diffuse to narrow."""
-    logs = [
-        _log_ratio(observed, concentration * expected, expected).sum()
-        + math.lgamma(concentration)
-        - math.lgamma(concentration + int(observed.sum()))
-        for concentration in _concentrations(int(observed.sum()), len(expected))
-    ]
-    return log_mean_exp(np.array([float(value) for value in logs]))
-
-
-def _log_cell_capitals(observed: Tensor, expected: Tensor) -> Tensor:
-    """The log likelihood ratio of each count by itself, the category against all others: ``[k]``.
-
-    Mixtures around the stated probability see small deviations of common samples, and Jeffreys' prior
-    any deviation of rare ones.
-    """
-    count = int(observed.sum())
-    others = (1 - expected).clamp(min=0)
-    half = torch.full_like(expected, 0.5)
-    priors = [(half, half)]
-    priors += [
-        (concentration * expected, concentration * others)
-        for concentration in _concentrations(count, len(expected))
-    ]
-    logs = []
-    for here, there in priors:
-        concentration = here + there
-        logs.append(
-            _log_ratio(observed, here, expected)
-            + _log_ratio(count - observed, there, others)
-            + torch.lgamma(concentration)
-            - torch.lgamma(concentration + count)
-        )
-    return torch.stack(logs).logsumexp(0) - math.log(len(logs))
-
-
-def _log_ratio(observed: Tensor, prior: Tensor, expected: Tensor) -> Tensor:
-    """Per category: log Gamma(a + c) / Gamma(a) - c log p, which is 0 where c is."""
-    logs = torch.lgamma(prior + observed) - torch.lgamma(prior) - observed * expected.log()
-    return torch.where(observed > 0, logs, 0.0)
-
-
-def _concentrations(count: int, categories: int) -> list[float]:
-    """From one that makes nothing of the stated probabilities to one that differs from them by less than
-    so many samples can show."""
-    most = max(16.0, 16.0 * count * categories)
-    return [4.0**power for power in range(math.ceil(math.log(most, 4)) + 1)]
-
-
-def _diagnosis(values: Floats, mean: float, exact: float, supposed: bool) -> str:
-    if values.std() <= 1e-9 * abs(mean):
-        return "every estimate is the same: a constant factor is wrong, or weights are left out"
-    total = float(values.sum())
-    share = float(values.max()) / total if total > 0 else 0.0
+def _diagnosis(values: Floats, exact: float, *, bounded: bool) -> str:
+    """What may be wrong, in a sentence."""
+    mean = float(values.mean())
+    if float(values.max()) - float(values.min()) <= ROUNDING * abs(mean):
+        return "All are the same: a constant factor is wrong or left out."
     if mean > exact:
-        return "too large: a weight left out or counted twice, or not reset where particles are resampled"
-    if supposed and share * len(values) > 20:
+        return "Too large: a weight may be left out, or not reset where particles are resampled."
+    heaviest = float(values.max() / values.sum()) if values.sum() > 0 else 1.0
+    if not bounded and heaviest > 10 / len(values):
         return (
-            f"too small, but one run in {len(values)} has {share:.0%} of the total: these may be too few "
-            "runs of a heavy tail; give highest=, or more runs"
+            f"Too small: one of {len(values)} runs has {heaviest:.0%} of the total. It may be that what "
+            "is missing is rare and heavy: say by highest= how heavy, or give more runs."
         )
-    return "too small: texts that never come, a weight multiplied in twice, or particles dropped"
+    return "Too small: some texts may never come, or a weight is multiplied in twice."
 
 
-def _array(estimates: Iterable[float] | Floats | Tensor) -> Floats:
-    if isinstance(estimates, Tensor):
-        estimates = estimates.detach().cpu().double().numpy()
-    elif not isinstance(estimates, np.ndarray | Sequence):
-        estimates = list(estimates)
-    try:
-        values = np.asarray(estimates, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the estimates are not numbers: {error}") from error
-    if values.ndim != 1:
-        raise InvalidRequest(
-            f"the estimates have the shape {values.shape}: give one number for each run"
+def _impossible(samples: Iterable[Any], law: Mapping[Any, float]) -> list[Any]:
+    return [sample for sample in samples if sample not in law]
+
+
+def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> None:
+    outside = ~((values >= lowest) & (values <= highest))
+    if outside.any():
+        index = int(outside.argmax())
+        raise AssertionError(
+            f"{name} {index} is {values[index]:.6g}, and must be from {lowest:.6g} to {highest:.6g}: "
+            "either it is wrong, or more than this can be; then say so by lowest= and highest="
         )
-    return values
 
 
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
-        raise InvalidRequest(
-            f"level is {level}: give a probability above 0 and below 1, such as 1e-6"
-        )
+        raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
 
 
-def _power(log_p: float) -> str:
-    """A probability by its logarithm, also where it is too small for a float."""
-    if log_p == -math.inf:
-        return "0"
-    return f"{math.exp(log_p):.2g}" if log_p > -600 else f"1e{math.floor(log_p / math.log(10))}"
+def _distribution(probabilities: Mapping[Any, float]) -> dict[Any, float]:
+    """The positive ones, likeliest first, normalised."""
+    if any(not 0 <= probability < math.inf for probability in probabilities.values()):
+        raise InvalidRequest("a probability is negative or no finite number")
+    total = math.fsum(probabilities.values())
+    if abs(total - 1) > 1e-4:
+        raise InvalidRequest(f"the probabilities add up to {total:.6g}: they must add up to 1")
+    ranked = sorted(probabilities.items(), key=lambda entry: -entry[1])
+    return {sample: probability / total for sample, probability in ranked if probability > 0}
+
+
+def _numbers(name: str, values: Iterable[float] | Floats | Tensor) -> Floats:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().double().numpy()
+    try:
+        numbers = np.array(values if isinstance(values, np.ndarray) else list(values), np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the {name} are no numbers: {error}") from error
+    if numbers.ndim != 1:
+        raise InvalidRequest(f"the {name} have the shape {numbers.shape}: give a list of numbers")
+    return numbers
+
+
+def _p(log_capital: float) -> str:
+    """The p-value of a capital, also one that is too small for a float."""
+    if log_capital < 600:
+        return f"{min(math.exp(-log_capital), 1.0):.2g}"
+    return "0" if log_capital == math.inf else f"1e-{math.floor(log_capital / math.log(10))}"
