@@ -145,7 +145,7 @@ def constraints(
 ) -> SearchStrategy[Constraint]:
     """Constraints over this runtime's texts: finite sets of strings, regular expressions, predicates,
     and what satisfies two of them. Some are satisfied by nothing, some by everything, some by texts
-    alone that the model's tokens cannot spell. They shrink to short strings of the first tokens.
+    alone that the model's tokens cannot spell. They shrink to few and short parts.
 
     The runtime must be open, so they are drawn in the body of a test: ``data.draw(constraints(lm))``,
     with ``data=st.data()``.
