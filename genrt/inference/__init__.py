@@ -15,7 +15,7 @@ What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they
 
 from __future__ import annotations
 
-# from genrt.inference.baselines import BestOfN, Rejection
+from genrt.inference.baselines import BestOfN, Rejection
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
 from genrt.inference.programs import Execution, Program
@@ -36,7 +36,7 @@ from genrt.inference.text_model import TextModel, TextParticle
 
 __all__ = [
     "SMC",
-    #    "BestOfN",
+    "BestOfN",
     "Chains",
     "Execution",
     "Growth",
@@ -46,7 +46,7 @@ __all__ = [
     "Moves",
     "Particle",
     "Program",
-    #    "Rejection",
+    "Rejection",
     "Resampler",
     "Result",
     "State",
