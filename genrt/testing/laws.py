@@ -232,11 +232,11 @@ def assert_weighted_samples_from(
 
 
 def _means(values: Floats, exact: float) -> str:
+    mean = float(values.mean())
     error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return (
-        f"mean {float(values.mean()):.6g}, exact {exact:.6g}, standard error {error:.2g}, "
-        f"n = {len(values)}"
-    )
+    if error < 1e-12 * abs(mean):
+        error = 0.0
+    return f"mean {mean:.6g}, exact {exact:.6g}, standard error {error:.2g}, n = {len(values)}"
 
 
 def _diagnosis(values: Floats, exact: float, *, bounded: bool) -> str:
