@@ -373,4 +373,23 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
         only="stop_token or every_slot",
     ),
+    *breaks(
+        "engines/vllm_process.py",
+        "test_vllm_process.py",
+        (
+            "a demand for the runner V2 keeps vLLM from opening on a CPU",
+            "os.environ.pop(V2, None)",
+            "None",
+        ),
+        (
+            "a demand for the runner V2 is forgotten",
+            "            os.environ[V2] = demanded\n",
+            "            pass\n",
+        ),
+        (
+            "vLLM trips over numba",
+            "return found if isinstance(found, Mapping) else {}",
+            "return found",
+        ),
+    ),
 )
