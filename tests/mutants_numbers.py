@@ -132,7 +132,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "constraints.py",
+        "constraints/grammars.py",
         "test_constraints.py",
         (
             "a text may end where it is not complete",

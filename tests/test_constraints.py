@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.constraints import Constraint, ConstraintState, bitmasks, masks, regex
+from genrt.constraints import ConstraintState, MaskedConstraint, bitmasks, masks, regex
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.vocabulary import BytesTokenizer
@@ -41,14 +41,14 @@ def allowed(state: ConstraintState) -> list[int]:
     return state.mask().nonzero()[:, 0].tolist()
 
 
-def reach(constraint: Constraint, token_ids: Sequence[int]) -> ConstraintState:
+def reach(constraint: MaskedConstraint, token_ids: Sequence[int]) -> ConstraintState:
     state = constraint.start()
     for token_id in token_ids:
         state = state.advance(token_id)
     return state
 
 
-def accepted(constraint: Constraint, longest: int) -> set[tuple[int, ...]]:
+def accepted(constraint: MaskedConstraint, longest: int) -> set[tuple[int, ...]]:
     """All token sequences up to ``longest`` that the masks lead to and let end."""
     found: set[tuple[int, ...]] = set()
     frontier: list[tuple[tuple[int, ...], ConstraintState]] = [((), constraint.start())]
@@ -340,7 +340,7 @@ class Even:
 @pytest.mark.parametrize("size", [2, 31, 32, 33, 100])
 def test_constraints_of_ones_own_mix_with_the_compiled_ones(size: int) -> None:
     lm = lm_over(b"a", *[b"b"] * (size - 2))
-    own: Constraint = Even(size)
+    own: MaskedConstraint = Even(size)
     states = [
         regex("b|a", lm).start(),
         own.start(),

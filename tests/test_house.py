@@ -47,7 +47,14 @@ HOUSE = (
     "testing/witness.py",
     "inference.py",
     "resampling.py",
-    "constraints.py",
+    "constraints/__init__.py",
+    "constraints/masking.py",
+    "constraints/products.py",
+    "constraints/predicates.py",
+    "constraints/asking.py",
+    "constraints/grammars.py",
+    "constraints/tokens.py",
+    "constraints/protocols.py",
     "loading.py",
     "lm.py",
     "reads.py",
@@ -295,7 +302,11 @@ def undocumented(tree: ast.Module, documented_elsewhere: set[str]) -> list[str]:
 def public(node: ast.Module | ast.ClassDef) -> Iterator[tuple[str, Definition]]:
     """The classes and functions defined here whose names have no underscore in front."""
     for child in node.body:
-        if isinstance(child, Definition) and not child.name.startswith("_"):
+        if (
+            isinstance(child, Definition)
+            and not child.name.startswith("_")
+            and "overload" not in map(ast.unparse, child.decorator_list)
+        ):
             yield child.name, child
 
 
@@ -303,7 +314,7 @@ def protocol_members() -> set[str]:
     """The documented members of the public protocols, which their implementations need not repeat."""
     return {
         name
-        for file in ("engine.py", "constraints.py")
+        for file in ("engine.py", "constraints/protocols.py", "constraints/tokens.py")
         for _, node in public(tree_of(file))
         if isinstance(node, ast.ClassDef)
         and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)

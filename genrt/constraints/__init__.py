@@ -1,0 +1,43 @@
+"""Which tokens may follow: constraints on the generated text, as token masks.
+
+A constraint is a set of texts. Its states are values: ``advance`` makes a new one and leaves the old
+one as it was, so particles fork by sharing a state. A mask holds every token that keeps the *bytes* of
+the text a prefix of some text of the set; tokens may straddle characters, and any tokenization of a
+text is as good as any other. Such a prefix need not be completable with the tokens there are: then a
+later mask is empty, which is a dead end and not an error.
+
+The end token is in a mask exactly where the text so far is complete; it ends a text and is no part of
+it. Other special tokens, and tokens without bytes, are in no mask.
+
+Where it would be too dear to say of every token whether it may follow, a state is a *checked* one and is
+asked about single tokens: a predicate's, and those of a product with one. ``await amasks(states)``, or
+``abitmasks``, computes the masks of many states of both kinds off the event loop; ``masks`` and
+``bitmasks`` those of states that know theirs, in the calling thread.
+"""
+
+from __future__ import annotations
+
+from genrt.constraints.grammars import regex
+from genrt.constraints.masking import abitmasks, amasks, bitmasks, masks
+from genrt.constraints.predicates import predicate
+from genrt.constraints.products import all_of
+from genrt.constraints.protocols import (
+    CheckedState,
+    Constraint,
+    ConstraintState,
+    MaskedConstraint,
+)
+
+__all__ = [
+    "CheckedState",
+    "Constraint",
+    "ConstraintState",
+    "MaskedConstraint",
+    "abitmasks",
+    "all_of",
+    "amasks",
+    "bitmasks",
+    "masks",
+    "predicate",
+    "regex",
+]

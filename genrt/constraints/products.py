@@ -1,0 +1,172 @@
+"""Products of constraints: the texts that are in every one of several sets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+from torch import Tensor
+
+from genrt.constraints.protocols import (
+    CheckedState,
+    Constraint,
+    ConstraintState,
+    MaskedConstraint,
+)
+from genrt.constraints.tokens import Children, Tokens, Words, size_of, unpacked, words_of
+from genrt.errors import InvalidConstraint, InvalidRequest
+
+__all__ = ["CheckedProduct", "MaskedProduct", "all_of"]
+
+
+@overload
+def all_of(*constraints: MaskedConstraint) -> MaskedConstraint: ...
+@overload
+def all_of(*constraints: Constraint) -> Constraint: ...
+def all_of(*constraints: Constraint) -> Constraint:
+    """The texts that satisfy every one of the constraints.
+
+    Its states know their masks if those of all constraints do. Otherwise they are checked ones: their
+    ``mask`` holds what the masked constraints allow, and ``check`` asks the others about these tokens
+    alone, in the order in which they are given, each about what the one before let pass.
+
+    A text may be a prefix of one text in each set, and of none that is in all: its masks get empty only
+    later, when the constraints come to contradict each other.
+
+    Raises:
+        InvalidConstraint: no constraints, something that is none, or vocabularies that differ.
+    """
+    if not constraints:
+        raise InvalidConstraint("a product needs at least one constraint")
+    factors: list[Constraint] = []
+    for constraint in constraints:
+        if not isinstance(constraint, Constraint):
+            raise InvalidConstraint(
+                f"{constraint!r} is no constraint: give what regex, json_schema, predicate and the "
+                "like return, or an object with a method start"
+            )
+        factors += constraint.factors if isinstance(constraint, _Product) else [constraint]
+    return factors[0] if len(factors) == 1 else _Product(factors)
+
+
+class _Product:
+    """The constraint."""
+
+    def __init__(self, factors: Sequence[Constraint]) -> None:
+        vocabularies = [getattr(factor, "tokens", None) for factor in factors]
+        known = [tokens for tokens in vocabularies if isinstance(tokens, Tokens)]
+        sizes = {size_of(factor.start()) for factor in factors}
+        if len(sizes) > 1 or any(not known[0].same(tokens) for tokens in known[1:]):
+            raise InvalidConstraint(
+                "the constraints are over different vocabularies: make all of them with one lm"
+            )
+        self.factors = tuple(factors)
+
+    def start(self) -> Any:
+        return _state([factor.start() for factor in self.factors])
+
+    def __repr__(self) -> str:
+        return f"<constraint: all of {', '.join(map(repr, self.factors))}>"
+
+
+def _state(states: Sequence[ConstraintState | CheckedState]) -> MaskedProduct | CheckedProduct:
+    masked = tuple(state for state in states if not isinstance(state, CheckedState))
+    checked = tuple(state for state in states if isinstance(state, CheckedState))
+    return CheckedProduct(masked, checked) if checked else MaskedProduct(masked)
+
+
+class MaskedProduct:
+    """A state whose factors all know their masks."""
+
+    __slots__ = ("__weakref__", "_children", "_words", "factors")
+
+    def __init__(self, factors: tuple[ConstraintState, ...]) -> None:
+        self.factors = factors
+        self._words: Words | None = None
+        self._children: Children[MaskedProduct] = Children()
+
+    @property
+    def vocab_size(self) -> int:
+        return size_of(self.factors[0])
+
+    @property
+    def accepting(self) -> bool:
+        return all(state.accepting for state in self.factors)
+
+    def packed(self) -> Words:
+        if self._words is None:
+            self._words = _meet(self.factors)
+        return self._words
+
+    def mask(self) -> Tensor:
+        return unpacked(self.packed(), self.vocab_size)
+
+    def advance(self, token_id: int) -> MaskedProduct:
+        return self._children.get(
+            token_id,
+            lambda: MaskedProduct(tuple(state.advance(token_id) for state in self.factors)),
+        )
+
+
+class CheckedProduct:
+    """A state some of whose factors have to be asked; ``masked`` may be empty, ``checked`` is not."""
+
+    __slots__ = ("__weakref__", "_children", "_words", "checked", "masked")
+
+    def __init__(
+        self, masked: tuple[ConstraintState, ...], checked: tuple[CheckedState, ...]
+    ) -> None:
+        self.masked = masked
+        self.checked = checked
+        self._words: Words | None = None
+        self._children: Children[CheckedProduct] = Children()
+
+    @property
+    def factors(self) -> tuple[ConstraintState | CheckedState, ...]:
+        """All of them."""
+        return (*self.masked, *self.checked)
+
+    @property
+    def vocab_size(self) -> int:
+        return size_of(self.factors[0])
+
+    def packed(self) -> Words:
+        if self._words is None:
+            self._words = _meet(self.factors)
+        return self._words
+
+    def mask(self) -> Tensor:
+        return unpacked(self.packed(), self.vocab_size)
+
+    async def check(self, token_ids: Sequence[int]) -> list[bool]:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(f"token id {token_id} is not in 0 .. {self.vocab_size - 1}")
+        words = self._words
+        if words is None:
+            words = await asyncio.to_thread(self.packed)
+        left = [i for i in dict.fromkeys(token_ids) if words[i // 32] >> (i % 32) & 1]
+        for state in self.checked:
+            if left:
+                answers = await state.check(left)
+                left = [i for i, answer in zip(left, answers, strict=True) if answer]
+        allowed = set(left)
+        return [token_id in allowed for token_id in token_ids]
+
+    def advance(self, token_id: int) -> CheckedProduct:
+        return self._children.get(
+            token_id,
+            lambda: CheckedProduct(
+                tuple(state.advance(token_id) for state in self.masked),
+                tuple(state.advance(token_id) for state in self.checked),
+            ),
+        )
+
+
+def _meet(states: Sequence[ConstraintState | CheckedState]) -> Words:
+    words = words_of(states[0])
+    for state in states[1:]:
+        words = np.bitwise_and(words, words_of(state))
+    return words
