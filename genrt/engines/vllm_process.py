@@ -6,7 +6,6 @@ hindrances were seen with vLLM 0.32: whoever imports genlm-backend before loadin
 
 from __future__ import annotations
 
-import builtins
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ def undisturbed() -> Iterator[None]:
     it for the last time: when its engine is made.
 
     And vLLM looks for its kernels in every value of every module there is. It takes for granted that
-    ``vars`` is a dictionary; an object that answers to any name, as numba's library does, makes up one.
+    ``vars`` is a dictionary; an object that answers to any name, as numba's library does, makes one up.
     """
     if HAS_TRITON:
         yield
@@ -45,6 +44,9 @@ def undisturbed() -> Iterator[None]:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """``vars(value)``; nothing, where that is no mapping."""
-    found: Any = builtins.vars(value)
-    return found if isinstance(found, Mapping) else {}
+    """What is in the object itself, whatever it answers when it is asked for it."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
