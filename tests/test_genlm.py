@@ -1,7 +1,7 @@
 """genlm-control, genlm-bytes and genlm-backend's interface on a genrt runtime.
 
-Statistics have fixed seeds; each compares a mean with what enumeration knows, at five standard errors, so that
-a right implementation fails one of the twenty-two comparisons with a probability of 1.3e-5.
+Statistics have fixed seeds and compare means with what enumeration knows, at five standard errors:
+a right implementation fails one of the fifteen comparisons with a probability of 1e-5.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from genrt.interop.foreign import importing
 from genrt.interop.genlm import GenrtLM, as_genlm
 from genrt.lm import AsyncLM
 from tests import children
+from tests.small_models import make_llama
 from tests.test_exact import adapter_directory
 
 pytestmark = pytest.mark.genlm
@@ -57,7 +59,9 @@ def model(lm: AsyncLM) -> GenrtLM:
 
 
 @pytest.fixture(scope="module")
-def llama_lm(llama: Path) -> Iterator[AsyncLM]:
+def llama_lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLM]:
+    """Its matrices have more rows than its tokenizer has tokens."""
+    llama = make_llama(tmp_path_factory.mktemp("padded") / "model", vocab_size=1024)
     with genrt.load(str(llama), engine="transformers") as lm:
         yield lm
 
@@ -65,6 +69,10 @@ def llama_lm(llama: Path) -> Iterator[AsyncLM]:
 def seed_everything(seed: int) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def assert_close(rows: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
 
 
 # -- the interface --------------------------------------------------------------------------------
@@ -84,10 +92,10 @@ def test_it_has_every_method_of_genlm_backends_interface(model: GenrtLM) -> None
 async def test_rows_are_the_runtimes_one_by_one_together_and_synchronous(model: GenrtLM) -> None:
     contexts = [[0], [1, 2], [0]]
     rows = torch.stack([MODEL.row(context) for context in contexts])
-    assert torch.equal(await model.next_token_logprobs([1, 2]), rows[1])
-    assert torch.equal(model.next_token_logprobs_sync([1, 2]), rows[1])
-    assert torch.equal(await model.batch_next_token_logprobs(contexts), rows)
-    assert torch.equal(model.batch_next_token_logprobs_sync(contexts), rows)
+    assert_close(await model.next_token_logprobs([1, 2]), rows[1])
+    assert_close(model.next_token_logprobs_sync([1, 2]), rows[1])
+    assert_close(await model.batch_next_token_logprobs(contexts), rows)
+    assert_close(model.batch_next_token_logprobs_sync(contexts), rows)
 
 
 async def test_concurrent_questions_are_one_step_of_the_engine(lm: AsyncLM, model: GenrtLM) -> None:
@@ -113,18 +121,18 @@ def test_a_transformers_vocabulary_is_what_genlm_backend_makes_of_it(llama_lm: A
     assert model.str_vocab == texts
     assert len(tokens) < llama_lm.vocab_size  # the matrices are padded
     row = llama_lm.next_token_logprobs_sync([5, 6])[: len(tokens)]
-    assert torch.allclose(model.next_token_logprobs_sync([5, 6]), row - row.logsumexp(0), atol=1e-5)
+    assert_close(model.next_token_logprobs_sync([5, 6]), row - row.logsumexp(0))
 
 
 @pytest.mark.parametrize("size", [3, 5, 7])
 async def test_rows_have_an_entry_for_each_token(lm: AsyncLM, size: int) -> None:
-    vocabulary = (VOCABULARY + [b"x", b"y"])[:size]
+    vocabulary = [*VOCABULARY, b"x", b"y"][:size]
     model = GenrtLM(lm, byte_vocab=vocabulary, str_vocab=list(map(str, vocabulary)))
     rows = await model.batch_next_token_logprobs([[0], [1, 2]])
     kept = min(size, 5)
     expected = torch.stack([MODEL.row([0]), MODEL.row([1, 2])])[:, :kept].log_softmax(-1)
     assert rows.shape == (2, size)
-    assert torch.allclose(rows[:, :kept], expected)
+    assert_close(rows[:, :kept], expected)
     assert torch.equal(rows[:, kept:], torch.full((2, size - kept), -math.inf))
     assert torch.equal(rows[1], model.next_token_logprobs_sync([1, 2]))
 
@@ -145,10 +153,10 @@ async def test_samples_are_the_runtimes_and_equal_seeds_give_equal_samples(
 async def test_adapters_are_named_on_each_call(model: GenrtLM, tmp_path: Path) -> None:
     other = NGram.random(VOCABULARY, order=2, seed=4)
     model.add_new_lora(str(adapter_directory(tmp_path / "other", other.table)), "other")
-    assert torch.equal(await model.next_token_logprobs([1, 2], "other"), other.row([1, 2]))
-    assert torch.equal(model.next_token_logprobs_sync([1, 2]), MODEL.row([1, 2]))
+    assert_close(await model.next_token_logprobs([1, 2], "other"), other.row([1, 2]))
+    assert_close(model.next_token_logprobs_sync([1, 2]), MODEL.row([1, 2]))
     rows = await model.batch_next_token_logprobs([[0], [1]], lora_name="other")
-    assert torch.equal(rows[1], other.row([1]))
+    assert_close(rows[1], other.row([1]))
     assert await model.sample([1], 3, [], 0.0, lora_name="other") == [
         *(first := [int(other.row([1]).argmax())]),
         *(second := [int(other.row([1, *first]).argmax())]),
@@ -169,7 +177,7 @@ def test_what_cannot_be_done_is_said(lm: AsyncLM, monkeypatch: pytest.MonkeyPatc
         model.clear_lora()
     with pytest.raises(ValueError, match="token"):
         model.next_token_logprobs_sync([])
-    with pytest.raises(InvalidRequest, match="genrt.load returns, got str: 'gpt2'"):
+    with pytest.raises(InvalidRequest, match=r"genrt\.load returns, got str: 'gpt2'"):
         as_genlm("gpt2")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="GenrtLM"):
         as_genlm(model)  # type: ignore[arg-type]
@@ -193,32 +201,34 @@ def test_the_runtime_is_closed_by_whoever_opened_it() -> None:
 
 LEAVES_ALONE = """
 import json, logging, os, warnings
-from genrt.engines.exact import NGram
-from genrt.interop.genlm import as_genlm
-from genrt.interop.llamppl import as_llamppl
+import genrt.engines.vllm
+from genrt.interop.foreign import importing
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-lm = genrt.load(NGram.random([b"a", b"b", b"c"], seed=0, eos_token_id=2), engine="exact")
 before, filters = dict(os.environ), list(warnings.filters)
-as_genlm(lm)
-try:
-    as_llamppl(lm)
-except genrt.InvalidRequest:
-    pass
-import genlm.control, llamppl
+with importing("llamppl"):
+    import genlm.backend, llamppl
 changed = {name for name in before | os.environ if before.get(name) != os.environ.get(name)}
-print(json.dumps([sorted(changed), logging.getLogger("vllm").level, warnings.filters == filters]))
+print(json.dumps([
+    sorted(changed), logging.getLogger("vllm").level, warnings.filters == filters,
+    genlm.backend.llm.vllm.HAS_VLLM,
+]))
 """
 
 
 @pytest.mark.vllm
-def test_the_process_is_left_as_it_was(llama: Path) -> None:
-    end = children.run({"leaves": LEAVES_ALONE}, before="import genrt")["leaves"]
-    assert end.status == 0, end.err
-    changed, level, same_filters = json.loads(end.out.splitlines()[-1])
-    assert [name for name in changed if name.startswith(("VLLM", "GENRT", "TORCH"))] == []
-    assert (level, same_filters) == (40, True)
+def test_the_process_is_left_as_it_was() -> None:
+    """Where vLLM is imported already, which sets some of its own."""
+    ran = subprocess.run(
+        [sys.executable, "-c", LEAVES_ALONE],
+        capture_output=True,
+        text=True,
+        timeout=children.ALARM_SECONDS,
+        env=children.environment(),
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == [[], 40, True, True]
 
 
 # -- genlm-control and genlm-bytes on a model whose every probability is known ---------------------
@@ -252,13 +262,14 @@ async def test_its_smc_has_the_right_evidence_and_posterior(
     else:
         tokens = control.eager_token_sampler(llm, fsa)
     runs = []
-    for _ in range(150):
-        result = await tokens.smc(n_particles=6, ess_threshold=0.5, max_tokens=LONGEST)
+    for _ in range(200):
+        result = await tokens.smc(n_particles=10, ess_threshold=0.5, max_tokens=LONGEST)
         evidence = math.exp(result.log_ml)
         shares = result.decoded_posterior if evidence > 0 else {}
-        runs.append(defaultdict(float, {text: evidence * w for text, w in shares.items()}))
+        masses = {text: evidence * share for text, share in shares.items() if share > 0}
+        runs.append(defaultdict(float, masses))
     exact = exact_masses()
-    texts = [text for text, _ in sorted(exact.items(), key=lambda item: -item[1])[:5]]
+    texts = [text for text, _ in sorted(exact.items(), key=lambda item: -item[1])[:4]]
     assert {text for run in runs for text in run} <= exact.keys()
     check_mean([sum(run.values()) for run in runs], sum(exact.values()))
     for text in texts:
@@ -323,8 +334,8 @@ BOOK_SCHEMA = {
 }
 
 TASK = (
-    "You need to generate a JSON object that matches the schema below. Only generate the JSON object on a "
-    "single line with no other text."
+    "You need to generate a JSON object that matches the schema below. "
+    "Only generate the JSON object on a single line with no other text."
 )
 
 
