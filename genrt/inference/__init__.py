@@ -30,7 +30,8 @@ from genrt.inference.resampling import (
     systematic,
 )
 from genrt.inference.result import Result
-from genrt.inference.smc import SMC, Info, State, importance_sampling
+from genrt.inference.smc import SMC, importance_sampling
+from genrt.inference.state import Info, State
 from genrt.inference.text_model import TextModel, TextParticle
 
 __all__ = [

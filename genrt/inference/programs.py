@@ -177,7 +177,8 @@ class Execution:
             )
         shares = None if log_weights is None else normalised(np.array(log_weights, np.float64))
         asked = ("choice", len(values))
-        return values[self._chosen(asked, lambda: self._rng.choice(len(values), p=shares))]
+        place: int = self._chosen(asked, lambda: int(self._rng.choice(len(values), p=shares)))
+        return values[place]
 
     def _chosen(self, asked: tuple[Any, ...], choose: Callable[[], Any]) -> Any:
         if self._replayed < self._to_replay:

@@ -6,20 +6,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, normalised
+from genrt.inference.state import Info
 
-if TYPE_CHECKING:
-    from genrt.inference.smc import Info
-
-__all__ = ["Result", "Tokens"]
-
-Tokens: TypeAlias = NDArray[np.int64]
+__all__ = ["Result"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

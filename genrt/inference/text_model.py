@@ -49,6 +49,7 @@ from genrt.inference import awrs
 from genrt.inference.checks import integer
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
+from genrt.inference.resampling import Floats
 from genrt.lm import AsyncLM
 from genrt.texts import Potential, Text
 
@@ -304,7 +305,7 @@ class TextModel:
         return [task.result() for task in tasks]
 
     async def _rejecting(
-        self, particle: TextParticle, weights: awrs.Floats, rng: np.random.Generator
+        self, particle: TextParticle, weights: Floats, rng: np.random.Generator
     ) -> Drawn:
         state = cast("CheckedState", particle.constraint_state)
 
