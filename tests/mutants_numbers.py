@@ -460,6 +460,41 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="stop_token or every_slot",
     ),
     *breaks(
+        "interop/genlm.py",
+        "test_genlm.py",
+        (
+            "the rows of padded matrices are not normalised",
+            "rows[..., :missing].log_softmax(dim=-1)",
+            "rows[..., :missing]",
+        ),
+        (
+            "genlm's adapters are not heard in batches",
+            "rows = await self._lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)",
+            "rows = await self._lm.batch_next_token_logprobs(token_ids_list)",
+        ),
+        (
+            "genlm's end tokens do not end samples",
+            "stop_token_ids=eos_token_ids,",
+            "",
+        ),
+        only="not example and not process",
+    ),
+    *breaks(
+        "interop/foreign.py",
+        "test_genlm.py",
+        (
+            "the environment that genlm-backend edits stays edited",
+            "        os.environ.update(before)\n",
+            "",
+        ),
+        (
+            "what genlm-backend adds to the environment stays",
+            "            del os.environ[name]\n",
+            "            pass\n",
+        ),
+        only="process",
+    ),
+    *breaks(
         "engines/vllm_process.py",
         "test_vllm_process.py",
         (

@@ -7,6 +7,7 @@ a right implementation fails one of the fifteen comparisons with a probability o
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
 import math
@@ -16,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,13 @@ import torch
 import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import Closed, EngineNotInstalled, InvalidAdapter, InvalidRequest
-from genrt.interop.foreign import importing
-from genrt.interop.genlm import GenrtLM, as_genlm
 from genrt.lm import AsyncLM
 from tests import children
 from tests.small_models import make_llama
 from tests.test_exact import adapter_directory
+
+if TYPE_CHECKING:
+    from genrt.interop.genlm import GenrtLM
 
 pytestmark = pytest.mark.genlm
 
@@ -40,11 +42,16 @@ MODEL = NGram.random(VOCABULARY, order=2, seed=3, eos_token_id=EOS)
 PROMPT = [0, 1]
 
 
+def as_genlm(lm: AsyncLM) -> GenrtLM:
+    from genrt.interop import genlm
+
+    return genlm.as_genlm(lm)
+
+
 @pytest.fixture(scope="module")
 def control() -> Any:
-    with importing("genlm"):
-        import genlm.control
-    return genlm.control
+    importlib.import_module("genrt.interop.genlm")  # first, as its users do
+    return importlib.import_module("genlm.control")
 
 
 @pytest.fixture
@@ -80,6 +87,8 @@ def assert_close(rows: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_it_has_every_method_of_genlm_backends_interface(model: GenrtLM) -> None:
     from genlm.backend.llm import AsyncLM as GenlmLM
+
+    from genrt.interop.genlm import GenrtLM
 
     assert isinstance(model, GenlmLM)
     methods = {name for name in dir(GenlmLM) if not name.startswith("_")}
@@ -126,6 +135,8 @@ def test_a_transformers_vocabulary_is_what_genlm_backend_makes_of_it(llama_lm: A
 
 @pytest.mark.parametrize("size", [3, 5, 7])
 async def test_rows_have_an_entry_for_each_token(lm: AsyncLM, size: int) -> None:
+    from genrt.interop.genlm import GenrtLM
+
     vocabulary = [*VOCABULARY, b"x", b"y"][:size]
     model = GenrtLM(lm, byte_vocab=vocabulary, str_vocab=list(map(str, vocabulary)))
     rows = await model.batch_next_token_logprobs([[0], [1, 2]])
@@ -169,7 +180,7 @@ async def test_adapters_are_named_on_each_call(model: GenrtLM, tmp_path: Path) -
         model.add_new_lora("no-such/adapter")
 
 
-def test_what_cannot_be_done_is_said(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_done_is_said(lm: AsyncLM) -> None:
     model = as_genlm(lm)
     with pytest.raises(InvalidRequest, match="lora_name="):
         model.set_lora("path", "name")
@@ -181,9 +192,17 @@ def test_what_cannot_be_done_is_said(lm: AsyncLM, monkeypatch: pytest.MonkeyPatc
         as_genlm("gpt2")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="GenrtLM"):
         as_genlm(model)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "genlm.backend.llm", None)
-    with pytest.raises(EngineNotInstalled, match=re.escape("pip install 'genrt[genlm]'")):
-        as_genlm(lm)
+
+
+@pytest.mark.parametrize(("extra", "package"), [("genlm", "genlm.backend"), ("llamppl",) * 2])
+def test_a_missing_package_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, extra: str, package: str
+) -> None:
+    importlib.import_module("genrt.interop.genlm")
+    monkeypatch.setitem(sys.modules, f"{package}.{'llm' if extra == 'genlm' else 'llms'}", None)
+    monkeypatch.delitem(sys.modules, f"genrt.interop.{extra}", raising=False)
+    with pytest.raises(EngineNotInstalled, match=re.escape(f"pip install 'genrt[{extra}]'")):
+        importlib.import_module(f"genrt.interop.{extra}")
 
 
 def test_the_runtime_is_closed_by_whoever_opened_it() -> None:
@@ -202,13 +221,13 @@ def test_the_runtime_is_closed_by_whoever_opened_it() -> None:
 LEAVES_ALONE = """
 import json, logging, os, warnings
 import genrt.engines.vllm
-from genrt.interop.foreign import importing
 
+warnings.simplefilter("error", RuntimeWarning)
 logging.getLogger("vllm").setLevel(logging.ERROR)
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 before, filters = dict(os.environ), list(warnings.filters)
-with importing("llamppl"):
-    import genlm.backend, llamppl
+import genrt.interop.llamppl
+import llamppl, genlm.backend
 changed = {name for name in before | os.environ if before.get(name) != os.environ.get(name)}
 print(json.dumps([
     sorted(changed), logging.getLogger("vllm").level, warnings.filters == filters,

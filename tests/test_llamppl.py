@@ -17,12 +17,17 @@ import torch
 import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.interop.llamppl import as_llamppl
 from genrt.lm import AsyncLM
 
 pytestmark = pytest.mark.genlm
 
 PROMPT = "The capital of"
+
+
+def as_llamppl(lm: AsyncLM) -> Any:
+    from genrt.interop import llamppl
+
+    return llamppl.as_llamppl(lm)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,17 @@
 
 ::
 
-    from genlm.control import AWRS, BoolFSA, PromptedLLM
     from genrt.interop.genlm import as_genlm
+    from genlm.control import AWRS, BoolFSA, PromptedLLM
 
     llm = PromptedLLM(as_genlm(genrt.load()))
 
-The interface is that of genlm-backend 0.3. What it leaves open, its implementations' habits decide.
+The interface is that of genlm-backend 0.3. Importing this file imports genlm-backend, and puts back the
+environment variables that it sets then for its own vLLM: whoever imports genlm-control later meets neither
+these nor its warning. In the other order everything works too, but they stay set.
+
+Raises:
+    EngineNotInstalled: genlm-control is not installed (extra ``genlm``).
 """
 
 from __future__ import annotations
@@ -26,17 +31,20 @@ from genrt.errors import InvalidRequest
 from genrt.interop.foreign import importing
 from genrt.lm import AsyncLM
 
+with importing("genlm"):
+    from genlm.backend.llm import AsyncLM as GenlmLM
+    from genlm.backend.tokenization import Token
+    from genlm.backend.tokenization.vocab import bytes_to_strs
+
 __all__ = ["GenrtLM", "as_genlm"]
 
 
 def as_genlm(lm: AsyncLM) -> GenrtLM:
     """The runtime as a ``genlm.backend.llm.AsyncLM``, for ``PromptedLLM`` and whatever else takes one.
 
-    Any number of them share the runtime, its cache and its adapters; none closes it. The environment
-    variables that genlm-backend sets when it is imported are put back as they were.
+    Any number of them share the runtime, its cache and its adapters; none closes it.
 
     Raises:
-        EngineNotInstalled: genlm-control is not installed (extra ``genlm``).
         InvalidRequest: ``lm`` is not a runtime, or has no tokenizer.
         EngineUnsupported: the bytes of its tokenizer's tokens are not known.
     """
@@ -44,11 +52,6 @@ def as_genlm(lm: AsyncLM) -> GenrtLM:
         raise InvalidRequest(
             f"as_genlm takes what genrt.load returns, got {type(lm).__name__}: {lm!r:.80}"
         )
-    with importing("genlm"):
-        from genlm.backend.llm import AsyncLM as GenlmLM
-        from genlm.backend.tokenization import Token
-        from genlm.backend.tokenization.vocab import bytes_to_strs
-    GenlmLM.register(GenrtLM)
     tokenizer = lm.tokenizer
     tokens = vocabulary.all_tokens(tokenizer)
     fallback = "tokenizer" if hasattr(tokenizer, "convert_ids_to_tokens") else "replace"
@@ -59,6 +62,7 @@ def as_genlm(lm: AsyncLM) -> GenrtLM:
     )
 
 
+@GenlmLM.register
 class GenrtLM:
     """A genrt runtime with the methods of ``genlm.backend.llm.AsyncLM``, whose instance it counts as.
 

@@ -2,10 +2,15 @@
 
 ::
 
-    from llamppl import LMContext, Model, smc_standard
     from genrt.interop.llamppl import as_llamppl
+    from llamppl import LMContext, Model, smc_standard
 
     lm = as_llamppl(genrt.load())
+
+Importing this file imports llamppl, and puts back what that changes in the process, as ``genlm.py`` does.
+
+Raises:
+    EngineNotInstalled: llamppl is not installed (extra ``llamppl``).
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ from genrt.interop.genlm import as_genlm
 from genrt.lm import AsyncLM
 from genrt.vocabulary import BytesTokenizer
 
+with importing("llamppl"):
+    from llamppl.llms import CachedCausalLM, Masks
+
 __all__ = ["as_llamppl"]
 
 
@@ -29,7 +37,6 @@ def as_llamppl(lm: AsyncLM) -> Any:
     runtime keeps sequences resident by itself. The runtime's owner closes it.
 
     Raises:
-        EngineNotInstalled: llamppl is not installed (extra ``llamppl``).
         InvalidRequest: ``lm`` is not a runtime, or its tokenizer is none of transformers', whose methods
             llamppl calls.
     """
@@ -38,8 +45,6 @@ def as_llamppl(lm: AsyncLM) -> Any:
         raise InvalidRequest(
             "llamppl calls methods that transformers' tokenizers have: load a checkpoint that has one"
         )
-    with importing("llamppl"):
-        from llamppl.llms import CachedCausalLM, Masks
     # Its constructor accepts four backends by their classes, and does no more than this.
     made = CachedCausalLM.__new__(CachedCausalLM)
     made.backend = "vllm"
