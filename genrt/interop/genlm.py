@@ -8,7 +8,7 @@
     llm = PromptedLLM(as_genlm(genrt.load()))
 
 The interface is that of genlm-backend 0.3. Importing this file imports genlm-backend, and puts back the
-environment variables that it sets then for its own vLLM: whoever imports genlm-control later meets neither
+environment variables that it sets then for its own vLLM: who imports genlm-control later meets neither
 these nor its warning. In the other order everything works too, but they stay set.
 
 Raises:
