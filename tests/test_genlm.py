@@ -157,6 +157,9 @@ async def test_samples_are_the_runtimes_and_equal_seeds_give_equal_samples(
     assert await model.sample(PROMPT, 9, [EOS], 0.8, 7) == expected
     batch = await model.batch_sample([PROMPT, [3], PROMPT], eos_token_ids=[EOS], **options)
     assert batch == [expected, await model.sample([3], eos_token_ids=[EOS], **options), expected]
+    greedy = await model.sample(PROMPT, 9, [], 0.0)
+    end = greedy[-1]
+    assert await model.sample(PROMPT, 9, [end], 0.0) == greedy[: greedy.index(end)]
     unseeded = await model.batch_sample([PROMPT] * 8, 9, [])
     assert len(set(map(tuple, unseeded))) > 1
 
