@@ -12,8 +12,8 @@ from torch import Tensor, from_numpy
 from genrt.constraints.asking import together
 from genrt.constraints.grammars import GrammarState
 from genrt.constraints.products import CheckedProduct, MaskedProduct
-from genrt.constraints.protocols import CheckedState, ConstraintState, State
-from genrt.constraints.tokens import Words, packed, size_of, unpacked, words_of
+from genrt.constraints.protocols import ConstraintState, State, is_checked
+from genrt.constraints.tokens import Words, packed, unpacked, words_of
 from genrt.errors import InvalidRequest
 
 __all__ = ["abitmasks", "amasks", "bitmasks", "masks"]
@@ -61,7 +61,7 @@ async def abitmasks(states: Sequence[State]) -> Tensor:
 
 def _refuse_checked(states: Sequence[Any]) -> None:
     for state in states:
-        if isinstance(state, CheckedState):
+        if is_checked(state):
             raise InvalidRequest(
                 "a state of a predicate, or of a product with one, has to be asked token by token: "
                 "await amasks(states) or abitmasks(states), or its check(token_ids)"
@@ -81,7 +81,7 @@ def _words(states: Sequence[State]) -> tuple[Words, int]:
     rows: dict[int, tuple[Words, int]] = {}
     for each in states:
         if id(each) not in rows:
-            rows[id(each)] = words_of(each), size_of(each)
+            rows[id(each)] = words_of(each)
     sizes = {size for _, size in rows.values()}
     if len(sizes) != 1:
         raise InvalidRequest(
@@ -102,12 +102,12 @@ async def _awords(states: Sequence[State]) -> tuple[Words, int]:
     words, vocab_size = await asyncio.to_thread(_words, states)
     rows: dict[int, list[int]] = {}
     for row, state in enumerate(states):
-        if isinstance(state, CheckedState):
+        if is_checked(state):
             rows.setdefault(id(state), []).append(row)
 
     async def ask(same: list[int]) -> None:
         state = states[same[0]]
-        if isinstance(state, CheckedState):
+        if is_checked(state):
             mask = unpacked(words[same[0]], vocab_size).numpy()
             (token_ids,) = mask.nonzero()
             mask[token_ids] = await state.check(token_ids.tolist())
