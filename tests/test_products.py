@@ -310,6 +310,47 @@ async def test_checked_constraints_of_ones_own() -> None:
     assert await value(weigh, Text((1, 2), b"ab")) == -math.inf
 
 
+@pytest.mark.parametrize("sync", [masks, bitmasks])
+@pytest.mark.parametrize("awaited", [amasks, abitmasks])
+@pytest.mark.parametrize("what", [[], "state", "constraint", [None], ["constraint"]])
+async def test_masks_of_what_is_no_list_of_states_are_refused(
+    sync: Any, awaited: Any, what: Any
+) -> None:
+    constraint = regex("a", lm_over(b"a"))
+    names = {"constraint": constraint, "state": constraint.start()}
+    states = [names.get(name, name) for name in what] if isinstance(what, list) else names[what]
+    message = "no states" if states == [] else "list of states" if isinstance(what, str) else "is no state"
+    with pytest.raises(InvalidRequest, match=message):
+        sync(states)
+    with pytest.raises(InvalidRequest, match=message):
+        await awaited(states)
+
+
+async def test_a_state_that_leaves_tokens_out_is_refused() -> None:
+    class Terse(OwnChecked):
+        async def check(self, token_ids: Sequence[int]) -> list[bool]:
+            return [True]
+
+    with pytest.raises(InvalidRequest, match="gave 1 answers about 2 tokens"):
+        await amasks([Terse()])
+
+
+@pytest.mark.parametrize("lm", ["lm", None, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lm: regex("a", lm),
+        lambda lm: json_schema(True, lm),
+        lambda lm: grammar('start: "a"', lm),
+        lambda lm: strings(["a"], lm),
+        lambda lm: predicate(odd, lm),
+    ],
+)
+def test_what_is_no_runtime_is_refused(make: Any, lm: Any) -> None:
+    with pytest.raises(InvalidConstraint, match="genrt.load"):
+        make(lm)
+
+
 async def test_a_potential_asks_a_predicate_once_about_a_text() -> None:
     calls: list[bytes] = []
 

@@ -1,6 +1,9 @@
-"""Which tokens may follow: constraints on the generated text, as token masks.
+"""Which tokens may follow: constraints on the generated text, as token masks and as potentials.
 
-A constraint is a set of texts. Its states are values: ``advance`` makes a new one and leaves the old
+A constraint is a set of texts: those that a ``regex`` matches, valid under a ``json_schema``, derived from a
+``grammar``, listed as ``strings``, or wanted by a ``predicate``; ``all_of`` several is their intersection,
+and ``potential`` makes a log-weight of one. An object of one's own with the members of ``Constraint`` is as
+good. Its states are values: ``advance`` makes a new one and leaves the old
 one as it was, so particles fork by sharing a state. A mask holds every token that keeps the *bytes* of
 the text a prefix of some text of the set; tokens may straddle characters, and any tokenization of a
 text is as good as any other. Such a prefix need not be completable with the tokens there are: then a

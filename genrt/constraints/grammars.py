@@ -213,9 +213,10 @@ class _Vocabulary:
 
     @staticmethod
     def of(lm: AsyncLM) -> _Vocabulary:
+        tokens = Tokens.of(lm)
         vocabulary = _vocabularies.get(lm)
         if vocabulary is None:
-            vocabulary = _vocabularies[lm] = _Vocabulary(Tokens.of(lm))
+            vocabulary = _vocabularies[lm] = _Vocabulary(tokens)
         return vocabulary
 
     def fill(self, states: Sequence[GrammarState]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, from_numpy
@@ -59,19 +59,32 @@ async def abitmasks(states: Sequence[State]) -> Tensor:
     return from_numpy((await _awords(states))[0])
 
 
-def _refuse_checked(states: Sequence[Any]) -> None:
+def _refuse_checked(states: Sequence[ConstraintState]) -> None:
+    if any(is_checked(state) for state in _checked_list(states)):
+        raise InvalidRequest(
+            "a state of a predicate, or of a product with one, has to be asked token by token: "
+            "await amasks(states) or abitmasks(states), or its check(token_ids)"
+        )
+
+
+S = TypeVar("S", bound=State)
+
+
+def _checked_list(states: Sequence[S]) -> Sequence[S]:
+    if not isinstance(states, Sequence):
+        raise InvalidRequest(f"the states are {states!r}: give a list of states")
+    if not states:
+        raise InvalidRequest("masks of no states have no width; give at least one state")
     for state in states:
-        if is_checked(state):
+        if not hasattr(state, "mask"):
             raise InvalidRequest(
-                "a state of a predicate, or of a product with one, has to be asked token by token: "
-                "await amasks(states) or abitmasks(states), or its check(token_ids)"
+                f"{state!r} is no state of a constraint: give constraint.start(), or what follows it"
             )
+    return states
 
 
 def _words(states: Sequence[State]) -> tuple[Words, int]:
     """The packed masks and the vocabulary's size; of checked states, what nothing cheap rules out."""
-    if not states:
-        raise InvalidRequest("masks of no states have no width; give at least one state")
     missing: dict[Any, dict[int, GrammarState]] = {}
     for state in _grammar_states(states):
         if state.words is None:
@@ -99,7 +112,7 @@ def _grammar_states(states: Sequence[Any]) -> Iterator[GrammarState]:
 
 
 async def _awords(states: Sequence[State]) -> tuple[Words, int]:
-    words, vocab_size = await asyncio.to_thread(_words, states)
+    words, vocab_size = await asyncio.to_thread(_words, _checked_list(states))
     rows: dict[int, list[int]] = {}
     for row, state in enumerate(states):
         if is_checked(state):
@@ -110,7 +123,12 @@ async def _awords(states: Sequence[State]) -> tuple[Words, int]:
         if is_checked(state):
             mask = unpacked(words[same[0]], vocab_size).numpy()
             (token_ids,) = mask.nonzero()
-            mask[token_ids] = await state.check(token_ids.tolist())
+            answers = await state.check(token_ids.tolist())
+            if len(answers) != len(token_ids):
+                raise InvalidRequest(
+                    f"{state!r} gave {len(answers)} answers about {len(token_ids)} tokens: give one each"
+                )
+            mask[token_ids] = answers
             words[same] = packed(mask)
 
     await together([ask(same) for same in rows.values()])

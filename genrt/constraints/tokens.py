@@ -82,8 +82,10 @@ class Tokens:
         """Those of a runtime, read once.
 
         Raises:
-            InvalidConstraint: the tokenizer names no end token.
+            InvalidConstraint: it is no runtime, or its tokenizer names no end token.
         """
+        if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
+            raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
         tokens = _tokens.get(lm)
         if tokens is None:
             eos_token_id = getattr(lm.tokenizer, "eos_token_id", None)
