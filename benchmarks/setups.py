@@ -51,9 +51,19 @@ class Setup:
         return replace(self, options=self.options | missing, surroundings=surroundings)
 
 
+def versions() -> dict[str, str]:
+    """Of what a result depends on."""
+    import vllm
+
+    return {
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "genrt": genrt.__version__,
+    }
+
+
 def prepared(name: str, model: str, given: dict[str, Any], *, max_num_seqs: int) -> Setup:
     """The setup of a model in directory ``model``, which goes by ``name``; ``given`` options win."""
-    import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -82,11 +92,7 @@ def prepared(name: str, model: str, given: dict[str, Any], *, max_num_seqs: int)
         surroundings={
             "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {os.cpu_count()} cores",
             "date": datetime.date.today().isoformat(),
-            "versions": {
-                "torch": torch.__version__,
-                "vllm": vllm.__version__,
-                "genrt": genrt.__version__,
-            },
+            "versions": versions(),
             "runner": "V2" if config.use_v2_model_runner else "V1",
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "options": options,

@@ -13,7 +13,7 @@ import genrt
 from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.errors import GenrtError
-from genrt.inference import SMC, Info, Result, State
+from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
 from genrt.statistics import Statistics
 
@@ -62,13 +62,13 @@ def _run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     with genrt.load(args.model, engine=args.engine) as lm:
         _tell(f"Loaded in {time.perf_counter() - began:.1f} s.")
-        smc = SMC(
+        model = TextModel(
             lm,
             _prompt_token_ids(lm, args.prompt),
-            num_particles=args.particles,
             max_tokens=args.max_tokens,
             constraint=regex(args.pattern, lm),
         )
+        smc = SMC(model, num_particles=args.particles)
         before, began = lm.statistics(), time.perf_counter()
         result = _run_with_progress(smc, args.seed)
         seconds, after = time.perf_counter() - began, lm.statistics()
@@ -91,7 +91,7 @@ def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
 def _run_with_progress(smc: SMC, seed: int) -> Result:
     from tqdm import tqdm
 
-    with tqdm(total=smc.max_tokens, desc="SMC", unit="token", file=sys.stderr) as bar:
+    with tqdm(total=smc.model.max_steps, desc="SMC", unit="token", file=sys.stderr) as bar:
 
         def show(state: State, info: Info) -> None:
             bar.set_postfix_str(

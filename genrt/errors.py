@@ -9,7 +9,8 @@
     ├── InvalidAdapter (ValueError)      a directory that is not a safe LoRA adapter
     ├── InvalidConstraint (ValueError)   a constraint that can't be made, as a pattern that does not compile
     ├── ModelNotFound (FileNotFoundError)  no such checkpoint directory or model name
-    ├── EngineNotInstalled (ImportError) a package of an optional extra is missing
+    ├── ExtraNotInstalled (ImportError)  a package of an optional extra is missing
+    │   └── EngineNotInstalled           … without which this engine cannot run
     ├── EngineUnsupported (RuntimeError) this version or set-up of the engine is refused at start
     ├── EngineFailed (RuntimeError)      the engine raised; the requests of that step got this
     │   ├── EngineDied                   … and can't go on: restart it, or load again
@@ -31,6 +32,7 @@ __all__ = [
     "EngineFailed",
     "EngineNotInstalled",
     "EngineUnsupported",
+    "ExtraNotInstalled",
     "GenrtError",
     "InvalidAdapter",
     "InvalidConstraint",
@@ -80,7 +82,11 @@ class ModelNotFound(GenrtError, FileNotFoundError):
     """No checkpoint directory, and no model name that can be loaded."""
 
 
-class EngineNotInstalled(GenrtError, ImportError):
+class ExtraNotInstalled(GenrtError, ImportError):
+    """A package of an optional extra is missing; the message names the extra."""
+
+
+class EngineNotInstalled(ExtraNotInstalled):
     """The engine's packages are not installed; the message names the extra that brings them."""
 
 

@@ -33,7 +33,7 @@ class Text:
 
 
 Predicate: TypeAlias = Callable[[Text], bool | Awaitable[bool]]
-"""Says whether a text is wanted: of a finished one, whether it is; of a prefix, whether it may become so."""
+"""Whether a text is wanted: of a finished one, whether it is; of a prefix, whether it may become so."""
 
 Potential: TypeAlias = Callable[[Text], float | Awaitable[float]]
 """A log-weight of a text: a finite number, or -inf to rule it out."""

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import genrt
@@ -31,6 +29,7 @@ from genrt.inference import (
     Resampler,
     Result,
     State,
+    TextModel,
     effective_sample_size,
     importance_sampling,
     log_mean_exp,
@@ -61,6 +60,13 @@ def enumerated(
         if re.fullmatch(pattern, text):
             texts[text] += math.exp(logprob)
     return dict(texts)
+
+
+def smc_of(lm: AsyncLM, prompt: Any, **options: Any) -> SMC:
+    """SMC for a text model, with the options of both."""
+    names = ("num_particles", "resample_when", "resample")
+    algorithm = {name: options.pop(name) for name in names if name in options}
+    return SMC(TextModel(lm, prompt, **options), **algorithm)
 
 
 async def many(smc: SMC, count: int) -> list[Result]:
@@ -105,34 +111,34 @@ async def expect_unbiased(smc: SMC, law: dict[str, float], *, count: int = 400) 
 
 
 @pytest.mark.parametrize(
-    ("resample", "ess_threshold"),
+    ("resample", "resample_when"),
     [*((resample, 1.0) for resample in RESAMPLERS), (systematic, 0.5), (systematic, 0.0)],
 )
 async def test_evidence_and_posterior_are_unbiased(
-    resample: Resampler, ess_threshold: float
+    resample: Resampler, resample_when: float
 ) -> None:
     pattern = "(a|b){3,5}b"
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = SMC(
+        smc = smc_of(
             lm,
             PROMPT,
             num_particles=8,
             max_tokens=5,
             constraint=regex(pattern, lm),
             resample=resample,
-            ess_threshold=ess_threshold,
+            resample_when=resample_when,
         )
         results = await expect_unbiased(smc, enumerated(MODEL, pattern, 5))
     resampled = [any(info.resampled for info in result.infos) for result in results]
     died = [result for result in results if -math.inf in result.log_weights]
     assert died, "the test is to include dead ends"
-    assert any(resampled) == (ess_threshold > 0)
+    assert any(resampled) == (resample_when > 0)
 
 
 async def test_evidence_is_unbiased_where_most_particles_die() -> None:
     pattern = "(ab|ba)*"
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = SMC(lm, PROMPT, num_particles=16, max_tokens=4, constraint=regex(pattern, lm))
+        smc = smc_of(lm, PROMPT, num_particles=16, max_tokens=4, constraint=regex(pattern, lm))
         results = await expect_unbiased(smc, enumerated(MODEL, pattern, 4))
     assert any(result.log_evidence == -math.inf for result in results)
 
@@ -141,31 +147,31 @@ async def test_a_longer_memory_makes_no_difference() -> None:
     model = NGram.random([b"a", b"b", b""], order=2, seed=1, zeros=0.2, eos_token_id=2)
     pattern = "b?(ab?)*"
     with genrt.load(model, engine="exact") as lm:
-        smc = SMC(lm, PROMPT, num_particles=8, max_tokens=6, constraint=regex(pattern, lm))
+        smc = smc_of(lm, PROMPT, num_particles=8, max_tokens=6, constraint=regex(pattern, lm))
         await expect_unbiased(smc, enumerated(model, pattern, 6))
 
 
 async def test_without_a_constraint_texts_are_the_models_own() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = SMC(lm, PROMPT, num_particles=8, max_tokens=3)
+        smc = smc_of(lm, PROMPT, num_particles=8, max_tokens=3)
         law = enumerated(MODEL, ".*", 3, unfinished=True)
         results = await expect_unbiased(smc, law)
     assert all(result.log_evidence == 0 and result.ess == 8 for result in results)
     assert sum(law.values()) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("ess_threshold", [0.0, 0.5, 1.0])
-async def test_many_particles_find_the_posterior(ess_threshold: float) -> None:
+@pytest.mark.parametrize("resample_when", [0.0, 0.5, 1.0])
+async def test_many_particles_find_the_posterior(resample_when: float) -> None:
     pattern = "(a|b){3,5}b"
     law = enumerated(MODEL, pattern, 5)
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = SMC(
+        smc = smc_of(
             lm,
             PROMPT,
             num_particles=4000,
             max_tokens=5,
             constraint=regex(pattern, lm),
-            ess_threshold=ess_threshold,
+            resample_when=resample_when,
         )
         result = await smc.run(0)
     evidence = sum(law.values())
@@ -186,7 +192,7 @@ async def test_temperature_is_a_law_of_its_own() -> None:
     results = []
     for model, temperature in ((MODEL, 0.5), (tempered, 1.0)):
         with genrt.load(model, engine="exact") as lm:
-            smc = SMC(
+            smc = smc_of(
                 lm,
                 PROMPT,
                 num_particles=16,
@@ -201,7 +207,7 @@ async def test_temperature_is_a_law_of_its_own() -> None:
 
 async def test_at_the_last_step_only_the_end_is_left() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        result = await SMC(
+        result = await smc_of(
             lm, PROMPT, num_particles=3, max_tokens=1, constraint=regex("a?", lm)
         ).run(0)
     assert result.token_ids == ((), (), ())
@@ -212,16 +218,16 @@ async def test_at_the_last_step_only_the_end_is_left() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["x", "(ab){9,}", "[a&&[^a]]"])
-@pytest.mark.parametrize("ess_threshold", [0.0, 1.0])
-async def test_a_run_whose_particles_all_die_says_so(pattern: str, ess_threshold: float) -> None:
+@pytest.mark.parametrize("resample_when", [0.0, 1.0])
+async def test_a_run_whose_particles_all_die_says_so(pattern: str, resample_when: float) -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = SMC(
+        smc = smc_of(
             lm,
             PROMPT,
             num_particles=5,
             max_tokens=4,
             constraint=regex(pattern, lm),
-            ess_threshold=ess_threshold,
+            resample_when=resample_when,
         )
         result = await smc.run(0)
         assert result.log_evidence == -math.inf
@@ -237,8 +243,8 @@ async def test_a_run_whose_particles_all_die_says_so(pattern: str, ess_threshold
         assert lm.statistics().batcher.questions == asked
 
 
-@pytest.mark.parametrize("ess_threshold", [0.0, 1.0])
-async def test_the_dead_are_not_asked_about_and_have_no_children(ess_threshold: float) -> None:
+@pytest.mark.parametrize("resample_when", [0.0, 1.0])
+async def test_the_dead_are_not_asked_about_and_have_no_children(resample_when: float) -> None:
     after_any = [0.3, 0.3, 0.3, 0.1]
     model = NGram(
         [b"a", b"b", b"c", b""],
@@ -246,13 +252,13 @@ async def test_the_dead_are_not_asked_about_and_have_no_children(ess_threshold: 
         eos_token_id=3,
     )
     with genrt.load(model, engine="exact") as lm:
-        smc = SMC(
+        smc = smc_of(
             lm,
             PROMPT,
             num_particles=32,
             max_tokens=7,
             constraint=regex("(a|b|c[ab]){3,5}", lm),
-            ess_threshold=ess_threshold,
+            resample_when=resample_when,
         )
         state, died = smc.init(0), 0
         while not state.done:
@@ -260,7 +266,7 @@ async def test_the_dead_are_not_asked_about_and_have_no_children(ess_threshold: 
             state, info = await smc.step(state)
             dead = np.flatnonzero(before.log_weights == -math.inf)
             died += len(dead)
-            assert info.resampled == (before.ess < ess_threshold * 32)
+            assert info.resampled == (before.ess < resample_when * 32)
             assert not (info.resampled and set(info.ancestors) & set(dead))
             extended = sum(
                 not before.particles[ancestor].finished and before.log_weights[ancestor] > -math.inf
@@ -284,8 +290,8 @@ def same(first: Result, second: Result) -> bool:
 
 
 def an_smc(lm: AsyncLM, **options: Any) -> SMC:
-    options = {"num_particles": 16, "max_tokens": 6, "ess_threshold": 0.9} | options
-    return SMC(lm, PROMPT, constraint=regex("(a|b){3,5}b", lm), **options)
+    options = {"num_particles": 16, "max_tokens": 6, "resample_when": 0.9} | options
+    return smc_of(lm, PROMPT, constraint=regex("(a|b){3,5}b", lm), **options)
 
 
 @pytest.mark.promise(number=16)
@@ -368,7 +374,7 @@ async def test_a_states_arrays_cannot_be_changed() -> None:
 
 async def test_a_step_is_one_question_for_each_distinct_prefix() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = SMC(lm, PROMPT, num_particles=64, max_tokens=4)
+        smc = smc_of(lm, PROMPT, num_particles=64, max_tokens=4)
         prefixes = set()
         state = smc.init(0)
         while not state.done:
@@ -419,7 +425,7 @@ class Failing:
 
 async def test_a_failing_constraint_fails_its_run_alone() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        failing = SMC(lm, PROMPT, num_particles=4, max_tokens=6, constraint=Failing())
+        failing = smc_of(lm, PROMPT, num_particles=4, max_tokens=6, constraint=Failing())
         expected = await an_smc(lm).run(0)
         failed, ran = await asyncio.gather(
             failing.run(0), an_smc(lm).run(0), return_exceptions=True
@@ -432,12 +438,11 @@ async def test_a_failing_constraint_fails_its_run_alone() -> None:
 
 async def test_importance_sampling_is_smc_that_never_resamples() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        sampled = await importance_sampling(
-            lm, PROMPT, num_particles=16, max_tokens=6, constraint=regex("(a|b){3,5}b", lm)
-        ).run(4)
-        assert same(sampled, await an_smc(lm, ess_threshold=0.0).run(4))
+        model = TextModel(lm, PROMPT, max_tokens=6, constraint=regex("(a|b){3,5}b", lm))
+        sampled = await importance_sampling(model, num_particles=16).run(4)
+        assert same(sampled, await an_smc(lm, resample_when=0.0).run(4))
         assert not any(info.resampled for info in sampled.infos)
-        assert (await an_smc(lm, ess_threshold=1.0).run(4)).infos[-1].resampled
+        assert (await an_smc(lm, resample_when=1.0).run(4)).infos[-1].resampled
 
 
 async def test_texts_are_the_bytes_of_their_tokens() -> None:
@@ -447,14 +452,14 @@ async def test_texts_are_the_bytes_of_their_tokens() -> None:
         eos_token_id=3,
     )
     with genrt.load(model, engine="exact") as lm:
-        smc = SMC(lm, PROMPT, num_particles=20, max_tokens=4, constraint=regex("(é|x)+", lm))
+        smc = smc_of(lm, PROMPT, num_particles=20, max_tokens=4, constraint=regex("(é|x)+", lm))
         result = await smc.run(0)
         alive = [
             text for text, w in zip(result.texts, result.log_weights, strict=True) if w > -math.inf
         ]
         assert any("é" in text for text in alive)
         assert all(re.fullmatch("(é|x)+", text) for text in alive)
-        cut = await SMC(lm, PROMPT, num_particles=20, max_tokens=1).run(0)
+        cut = await smc_of(lm, PROMPT, num_particles=20, max_tokens=1).run(0)
         assert set(cut.texts) == {"", "x", "\ufffd"}
 
 
@@ -462,10 +467,9 @@ def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
     result = Result(
         texts=("b", "a", "c", "a", "d"),
         token_ids=((),) * 5,
+        values=("b", "a", "c", "a", "d"),
         log_weights=np.log([2.0, 1.0, 4.0, 3.0, 1.0]) - np.array([900.0] * 4 + [math.inf]),
         log_evidence=-900.0,
-        ess=3.0,
-        infos=(),
     )
     texts, weights = zip(*result.posterior(), strict=True)
     assert texts == ("a", "c", "b")
@@ -481,18 +485,18 @@ def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
         ({"num_particles": 0}, "num_particles"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"num_particles": 2.5}, "num_particles"),
-        ({"ess_threshold": 1.5}, "ess_threshold"),
-        ({"ess_threshold": math.nan}, "ess_threshold"),
+        ({"resample_when": 1.5}, "resample_when"),
+        ({"resample_when": math.nan}, "resample_when"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
-        ({"prompt_token_ids": []}, "prompt is empty"),
-        ({"prompt_token_ids": "ab"}, "token id"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [b"ab"]}, "token id"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], message: str) -> None:
-    right: dict[str, Any] = {"prompt_token_ids": PROMPT, "num_particles": 2, "max_tokens": 2}
+    right: dict[str, Any] = {"prompt": PROMPT, "num_particles": 2, "max_tokens": 2}
     with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match=message):
-        SMC(lm, **(right | options))
+        smc_of(lm, **(right | options))
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, None])
@@ -503,141 +507,22 @@ def test_a_wrong_seed_is_refused(seed: Any) -> None:
 
 async def test_the_longest_context_is_the_models() -> None:
     with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 8}) as lm:
-        assert len((await SMC(lm, [0] * 5, num_particles=2, max_tokens=4).run(0)).texts) == 2
+        assert len((await smc_of(lm, [0] * 5, num_particles=2, max_tokens=4).run(0)).texts) == 2
         with pytest.raises(ContextTooLong, match="context of 9"):
-            SMC(lm, [0] * 5, num_particles=2, max_tokens=5)
+            smc_of(lm, [0] * 5, num_particles=2, max_tokens=5)
 
 
 async def test_a_constraint_needs_an_end_token() -> None:
     endless = NGram.random([b"a", b"b"])
     with genrt.load(endless, engine="exact") as lm:
         with pytest.raises(InvalidRequest, match="end token"):
-            SMC(lm, PROMPT, num_particles=2, max_tokens=2, constraint=Failing())
-        result = await SMC(lm, PROMPT, num_particles=2, max_tokens=3).run(0)
+            smc_of(lm, PROMPT, num_particles=2, max_tokens=2, constraint=Failing())
+        result = await smc_of(lm, PROMPT, num_particles=2, max_tokens=3).run(0)
     assert [len(token_ids) for token_ids in result.token_ids] == [3, 3]
 
 
 async def test_an_unknown_adapter_is_refused_by_the_model() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
-        smc = SMC(lm, PROMPT, num_particles=2, max_tokens=3, adapter="absent")
+        smc = smc_of(lm, PROMPT, num_particles=2, max_tokens=3, adapter="absent")
         with pytest.raises(UnknownAdapter):
             await smc.run(0)
-
-
-# -- resamplers -------------------------------------------------------------------------------
-
-log_weights_of_any_kind = st.lists(
-    st.one_of(st.floats(-50, 50), st.floats(-2, 2), st.just(-math.inf)), min_size=1, max_size=40
-).filter(lambda values: max(values) > -math.inf)
-
-
-@pytest.mark.parametrize("resample", RESAMPLERS)
-@settings(deadline=None)
-@given(log_weights_of_any_kind, st.integers(0, 2**32), st.sampled_from([0.0, -1e4, 1e4]))
-def test_ancestors_are_valid_and_the_dead_have_no_children(
-    resample: Resampler, values: list[float], seed: int, shift: float
-) -> None:
-    log_weights = np.array(values) + shift
-    given_weights = log_weights.copy()
-    ancestors = resample(np.random.default_rng(seed), log_weights)
-    assert ancestors.shape == log_weights.shape
-    assert ancestors.dtype == np.int64
-    assert np.all(log_weights[ancestors] > -math.inf)
-    assert np.all(np.diff(ancestors) >= 0)
-    assert np.array_equal(log_weights, given_weights)
-    again = resample(np.random.default_rng(seed), log_weights)
-    assert np.array_equal(ancestors, again)
-
-
-class Constant(np.random.Generator):
-    """A generator whose every uniform is the same number."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__(np.random.PCG64(0))
-        self.value = value
-
-    def random(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
-        return self.value if size is None else np.full(size, self.value)
-
-
-@pytest.mark.parametrize("resample", RESAMPLERS)
-@pytest.mark.parametrize("uniform", [0.0, 0.5, float(np.nextafter(1.0, 0.0))])
-def test_extreme_uniforms_draw_no_dead_ancestor(resample: Resampler, uniform: float) -> None:
-    for weights in ([0.0, 1.0, 0.0], [0.0, 0.3, 0.3, 0.0, 0.7, 0.0], [0.0, *[0.1] * 10, 0.0]):
-        with np.errstate(divide="ignore"):
-            ancestors = resample(Constant(uniform), np.log(weights))
-        assert len(ancestors) == len(weights)
-        assert np.all(np.array(weights)[ancestors] > 0)
-
-
-@pytest.mark.parametrize(
-    ("resample", "below", "above"),
-    [(systematic, 1, 1), (stratified, 2, 2), (residual, 1, math.inf)],
-)
-@settings(deadline=None)
-@given(log_weights_of_any_kind, st.integers(0, 2**32))
-def test_how_far_counts_can_be_from_their_expectation(
-    resample: Resampler, below: float, above: float, values: list[float], seed: int
-) -> None:
-    log_weights = np.array(values)
-    n = len(log_weights)
-    weights = np.exp(log_weights - log_weights.max())
-    expected = n * weights / weights.sum()
-    counts = np.bincount(resample(np.random.default_rng(seed), log_weights), minlength=n)
-    assert np.all(counts > expected - below - 1e-9)
-    assert np.all(counts < expected + above + 1e-9)
-
-
-@pytest.mark.parametrize("resample", RESAMPLERS)
-@pytest.mark.parametrize(
-    "weights", [[0.5, 0.0, 1.7, 0.1, 2.2, 0.0], [1.0, 2.0, 3.3], [0.01, 1.0, 0.01, 0.4, 0.3]]
-)
-def test_counts_have_their_expectation(resample: Resampler, weights: list[float]) -> None:
-    rng = np.random.default_rng(0)
-    with np.errstate(divide="ignore"):
-        log_weights = np.log(weights)
-    n = len(weights)
-    counts = np.array([np.bincount(resample(rng, log_weights), minlength=n) for _ in range(4000)])
-    expected = n * np.array(weights) / sum(weights)
-    assert np.all(counts[:, expected == 0] == 0)
-    varying = counts.std(axis=0) > 0
-    assert np.array_equal(counts[0, ~varying], expected[~varying])
-    expect_means(counts[:, varying], expected[varying])
-
-
-@pytest.mark.parametrize("resample", RESAMPLERS)
-@pytest.mark.parametrize("values", [[-math.inf] * 3, [0.0, math.nan], [0.0, math.inf], []], ids=str)
-def test_no_ancestors_without_weights(resample: Resampler, values: list[float]) -> None:
-    with pytest.raises(InvalidRequest, match="log-weight"):
-        resample(np.random.default_rng(0), np.array(values))
-
-
-@pytest.mark.parametrize("resample", [stratified, systematic])
-def test_equal_weights_have_one_child_each(resample: Resampler) -> None:
-    for n in (1, 2, 3, 10, 64, 1000):
-        ancestors = resample(np.random.default_rng(n), np.full(n, -3.7))
-        counts = np.bincount(ancestors, minlength=n)
-        assert abs(counts - 1).sum() <= 2
-
-
-@given(st.lists(st.floats(-700, 700), min_size=1, max_size=30))
-def test_ess_and_mean_of_weights(values: list[float]) -> None:
-    log_weights = np.array(values)
-    n = len(values)
-    ess = effective_sample_size(log_weights)
-    assert 1 - 1e-9 <= ess <= n + 1e-9
-    assert effective_sample_size(log_weights - 1e5) == pytest.approx(ess)
-    assert effective_sample_size(np.full(n, values[0])) == pytest.approx(n)
-    mean = log_mean_exp(log_weights)
-    assert mean == pytest.approx(
-        float(torch.tensor(values, dtype=torch.float64).logsumexp(0)) - math.log(n), abs=1e-6
-    )
-    dead = np.append(log_weights, -math.inf)
-    assert effective_sample_size(dead) == pytest.approx(ess)
-    assert log_mean_exp(dead) == pytest.approx(mean + math.log(n / (n + 1)), abs=1e-9)
-
-
-def test_ess_and_mean_of_no_weight_at_all() -> None:
-    dead = np.full(3, -math.inf)
-    assert effective_sample_size(dead) == 0
-    assert log_mean_exp(dead) == -math.inf

@@ -397,12 +397,11 @@ async def test_what_happens_between_two_steps_takes_a_held_one_back(
 @pytest.mark.promise(number=16)
 @pytest.mark.vllm
 def test_a_run_of_smc_is_the_same_with_residency_and_without(llama: Path) -> None:
-    from genrt.inference import SMC
+    from genrt.inference import SMC, TextModel
 
     async def run(lm: AsyncLM) -> tuple[tuple[tuple[int, ...], ...], float]:
-        smc = SMC(
-            lm, [1, 2, 3], num_particles=12, max_tokens=20, ess_threshold=1.0, temperature=0.7
-        )
+        model = TextModel(lm, [1, 2, 3], max_tokens=20, temperature=0.7)
+        smc = SMC(model, num_particles=12, resample_when=1.0)
         result = await smc.run(seed=3)
         return result.token_ids, result.log_evidence
 

@@ -1,6 +1,7 @@
 """Weights and ancestors: resampling schemes of one signature, effective sample size, mean weight.
 
-All of them are unbiased: index i is an ancestor N w_i / sum_j w_j times in expectation.
+All of them are unbiased: what the children of index i weigh is its own weight in expectation. But for
+``partial`` all children weigh the same, so index i has N w_i / sum_j w_j of them in expectation.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = [
     "log_mean_exp",
     "multinomial",
     "normalised",
+    "partial",
     "residual",
     "stratified",
     "systematic",
@@ -28,9 +30,14 @@ __all__ = [
 Floats: TypeAlias = NDArray[np.float64]
 Ancestors: TypeAlias = NDArray[np.int64]
 
-Resampler: TypeAlias = Callable[[np.random.Generator, Floats], Ancestors]
+Resampler: TypeAlias = Callable[[np.random.Generator, Floats], Ancestors | tuple[Ancestors, Floats]]
 """``resample(rng, log_weights) -> ancestors``: for N unnormalised log-weights, at least one of them
-above -inf, N indices, index i in expectation N w_i / sum_j w_j times. Weights of 0 have no children."""
+above -inf, N indices, index i in expectation N w_i / sum_j w_j times; every child then weighs the mean.
+Or ``-> (ancestors, log_weights)`` of the children, whose weights add up to those of their parent in
+expectation. Weights of 0 have no children that weigh anything."""
+
+BAND = 2.0
+"""``partial`` keeps a weight that is at most so many times more, or less, than the mean."""
 
 
 def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
@@ -77,6 +84,23 @@ def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
         return ancestors
     drawn = _inverse(expected - certain, np.sort(rng.random(missing)))
     return np.sort(np.concatenate([ancestors, drawn]))
+
+
+def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, Floats]:
+    """Weights from half the mean to twice the mean stay as they are, and the others are resampled among
+    themselves, systematically, each child with their mean weight: less randomness than resampling all,
+    and fewer forks (Bolić, Djurić & Hong 2003).
+
+    Raises:
+        InvalidRequest: no weight is positive, or one is NaN or +inf.
+    """
+    relative = normalised(log_weights) * len(log_weights)
+    [others] = np.nonzero((relative * BAND < 1) | (relative > BAND))
+    ancestors, weights = np.arange(len(log_weights)), log_weights.copy()
+    if relative[others].sum() > 0:
+        ancestors[others] = others[systematic(rng, log_weights[others])]
+        weights[others] = log_mean_exp(log_weights[others])
+    return ancestors, weights
 
 
 def effective_sample_size(log_weights: Floats) -> float:

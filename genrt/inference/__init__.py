@@ -1,0 +1,63 @@
+r"""Inference over texts and programs: a model says what one particle does, an algorithm runs many.
+
+The models. ``TextModel`` is a language model's own law of a text after a prompt, given a constraint,
+weighted by a potential. ``Program`` is a coroutine that you write: it samples tokens and observes.
+
+The algorithms, each with ``init(seed)``, ``step(state)`` and ``run(seed)``:
+
+    SMC                  sequential Monte Carlo: weighted particles, the evidence, resampling
+    importance_sampling  SMC that never resamples
+    MetropolisHastings   chains that redraw suffixes
+    Rejection, BestOfN   the baselines: plain samples, kept or ranked
+
+What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they came about.
+"""
+
+from __future__ import annotations
+
+from genrt.inference.baselines import BestOfN, Rejection
+from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
+from genrt.inference.model import Growth, Model, Particle
+from genrt.inference.programs import Execution, Program
+from genrt.inference.resampling import (
+    Resampler,
+    effective_sample_size,
+    log_mean_exp,
+    multinomial,
+    partial,
+    residual,
+    stratified,
+    systematic,
+)
+from genrt.inference.result import Result
+from genrt.inference.smc import SMC, importance_sampling
+from genrt.inference.state import Info, State
+from genrt.inference.text_model import TextModel, TextParticle
+
+__all__ = [
+    "SMC",
+    "BestOfN",
+    "Chains",
+    "Execution",
+    "Growth",
+    "Info",
+    "MetropolisHastings",
+    "Model",
+    "Moves",
+    "Particle",
+    "Program",
+    "Rejection",
+    "Resampler",
+    "Result",
+    "State",
+    "TextModel",
+    "TextParticle",
+    "effective_sample_size",
+    "importance_sampling",
+    "log_mean_exp",
+    "multinomial",
+    "partial",
+    "residual",
+    "stratified",
+    "systematic",
+]

@@ -1,0 +1,105 @@
+r"""Adaptive weighted rejection sampling: a constrained draw that asks the constraint about few tokens.
+
+Wanted is a token x from a row p restricted to the tokens A that a dear constraint allows, and a weight w
+with E[w | x] = p(A), so that (x, w) takes the place of a masked draw and its mass in any sampler. Asking
+about the whole vocabulary gives both exactly. Here tokens are drawn from p, asked about, and left out of
+p once they are rejected, until two draws were accepted. The first of these is x.
+
+The weight. Let every token i arrive at the times of a Poisson process of rate p(i). Tokens of A then
+arrive at rate Z = p(A), whichever they are, the second at a time T ~ Gamma(2, Z), independent of which
+was the first, and E[1 / T] = Z. A rejected token's later arrivals need not be seen: after the rejected
+ones R the next arrival of interest takes an exponential time of rate l = p(V) - p(R). So draws 1 .. n
+took T = sum_j E_j / l_j with independent standard exponentials E_j, and given the draws
+
+    w = E[1 / T | l_1 .. l_n] = int_0^inf prod_j l_j / (l_j + u) du,
+
+which integrates out all randomness but that of the draws. Without rejections w = p(V); without leaving
+rejected tokens out w = p(V) / (n - 1), Haldane's (1945) estimator. If nothing is accepted, Z = 0: that is
+known only when every token of positive probability was rejected.
+
+Lipkin et al. (2025), *Fast controlled generation from language models with adaptive weighted rejection
+sampling*, has the idea and another weight. Rao-Blackwellised Poisson arrivals in place of it are due to
+no paper that we know; ``tests/test_awrs.py`` proves the law by enumeration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from genrt.inference.model import DEAD
+from genrt.inference.resampling import Floats
+
+__all__ = ["draw"]
+
+STEP = 0.25
+"""In the logarithm of u. The integrand is analytic within pi of the real line, so that the trapezium
+rule's error is about exp(-2 pi^2 / STEP): far below the precision of a float."""
+
+TAIL = 40.0
+"""How far beyond the smallest and largest rate, in logarithms, the integrand still counts."""
+
+
+async def draw(
+    weights: Floats, check: Callable[[int], Awaitable[bool]], rng: np.random.Generator
+) -> tuple[int, float]:
+    """A token in proportion to ``weights`` among those that ``check`` allows, and an unbiased estimate of
+    the logarithm of their total weight, given that token; ``(DEAD, -inf)`` if it allows none.
+
+    Args:
+        weights: ``[V]``, at least 0, normalised or not; a token of weight 0 is never asked about.
+        check: asked about a token at most once.
+    """
+    remaining = weights.copy()
+    rates: list[float] = []
+    accepted: list[int] = []
+    drawn = _Inversion(remaining)
+    while len(accepted) < 2:
+        if not drawn.total > 0:
+            return DEAD, -math.inf
+        token_id = drawn.token(rng)
+        if remaining[token_id] == 0:  # rejected since the sums were made: its arrival is not seen
+            continue
+        rates.append(drawn.rate)
+        if token_id in accepted or await check(token_id):
+            accepted.append(token_id)
+            continue
+        remaining[token_id] = 0.0
+        drawn.leave_out(float(weights[token_id]))
+        if drawn.is_stale:
+            drawn = _Inversion(remaining)
+    return accepted[0], log_mean_rate(np.array(rates))
+
+
+class _Inversion:
+    """Draws by inversion of cumulative sums, made anew when half of the weight they hold is left out."""
+
+    def __init__(self, remaining: Floats) -> None:
+        self._cumulative = np.cumsum(remaining)
+        self.total = self.rate = float(self._cumulative[-1])
+
+    def token(self, rng: np.random.Generator) -> int:
+        below = min(rng.random() * self.total, np.nextafter(self.total, 0.0))
+        return int(np.searchsorted(self._cumulative, below, side="right"))
+
+    def leave_out(self, weight: float) -> None:
+        self.rate -= weight
+
+    @property
+    def is_stale(self) -> bool:
+        return self.rate < 0.5 * self.total
+
+
+def log_mean_rate(rates: Floats) -> float:
+    """log E[1 / T] for T a sum of independent exponential times of these rates, at least two, all
+    positive."""
+    logarithms = np.log(rates)
+    peak = logarithms.max()
+    relative = logarithms - peak
+    u = np.arange(relative.min() - TAIL, TAIL, STEP)
+    # log of u prod_j l_j / (l_j + u), the u from du = u d(log u)
+    terms = u - np.logaddexp(0.0, u[:, None] - relative[None, :]).sum(axis=1)
+    top = terms.max()
+    return float(peak + top + math.log(np.exp(terms - top).sum() * STEP))

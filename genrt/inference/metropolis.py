@@ -1,0 +1,275 @@
+r"""Metropolis–Hastings over texts: chains that cut a text somewhere and grow another suffix.
+
+The target pi is the model's: of a ``TextModel``, the constrained and weighted law of its texts. A
+chain's text x has n steps, one for each token, the end token included if it was drawn. A move cuts it
+before a step c, uniformly chosen among the n, grows another text x' of n' steps from the prefix, by the
+model's proposal, and takes it with probability
+
+    min(1, (W' / n') / (W / n)),
+
+where W and W' are the products of what the two suffixes gain on the way, by the model. For a masked
+proposal q(x_t) = p(x_t) 1[x_t in A_t] / p(A_t) that is exp(phi(x)) prod_{t >= c} p(A_t), so that the
+ratio is pi(x') q(x, c) / (pi(x) q(x', c)) in full. With weights that are unbiased estimates, as in
+adaptive weighted rejection, each text keeps the estimates it was drawn with, and pi is still invariant
+(Andrieu & Roberts 2009, the pseudo-marginal approach).
+
+A chain begins with an importance sample of the model: with the first text whose weight is positive.
+Texts of later steps follow pi ever more closely; there is no estimate of the evidence.
+
+Metropolis et al. (1953), Hastings (1970). For probabilistic programs: Wingate, Stuhlmüller & Goodman
+(2011), *Lightweight implementations of probabilistic programming languages via transformational
+compilation*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genrt.errors import InvalidRequest
+from genrt.inference.checks import frozen, integer, seeds_of_step
+from genrt.inference.model import Growth, Model
+from genrt.inference.progress import Progress
+from genrt.inference.result import Result
+
+__all__ = ["Chain", "Chains", "MetropolisHastings", "Moves"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Where one chain is: a finished particle, and the growths it is made of, from the start."""
+
+    growths: tuple[Growth, ...]
+
+    @property
+    def particle(self) -> Any:
+        """The particle, as the model made it."""
+        return self.growths[-1].particle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chains:
+    """All chains after ``step`` moves of each. A value: stepping the same one again gives the same.
+
+    ``chains`` holds ``None`` for a chain that found no text of positive weight to begin with.
+    """
+
+    chains: tuple[Chain | None, ...]
+    step: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """What one step did.
+
+    Fields:
+        step: its number; 0 found texts to begin with.
+        cuts: int64 ``[chains]``, before which step each text was cut.
+        accepted: bool ``[chains]``, whether its new suffix was taken.
+        log_ratios: float64 ``[chains]``, the logarithms of the acceptance ratios, above 0 too.
+    """
+
+    step: int
+    cuts: NDArray[np.int64]
+    accepted: NDArray[np.bool_]
+    log_ratios: NDArray[np.float64]
+
+
+class MetropolisHastings:
+    """Chains for one model, side by side: each step one move of each, their questions asked together.
+
+    ::
+
+        result = await MetropolisHastings(model, num_chains=32, num_steps=100, warm_up=20).run(seed=0)
+
+    A model has to make its particles again from their prefixes, as ``TextModel`` does; a ``Program``
+    does too.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_chains: int,
+        num_steps: int,
+        warm_up: int = 0,
+        attempts: int = 100,
+    ) -> None:
+        """
+        Args:
+            num_steps: how many moves each chain makes.
+            warm_up: how many of these are not counted in the result, less than ``num_steps``.
+            attempts: how many texts to try to begin a chain with.
+
+        Raises:
+            InvalidRequest: an argument is out of its range.
+        """
+        if not isinstance(model, Model):
+            raise InvalidRequest(
+                f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
+            )
+        self._model = model
+        self._num_chains = integer("num_chains", num_chains, at_least=1)
+        self._num_steps = integer("num_steps", num_steps, at_least=1)
+        self._warm_up = integer("warm_up", warm_up, at_least=0)
+        self._attempts = integer("attempts", attempts, at_least=1)
+        if self._warm_up >= self._num_steps:
+            raise InvalidRequest(
+                f"warm_up is {warm_up} of num_steps={num_steps}: then nothing is counted; give fewer"
+            )
+
+    @property
+    def model(self) -> Model:
+        """What it runs."""
+        return self._model
+
+    def init(self, seed: int) -> Chains:
+        """Chains that have not begun; the first step begins them.
+
+        Raises:
+            InvalidRequest: the seed is not an integer of at least 0.
+        """
+        return Chains((None,) * self._num_chains, 0, integer("seed", seed, at_least=0))
+
+    async def step(self, state: Chains) -> tuple[Chains, Moves]:
+        """The first step finds every chain a text to begin with, every other one makes a move of each.
+
+        Cancelling it, or an error, leaves ``state`` as good as it was.
+
+        Raises:
+            GenrtError: whatever the model raised.
+        """
+        own, models = seeds_of_step(state.seed, state.step)
+        rng, seeds = np.random.default_rng(own), np.random.SeedSequence(models)
+        if state.step == 0:
+            return await self._begun(state, seeds)
+        here = [chain for chain in state.chains if chain is not None]
+        cuts = np.array([rng.integers(len(chain.growths)) for chain in here], dtype=np.int64)
+        thresholds = np.log1p(-rng.random(len(here)))
+        prefixes = [chain.growths[:cut] for chain, cut in zip(here, cuts, strict=True)]
+        moved = await self._finished(prefixes, seeds)
+        ratios = np.array(
+            [
+                _log_ratio(chain, new, int(cut))
+                for chain, new, cut in zip(here, moved, cuts, strict=True)
+            ]
+        )
+        taken = thresholds < ratios
+        after = iter(
+            [
+                Chain(new) if accepted else chain
+                for chain, new, accepted in zip(here, moved, taken, strict=True)
+            ]
+        )
+        chains = tuple(None if chain is None else next(after) for chain in state.chains)
+        alive = np.array([chain is not None for chain in state.chains])
+        return Chains(chains, state.step + 1, state.seed), Moves(
+            step=state.step,
+            cuts=frozen(_spread(cuts, alive, 0)),
+            accepted=frozen(_spread(taken, alive, False)),
+            log_ratios=frozen(_spread(ratios, alive, -math.inf)),
+        )
+
+    async def steps(self, state: Chains) -> AsyncIterator[tuple[Chains, Moves]]:
+        """Step without end, from ``init(seed)`` or from any later state."""
+        while True:
+            state, moves = await self.step(state)
+            yield state, moves
+
+    async def run(
+        self,
+        seed: int,
+        *,
+        on_step: Callable[[Chains, Moves], None] | None = None,
+        progress: bool = False,
+    ) -> Result:
+        """All moves, and every text of every chain after the warm-up, weighted alike; the log evidence is
+        NaN. The same seed and rows give the same result.
+
+        Args:
+            on_step: called after every step.
+            progress: show a bar, in a notebook or on stderr.
+        """
+        state = self.init(seed)
+        counted: list[Any] = []
+        with Progress("MH", self._num_steps + 1, shown=progress) as shown:
+            while state.step <= self._num_steps:
+                state, moves = await self.step(state)
+                if state.step > self._warm_up + 1:
+                    counted += [chain.particle for chain in state.chains if chain is not None]
+                shown.step(accepted=f"{moves.accepted.mean():.2f}")
+                if on_step is not None:
+                    on_step(state, moves)
+        return self.result(counted)
+
+    def result(self, particles: Sequence[Any]) -> Result:
+        """These particles of chains, weighted alike."""
+        return Result(
+            texts=tuple(map(self._model.text, particles)),
+            token_ids=tuple(particle.token_ids for particle in particles),
+            values=tuple(map(self._model.value, particles)),
+            log_weights=frozen(np.zeros(len(particles))),
+            log_evidence=math.nan,
+        )
+
+    async def _begun(self, state: Chains, seeds: np.random.SeedSequence) -> tuple[Chains, Moves]:
+        chains: list[Chain | None] = list(state.chains)
+        for _ in range(self._attempts):
+            missing = [place for place, chain in enumerate(chains) if chain is None]
+            if not missing:
+                break
+            for place, growths in zip(
+                missing, await self._finished([()] * len(missing), seeds), strict=True
+            ):
+                if growths[-1].log_weight > -math.inf:
+                    chains[place] = Chain(growths)
+        found = np.array([chain is not None for chain in chains])
+        return Chains(tuple(chains), 1, state.seed), Moves(
+            step=0,
+            cuts=frozen(np.zeros(len(chains), np.int64)),
+            accepted=frozen(found),
+            log_ratios=frozen(np.where(found, 0.0, -math.inf)),
+        )
+
+    async def _finished(
+        self, prefixes: Sequence[tuple[Growth, ...]], seeds: np.random.SeedSequence
+    ) -> list[tuple[Growth, ...]]:
+        """Each of these grown to its end, or until it died."""
+        grown = [list(prefix) for prefix in prefixes]
+        while True:
+            places = [place for place, growths in enumerate(grown) if _goes_on(growths)]
+            if not places:
+                return [tuple(growths) for growths in grown]
+            particles = [
+                grown[place][-1].particle if grown[place] else self._model.start()
+                for place in places
+            ]
+            [seed] = seeds.spawn(1)
+            number = int(seed.generate_state(1, np.uint64)[0] >> 1)
+            for place, growth in zip(
+                places, await self._model.grow(particles, number), strict=True
+            ):
+                grown[place].append(growth)
+
+
+def _goes_on(growths: Sequence[Growth]) -> bool:
+    return not growths or (growths[-1].log_weight > -math.inf and not growths[-1].particle.finished)
+
+
+def _log_ratio(chain: Chain, new: Sequence[Growth], cut: int) -> float:
+    gained = sum(growth.log_weight for growth in new[cut:])
+    lost = sum(growth.log_weight for growth in chain.growths[cut:])
+    return gained - lost + math.log(len(chain.growths) / len(new))
+
+
+def _spread(values: NDArray[Any], places: NDArray[np.bool_], rest: Any) -> NDArray[Any]:
+    """``values`` at these places, ``rest`` at the others."""
+    spread = np.full(len(places), rest, dtype=values.dtype)
+    spread[places] = values
+    return spread

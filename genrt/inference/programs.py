@@ -1,0 +1,333 @@
+r"""Particle programs: you write one particle as a coroutine, the algorithms run and resample many.
+
+::
+
+    async def haiku(p):
+        tokens = p.lm.encode("An old silent pond")
+        while len(tokens) < 20:
+            tokens.append(await p.sample(tokens))
+            p.observe(-abs(len(p.lm.decode(tokens)) - 60) / 10)
+        return p.lm.decode(tokens)
+
+    result = await SMC(Program(lm, haiku), num_particles=32).run(seed=0)
+
+The target. A run of the program has the density that its choices have under the laws they were drawn
+from, times the product of what it observed. The evidence is the normaliser of that: the mean, over runs
+of the program, of the product of its observations. A masked ``sample`` draws from the row restricted to
+the mask and observes the mask's mass, so that it counts as a draw from the row, and the mask as a
+condition.
+
+A step takes every particle from its next ``sample`` to the one after, or to its end. Resampling may copy
+a particle in between, and a coroutine cannot be copied. So a particle is the list of its choices: one
+child goes on where its parent stopped, the others run from the beginning with the choices that were made,
+without asking anybody for them, before they go on by themselves. Therefore a program has to be a function
+of its choices: all randomness comes from ``p``, and what it changes outside of itself it changes again.
+``asyncio.timeout`` and task groups may not be open around a ``sample``: another task goes on after it.
+
+Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
+(particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
+of large language models using probabilistic programs*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from genrt.errors import InvalidRequest
+from genrt.inference.model import DEAD, Growth
+from genrt.inference.resampling import normalised
+from genrt.lm import AsyncLM
+
+if TYPE_CHECKING:
+    from genrt.arguments import Mask
+
+__all__ = ["Execution", "Program"]
+
+T = TypeVar("T")
+
+
+class _Choice(NamedTuple):
+    """What was chosen, and for what: a program that runs again has to ask for the same."""
+
+    asked: tuple[Any, ...]
+    chosen: Any
+
+
+class Execution:
+    """What a program is called with: one particle's own randomness, and its weight.
+
+    ``lm`` is the runtime, for whatever else is to be asked: rows, scores, other draws with seeds.
+    """
+
+    def __init__(self, lm: AsyncLM, choices: Sequence[_Choice]) -> None:
+        self.lm = lm
+        self._choices = list(choices)
+        self._to_replay = len(choices)
+        self._replayed = 0
+        self._is_live = not choices
+        self._begin(np.random.default_rng(0))
+
+    def _begin(self, rng: np.random.Generator) -> None:
+        """A step begins, with this randomness."""
+        self._rng = rng
+        self._may_draw = True
+        self._log_weight = 0.0
+        self._drawn = DEAD
+
+    async def sample(
+        self,
+        token_ids: Sequence[int],
+        *,
+        mask: Mask | None = None,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+    ) -> int:
+        """A token drawn from the row after ``token_ids``, restricted to ``mask`` if there is one.
+
+        With a mask the log-weight gains its mass, the logarithm of the probability that the row gives
+        it; if that is none the particle is dead, and its program does not go on.
+
+        Args:
+            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them.
+            temperature: of the row; other than 1, the tempered row is the law. Not with a mask, whose
+                mass is the row's own.
+            adapter: by name.
+
+        Raises:
+            InvalidRequest: a temperature with a mask, or what ``AsyncLM.draw`` refuses; also
+                ContextTooLong, UnknownAdapter, EngineFailed, Closed, as there.
+        """
+        if mask is not None and temperature != 1:
+            raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
+        asked = ("sample", len(token_ids), hash(tuple(token_ids)), temperature, adapter)
+        if self._replayed < self._to_replay:
+            return cast("int", self._replay(asked))
+        self._is_live = True
+        if not self._may_draw:
+            await _Pause()
+        self._may_draw = False
+        drawn = await self.lm.draw(
+            token_ids,
+            mask=mask,
+            temperature=temperature,
+            seed=int(self._rng.integers(2**63)),
+            adapter=adapter,
+        )
+        if mask is not None:
+            self.observe(drawn.log_mass)
+        if drawn.token_id == DEAD:
+            await _Pause()
+        self._drawn = drawn.token_id
+        self._choices.append(_Choice(asked, drawn.token_id))
+        return drawn.token_id
+
+    async def condition(
+        self,
+        token_ids: Sequence[int],
+        continuation: Sequence[int],
+        *,
+        adapter: str | None = None,
+    ) -> None:
+        """Observe that ``continuation`` follows ``token_ids``: the log-weight gains its log-probability.
+
+        Raises:
+            InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
+        """
+        if self._is_live:
+            scores = await self.lm.score(token_ids, continuation, adapter=adapter)
+            self.observe(float(scores.double().sum()))
+
+    def observe(self, log_weight: float) -> None:
+        """Add to the particle's log-weight; -inf ends the particle at its next ``sample``.
+
+        Raises:
+            InvalidRequest: NaN, +inf, or not a number.
+        """
+        try:
+            number = float(log_weight)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"observe takes a log-weight, not {log_weight!r}") from error
+        if math.isnan(number) or number == math.inf:
+            raise InvalidRequest(f"observe takes a finite log-weight, or -inf, not {number}")
+        if self._is_live:
+            self._log_weight += number
+
+    def uniform(self) -> float:
+        """A number drawn uniformly from [0, 1)."""
+        return cast("float", self._chosen(("uniform",), lambda: float(self._rng.random())))
+
+    def choice(self, values: Sequence[T], *, log_weights: Sequence[float] | None = None) -> T:
+        """One of these, uniformly, or in proportion to the exponentials of ``log_weights``.
+
+        Raises:
+            InvalidRequest: there is no value, there are not as many log-weights, or none is above -inf.
+        """
+        if not values or (log_weights is not None and len(log_weights) != len(values)):
+            weights = "none" if log_weights is None else len(log_weights)
+            raise InvalidRequest(
+                f"choice got {len(values)} values and {weights} log-weights: give at least one value, "
+                "and a log-weight for each or none at all"
+            )
+        shares = None if log_weights is None else normalised(np.array(log_weights, np.float64))
+        asked = ("choice", len(values))
+        place: int = self._chosen(asked, lambda: int(self._rng.choice(len(values), p=shares)))
+        return values[place]
+
+    def _chosen(self, asked: tuple[Any, ...], choose: Callable[[], Any]) -> Any:
+        if self._replayed < self._to_replay:
+            return self._replay(asked)
+        if not self._is_live:
+            raise _changed(("sample",), asked)
+        chosen = choose()
+        self._choices.append(_Choice(asked, chosen))
+        return chosen
+
+    def _replay(self, asked: tuple[Any, ...]) -> Any:
+        choice = self._choices[self._replayed]
+        if choice.asked != asked:
+            raise _changed(choice.asked, asked)
+        self._replayed += 1
+        return choice.chosen
+
+
+def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:
+    return InvalidRequest(
+        f"the program asked for {now[0]} where it had asked for {before[0]} before, or with other "
+        "arguments: make it a function of its choices, with all its randomness from the execution"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trace:
+    """A particle: the choices of one execution, and at most once that execution itself, to go on with."""
+
+    choices: tuple[_Choice, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    finished: bool = False
+    value: Any = None
+    live: list[tuple[Execution, Coroutine[Any, Any, Any]]] = field(default_factory=list)
+
+
+class Program:
+    """A model that you write: an async function of an ``Execution``, which returns a value.
+
+    The module's docstring says what it stands for, and what it may do. A posterior is over the values,
+    which are to be hashable for that; ``token_ids`` and texts are those of all ``sample`` calls.
+    """
+
+    def __init__(
+        self, lm: AsyncLM, function: Callable[[Execution], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """
+        Raises:
+            InvalidRequest: the function is no ``async def``.
+        """
+        if not isinstance(lm, AsyncLM):
+            raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
+        if not callable(function):
+            raise InvalidRequest(
+                f"the program is {function!r}: give an async function of an execution"
+            )
+        self._lm = lm
+        self._function = function
+
+    @property
+    def lm(self) -> AsyncLM:
+        """The runtime that is asked."""
+        return self._lm
+
+    @property
+    def max_steps(self) -> None:
+        """Not known: a program ends when it returns."""
+        return None
+
+    def start(self) -> _Trace:
+        """An execution before its first line."""
+        return _Trace()
+
+    def text(self, particle: _Trace) -> str:
+        """What the sampled tokens say, as UTF-8 with U+FFFD for what is not."""
+        vocabulary = self._lm.byte_vocab
+        return b"".join(vocabulary[token_id] for token_id in particle.token_ids).decode(
+            errors="replace"
+        )
+
+    def value(self, particle: _Trace) -> Any:
+        """What the program returned; ``None`` before it has."""
+        return particle.value
+
+    async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
+        """Every execution, all at once, to the ``sample`` after the next, or to its end."""
+        seeds = np.random.SeedSequence(seed).spawn(len(particles))
+        growing = [
+            asyncio.ensure_future(self._grown(particle, np.random.default_rng(each)))
+            for particle, each in zip(particles, seeds, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*growing)
+        except BaseException:
+            for task in growing:
+                task.cancel()
+            await asyncio.gather(*growing, return_exceptions=True)
+            raise
+
+    async def _grown(self, particle: _Trace, rng: np.random.Generator) -> Growth:
+        try:
+            execution, coroutine = particle.live.pop()
+        except IndexError:
+            execution = Execution(self._lm, particle.choices)
+            coroutine = self._function(execution)
+            if not inspect.iscoroutine(coroutine):
+                raise InvalidRequest(
+                    f"the program returned a {type(coroutine).__name__}: make it an async def"
+                ) from None
+        execution._begin(rng)
+        finished, value = await _UntilPause(coroutine)
+        if not execution._is_live:
+            raise _changed(("sample",), ("nothing",))
+        log_weight, token_id = execution._log_weight, execution._drawn
+        if log_weight == -math.inf:
+            coroutine.close()
+            return Growth(particle, log_weight, DEAD)
+        token_ids = particle.token_ids if token_id == DEAD else (*particle.token_ids, token_id)
+        live = [] if finished else [(execution, coroutine)]
+        trace = _Trace(tuple(execution._choices), token_ids, finished, value, live)
+        return Growth(trace, log_weight, token_id)
+
+
+class _Pause:
+    """Awaited by an execution that has to wait for its next step."""
+
+    def __await__(self) -> Generator[_Pause, None, None]:
+        yield self
+
+
+class _UntilPause:
+    """Awaits a coroutine in the running task until it pauses or ends: ``(ended, what it returned)``."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, None, tuple[bool, Any]]:
+        error: BaseException | None = None
+        while True:
+            try:
+                awaited = (
+                    self._coroutine.send(None) if error is None else self._coroutine.throw(error)
+                )
+            except StopIteration as end:
+                return True, end.value
+            if isinstance(awaited, _Pause):
+                return False, None
+            try:
+                yield awaited
+                error = None
+            except BaseException as raised:
+                error = raised

@@ -1,0 +1,215 @@
+r"""Sequential Monte Carlo: N weighted particles, resampled when their weights have grown apart.
+
+N particles of a model grow side by side. A step grows each one by a token and multiplies its weight by
+what the model says it gained. Weights are unnormalised and carried along, so at any step
+
+    Z_hat = (1/N) sum_i w_i,        E[Z_hat] = Z at the end,
+
+resampled or not, because resampling is unbiased: ancestor i gets N w_i / sum_j w_j children in
+expectation, each of weight Z_hat. It happens before a step, by default when the effective sample size
+ESS = (sum w)^2 / sum w^2 is under half of N: never after the last, where it would only add variance. The
+weighted particles estimate the target consistently as N grows.
+
+Gordon, Salmond & Smith (1993), *Novel approach to nonlinear/non-Gaussian Bayesian state estimation*
+(the bootstrap filter). Del Moral, Doucet & Jasra (2006), *Sequential Monte Carlo samplers* (evidence,
+adaptive resampling). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering of large
+language models using probabilistic programs*. Loula et al. (2025), *Syntactic and semantic control of
+large language models via sequential Monte Carlo*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from genrt.errors import InvalidRequest
+from genrt.inference.checks import frozen, integer, seeds_of_step
+from genrt.inference.model import DEAD, Model
+from genrt.inference.progress import Progress
+from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
+from genrt.inference.result import Result
+from genrt.inference.state import Info, State
+
+__all__ = ["SMC", "Rule", "importance_sampling"]
+
+
+Rule: TypeAlias = Callable[[State], bool]
+"""Whether to resample before the next step."""
+
+
+class SMC:
+    """Sequential Monte Carlo for one model; the module's docstring has the mathematics.
+
+    ::
+
+        model = TextModel(lm, "It happened on ", max_tokens=16,
+                          constraint=regex(r"(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\\.", lm))
+        result = await SMC(model, num_particles=64).run(seed=0)
+
+    or, step by step, ``async for state, info in smc.steps(smc.init(seed)): ...``. It holds no state of
+    a run, so one may run many times, at once and on several event loops.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_particles: int,
+        resample_when: float | Rule = 0.5,
+        resample: Resampler = systematic,
+    ) -> None:
+        """
+        Args:
+            resample_when: resample when the effective sample size is under this share of N: 0 is
+                importance sampling, 1 resamples whenever weights differ. Or a rule of your own, which
+                is asked before every step; when no particle is alive nothing is resampled.
+            resample: how; ``partial`` keeps the weights of most particles.
+
+        Raises:
+            InvalidRequest: an argument is out of its range.
+        """
+        if not isinstance(model, Model):
+            raise InvalidRequest(
+                f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
+            )
+        self._model = model
+        self._num_particles = integer("num_particles", num_particles, at_least=1)
+        if not callable(resample_when) and not (
+            isinstance(resample_when, int | float) and 0 <= resample_when <= 1
+        ):
+            raise InvalidRequest(
+                f"resample_when is {resample_when!r}: give a share from 0 to 1, or a rule"
+            )
+        if not callable(resample):
+            raise InvalidRequest(
+                f"resample is {resample!r}: give a resampler, such as genrt.inference.systematic"
+            )
+        self._resample_when = resample_when
+        self._resample = resample
+
+    @property
+    def model(self) -> Model:
+        """What it runs."""
+        return self._model
+
+    def init(self, seed: int) -> State:
+        """N particles that have drawn nothing, of weight 1.
+
+        Raises:
+            InvalidRequest: the seed is not an integer of at least 0.
+        """
+        return State(
+            particles=(self._model.start(),) * self._num_particles,
+            log_weights=frozen(np.zeros(self._num_particles)),
+            step=0,
+            seed=integer("seed", seed, at_least=0),
+        )
+
+    async def step(self, state: State) -> tuple[State, Info]:
+        """Resample if it is due, then grow every particle that is alive and unfinished by one token.
+
+        Cancelling it, or an error, leaves ``state`` as good as it was: step it again. A state that is
+        ``done`` comes back unchanged but for its step number, and nothing is asked.
+
+        Raises:
+            GenrtError: whatever the model raised.
+        """
+        for_resampling, for_tokens = seeds_of_step(state.seed, state.step)
+        before, particles, unfinished = state.log_weights, state.particles, state.unfinished
+        ancestors = np.arange(len(before))
+        resampled = bool(unfinished) and self._is_due(state)
+        if resampled:
+            ancestors, before = self._resampled(np.random.default_rng(for_resampling), state)
+            particles = tuple(particles[ancestor] for ancestor in ancestors)
+            unfinished = State(particles, before, state.step, state.seed).unfinished
+        increments = np.zeros(len(before))
+        token_ids = np.full(len(before), DEAD)
+        if unfinished:
+            grown = await self._model.grow([particles[index] for index in unfinished], for_tokens)
+            new = dict(zip(unfinished, grown, strict=True))
+            particles = tuple(
+                new[index].particle if index in new else old for index, old in enumerate(particles)
+            )
+            increments[list(unfinished)] = [each.log_weight for each in grown]
+            token_ids[list(unfinished)] = [each.token_id for each in grown]
+        after = State(particles, frozen(before + increments), state.step + 1, state.seed)
+        return after, Info(
+            step=state.step,
+            resampled=resampled,
+            ancestors=frozen(ancestors),
+            token_ids=frozen(token_ids),
+            log_increments=frozen(increments),
+            log_weights=after.log_weights,
+            ess=after.ess,
+            log_evidence=after.log_evidence,
+            unfinished=len(after.unfinished),
+        )
+
+    async def steps(self, state: State) -> AsyncIterator[tuple[State, Info]]:
+        """Step until nothing is left to extend, from ``init(seed)`` or from any later state."""
+        while not state.done:
+            state, info = await self.step(state)
+            yield state, info
+
+    async def run(
+        self,
+        seed: int,
+        *,
+        on_step: Callable[[State, Info], None] | None = None,
+        progress: bool = False,
+    ) -> Result:
+        """All steps from ``init(seed)``. The same seed and rows give the same result.
+
+        If every particle dies, the result says so (log evidence -inf, ESS 0, an empty posterior).
+
+        Args:
+            on_step: called after every step.
+            progress: show a bar, in a notebook or on stderr.
+        """
+        state = self.init(seed)
+        infos = []
+        with Progress("SMC", self._model.max_steps, shown=progress) as shown:
+            while not state.done:
+                state, info = await self.step(state)
+                infos.append(info)
+                shown.step(going=f"{info.unfinished}/{self._num_particles}", ESS=f"{info.ess:.1f}")
+                if on_step is not None:
+                    on_step(state, info)
+        return self.result(state, infos=infos)
+
+    def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
+        """A state as a result, with the infos of the steps that led to it. Before the last step the texts
+        are prefixes, and the evidence is theirs."""
+        model = self._model
+        return Result(
+            texts=tuple(map(model.text, state.particles)),
+            token_ids=tuple(particle.token_ids for particle in state.particles),
+            values=tuple(map(model.value, state.particles)),
+            log_weights=state.log_weights,
+            log_evidence=state.log_evidence,
+            infos=tuple(infos),
+        )
+
+    def _is_due(self, state: State) -> bool:
+        if callable(self._resample_when):
+            return bool(self._resample_when(state))
+        return state.ess < self._resample_when * self._num_particles
+
+    def _resampled(self, rng: np.random.Generator, state: State) -> tuple[Ancestors, Floats]:
+        """The ancestors of the next particles, and their log-weights."""
+        chosen = self._resample(rng, state.log_weights)
+        if isinstance(chosen, tuple):
+            ancestors, log_weights = chosen
+            return np.array(ancestors, dtype=np.int64), np.array(log_weights, dtype=np.float64)
+        return (
+            np.array(chosen, dtype=np.int64),
+            np.full(self._num_particles, state.log_evidence),
+        )
+
+
+def importance_sampling(model: Model, *, num_particles: int) -> SMC:
+    """SMC that never resamples: N independent particles, with weights that put right what drawing token
+    by token gets wrong (Kahn & Marshall 1953)."""
+    return SMC(model, num_particles=num_particles, resample_when=0.0)

@@ -1,0 +1,90 @@
+"""Weighted particles between two steps, and what a step did."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genrt.inference.resampling import (
+    Ancestors,
+    Floats,
+    effective_sample_size,
+    log_mean_exp,
+)
+
+__all__ = ["Info", "State", "Tokens"]
+
+Tokens: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """N weighted particles after ``step`` steps. A value: stepping makes a new one, and stepping the same
+    one again gives the same, since the randomness of step t comes from ``(seed, t)`` alone.
+
+    ``log_weights`` is float64 ``[N]``, unnormalised, read-only; a dead particle has -inf.
+    """
+
+    particles: tuple[Any, ...]
+    log_weights: Floats
+    step: int
+    seed: int
+
+    @property
+    def log_evidence(self) -> float:
+        """log Z_hat so far: of the weights as they are, for the prefixes as they are."""
+        return log_mean_exp(self.log_weights)
+
+    @property
+    def ess(self) -> float:
+        """The effective sample size of the weights; 0 if all particles are dead."""
+        return effective_sample_size(self.log_weights)
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The indices of the particles that the next step extends: alive and not finished."""
+        return tuple(
+            index
+            for index, (particle, log_weight) in enumerate(
+                zip(self.particles, self.log_weights, strict=True)
+            )
+            if not particle.finished and log_weight > -math.inf
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to extend."""
+        return not self.unfinished
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Info:
+    """What one step did.
+
+    Fields:
+        step: its number, from 0.
+        resampled: whether it began by resampling.
+        ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.
+        token_ids: int64 ``[N]``, the token that each one drew, the end token included; -1 for a
+            particle that was not extended, or died.
+        log_increments: float64 ``[N]``, what was added to each log-weight after any resampling: 0 for
+            a particle that was not extended, -inf for one that died.
+        log_weights: float64 ``[N]``, those after the step.
+        ess: the effective sample size after the step.
+        log_evidence: log Z_hat after the step.
+        unfinished: how many particles the next step extends.
+    """
+
+    step: int
+    resampled: bool
+    ancestors: Ancestors
+    token_ids: Tokens
+    log_increments: Floats
+    log_weights: Floats
+    ess: float
+    log_evidence: float
+    unfinished: int

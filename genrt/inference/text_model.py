@@ -1,0 +1,372 @@
+r"""The language model's law of a text after a prompt, constrained and weighted: what particles draw from.
+
+The base law p is the language model's own, token by token, ended by the end token or cut at
+``max_tokens`` tokens, the end token counted. With a constraint C and a potential phi the target is
+
+    pi(x) = p(x) 1[x in C] exp(phi(x)) / Z,        Z = E_p[1[x in C] exp(phi(x))].
+
+Z is the evidence. With a constraint a text has to end by the end token within ``max_tokens`` to be in C;
+without one, a text that is cut is an outcome like any other. Without either Z = 1.
+
+A particle's next token is drawn from the row p(. | text) restricted to the tokens A(text) that the
+constraint lets follow, and its weight gains what that proposal left out, the mass of A under the row:
+
+    q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
+
+At the last token only the end token completes a constrained text, so A is the end token alone. A text
+with p(A) = 0 is dead: its weight is 0. Where the constraint is dear, adaptive weighted rejection draws
+from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
+
+A twist psi guides particles while they grow and leaves the target as it is: a text of t tokens has gained
+psi(x_1:t) on the way, which is taken off again with its next token, and at its end replaced by phi:
+
+    w <- w exp(psi(x_1:t) - psi(x_1:t-1)),    at the end    w <- w exp(phi(x) - psi(x_1:t-1)).
+
+It pays when psi foresees phi, or the mass that the constraint will take. Where psi is -inf the particle
+dies: let that be so only where phi is -inf for all that may follow.
+
+Lew et al. (2023), *Sequential Monte Carlo steering of large language models using probabilistic
+programs*. Zhao, Brekelmans, Makhzani & Grosse (2024), *Probabilistic inference in language models via
+twisted sequential Monte Carlo*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt import sampling
+from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
+from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.inference import awrs
+from genrt.inference.checks import integer
+from genrt.inference.model import DEAD, Growth
+from genrt.inference.potentials import evaluated
+from genrt.inference.resampling import Floats
+from genrt.lm import AsyncLM
+from genrt.texts import Potential, Text
+
+__all__ = ["Proposal", "TextModel", "TextParticle"]
+
+State: TypeAlias = ConstraintState | CheckedState
+
+Proposal: TypeAlias = Literal["mask", "awrs"]
+
+Drawn: TypeAlias = tuple[int, float]
+"""A token, or ``DEAD``, and the logarithm of the mass it was drawn from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextParticle:
+    """One text as it grows.
+
+    Fields:
+        generated: the text, without the prompt and without the end token.
+        constraint_state: where the constraint is after it, ``None`` without a constraint.
+        log_twist: what its log-weight has gained by a twist so far, to be taken off again.
+    """
+
+    generated: Text
+    constraint_state: State | None
+    log_twist: float = 0.0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens, without the end token."""
+        return self.generated.token_ids
+
+    @property
+    def finished(self) -> bool:
+        """Whether the end token was drawn, or ``max_tokens`` reached where that may be."""
+        return self.generated.finished
+
+
+class TextModel:
+    """A language model's texts after a prompt, given a constraint, weighted by a potential.
+
+    It is immutable, so that many algorithms may run it at once. Equal prefixes share one row, one mask
+    and one judgement of a potential in every step.
+    """
+
+    def __init__(
+        self,
+        lm: AsyncLM,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int,
+        constraint: Constraint | None = None,
+        potential: Potential | None = None,
+        twist: Potential | None = None,
+        proposal: Proposal | None = None,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+    ) -> None:
+        """
+        Args:
+            prompt: a text, or token ids.
+            max_tokens: the longest text, in tokens with its end token; at least 1.
+            constraint: the texts that count; see ``genrt.constraints``.
+            potential: log-weights of finished texts, in the target and in the evidence.
+            twist: log-weights of prefixes, which guide resampling and leave the target as it is; the
+                potential itself, if it means something for prefixes.
+            proposal: how to draw under a constraint. ``"mask"`` asks it about every token, ``"awrs"``
+                about few. By default predicates, and what they are part of, take ``"awrs"``.
+            temperature: above 0; other than 1, the model is the one whose rows are tempered (and
+                normalised again), in the target and in the evidence too.
+
+        Raises:
+            InvalidRequest: an argument is out of its range.
+            ContextTooLong: prompt and text exceed ``lm.max_model_len``.
+            UnknownAdapter: from the first step; the adapter is bound at every one.
+        """
+        if not isinstance(lm, AsyncLM):
+            raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
+        self._lm = lm
+        self._prompt = tuple(
+            lm.encode(prompt)
+            if isinstance(prompt, str)
+            else (integer("a token id", each, at_least=0) for each in prompt)
+        )
+        self._max_tokens = integer("max_tokens", max_tokens, at_least=1)
+        if not self._prompt:
+            raise InvalidRequest("the prompt is empty: give at least one token")
+        if not 0 < temperature < math.inf:
+            raise InvalidRequest(f"temperature is {temperature}: give a positive, finite number")
+        if proposal not in (None, "mask", "awrs"):
+            raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs"')
+        for name, function in {"potential": potential, "twist": twist}.items():
+            if function is not None and not callable(function):
+                raise InvalidRequest(f"the {name} is {function!r}: give a function of a Text")
+        longest = len(self._prompt) + self._max_tokens - 1
+        if longest > lm.max_model_len:
+            raise ContextTooLong(
+                f"a prompt of {len(self._prompt)} tokens and a text of {self._max_tokens} need a context "
+                f"of {longest}, and the model's is {lm.max_model_len}: shorten one of them"
+            )
+        self._eos_token_id: int | None = getattr(lm.tokenizer, "eos_token_id", None)
+        if constraint is not None and self._eos_token_id is None:
+            raise InvalidRequest(
+                "a constrained text ends with the end token, and the model's tokenizer names none: "
+                "set its eos_token_id"
+            )
+        if constraint is not None and not isinstance(constraint, Constraint):
+            raise InvalidRequest(
+                f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints, such "
+                "as regex(pattern, lm)"
+            )
+        self._start = None if constraint is None else constraint.start()
+        dear = isinstance(self._start, CheckedState)
+        if proposal == "awrs" and self._start is not None and not dear:
+            raise InvalidRequest(
+                'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
+                "this one has masks: leave the proposal out"
+            )
+        self._proposal: Proposal = proposal or ("awrs" if dear else "mask")
+        self._constraint = constraint
+        self._potential = potential
+        self._twist = twist
+        self._temperature = float(temperature)
+        self._adapter = adapter
+        self._byte_vocab = lm.byte_vocab
+
+    @property
+    def lm(self) -> AsyncLM:
+        """The runtime that is asked."""
+        return self._lm
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt's token ids."""
+        return self._prompt
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The texts that count."""
+        return self._constraint
+
+    @property
+    def potential(self) -> Potential | None:
+        """The log-weights of finished texts."""
+        return self._potential
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the rows."""
+        return self._temperature
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that is asked, by name."""
+        return self._adapter
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text."""
+        return self._eos_token_id
+
+    @property
+    def max_steps(self) -> int:
+        """``max_tokens``: a step draws one token of every text."""
+        return self._max_tokens
+
+    def start(self) -> TextParticle:
+        """The empty text."""
+        return TextParticle(Text(), self._start)
+
+    def text(self, particle: TextParticle) -> str:
+        """The text as UTF-8, with U+FFFD for what is not."""
+        return particle.generated.bytes.decode(errors="replace")
+
+    def value(self, particle: TextParticle) -> str:
+        """The text."""
+        return self.text(particle)
+
+    def extended(self, text: Text, token_id: int) -> Text:
+        """The text after one more token; the end token ends it, and so may ``max_tokens``."""
+        if token_id == self._eos_token_id:
+            return replace(text, finished=True)
+        return Text(
+            (*text.token_ids, token_id),
+            text.bytes + self._byte_vocab[token_id],
+            self._start is None and len(text.token_ids) + 1 >= self._max_tokens,
+        )
+
+    async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
+        """One token for each: one question to the model for all of them, masks computed meanwhile."""
+        drawn = await self._draw(particles, seed)
+        grown = await asyncio.to_thread(self._advance, particles, drawn)
+        return await self._judged(particles, grown)
+
+    # -- drawing ------------------------------------------------------------------------------
+
+    def _is_last(self, particle: TextParticle) -> bool:
+        return len(particle.token_ids) + 1 >= self._max_tokens
+
+    async def _draw(self, particles: Sequence[TextParticle], seed: int) -> list[Drawn]:
+        asking = self._lm.batch_next_token_logprobs(
+            [self._prompt + particle.token_ids for particle in particles], adapter=self._adapter
+        )
+        if self._proposal == "awrs" and self._start is not None:
+            rows = await asking
+            return await self._by_rejection(particles, rows, seed)
+        rows, mask = await asyncio.gather(asking, self._masks(particles))
+        return await asyncio.to_thread(self._by_masks, rows, mask, seed)
+
+    async def _masks(self, particles: Sequence[TextParticle]) -> Tensor | None:
+        """Bool ``[n, V]``: what may follow each; at the last token, the end alone."""
+        if self._start is None:
+            return None
+        states = [cast("State", particle.constraint_state) for particle in particles]
+        mask = await amasks(states)
+        last = torch.tensor([self._is_last(particle) for particle in particles])
+        if bool(last.any()):
+            mask[last] &= torch.arange(mask.shape[1]) == self._eos_token_id
+        return mask
+
+    def _tempered(self, rows: Tensor) -> Tensor:
+        if self._temperature == 1:
+            return rows
+        return sampling.truncate(rows, temperature=self._temperature)
+
+    def _by_masks(self, rows: Tensor, mask: Tensor | None, seed: int) -> list[Drawn]:
+        rows = self._tempered(rows)
+        columns = torch.arange(rows.shape[1])
+        if mask is not None:
+            # What no particle may draw needs no noise: most of the vocabulary, under most constraints.
+            columns = (mask.any(dim=0) | (columns == self._eos_token_id)).nonzero()[:, 0]
+            mask = mask[:, columns]
+            rows = rows[:, columns.to(rows.device)]
+        generator = torch.Generator(device=rows.device)
+        generator.manual_seed(seed)
+        found = sampling.draw(rows, mask=mask, generators=generator)
+        masses = [0.0] * len(rows) if mask is None else found.log_mass.double().tolist()
+        return [
+            (DEAD if column < 0 else int(columns[column]), mass)
+            for column, mass in zip(found.token_ids.tolist(), masses, strict=True)
+        ]
+
+    async def _by_rejection(
+        self, particles: Sequence[TextParticle], rows: Tensor, seed: int
+    ) -> list[Drawn]:
+        weights = await asyncio.to_thread(lambda: self._tempered(rows).cpu().double().exp().numpy())
+        seeds = np.random.SeedSequence(seed).spawn(len(particles))
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._rejecting(particle, row, np.random.default_rng(each)))
+                for particle, row, each in zip(particles, weights, seeds, strict=True)
+            ]
+        return [task.result() for task in tasks]
+
+    async def _rejecting(
+        self, particle: TextParticle, weights: Floats, rng: np.random.Generator
+    ) -> Drawn:
+        state = cast("CheckedState", particle.constraint_state)
+
+        async def check(token_id: int) -> bool:
+            [allowed] = await state.check([token_id])
+            return allowed
+
+        allowed = (await asyncio.to_thread(state.mask)).numpy()
+        if not self._is_last(particle):
+            return await awrs.draw(np.where(allowed, weights, 0.0), check, rng)
+        end = cast("int", self._eos_token_id)
+        if not allowed[end] or not weights[end] > 0 or not await check(end):
+            return DEAD, -math.inf
+        return end, math.log(weights[end])
+
+    # -- what follows from a draw -------------------------------------------------------------
+
+    def _advance(self, particles: Sequence[TextParticle], drawn: Sequence[Drawn]) -> list[Growth]:
+        # Equal prefixes share their constraint's state, and so what is computed from it.
+        advanced: dict[tuple[int, int], State] = {}
+        grown = []
+        for particle, (token_id, log_mass) in zip(particles, drawn, strict=True):
+            if token_id == DEAD:
+                grown.append(Growth(particle, -math.inf, DEAD))
+                continue
+            state = particle.constraint_state
+            text = self.extended(particle.generated, token_id)
+            if state is not None and not text.finished:
+                key = (id(state), token_id)
+                if key not in advanced:
+                    advanced[key] = state.advance(token_id)
+                state = advanced[key]
+            grown.append(Growth(TextParticle(text, state), log_mass, token_id))
+        return grown
+
+    async def _judged(
+        self, particles: Sequence[TextParticle], grown: Sequence[Growth]
+    ) -> list[Growth]:
+        """With what the potential says of texts that are finished now, and the twist of the others."""
+        twisted = [math.nan] * len(grown)
+        for name, function, finished in (
+            ("potential", self._potential, True),
+            ("twist", self._twist, False),
+        ):
+            places = [
+                place
+                for place, each in enumerate(grown)
+                if each.token_id != DEAD and each.particle.finished == finished
+            ]
+            values = [0.0] * len(places)
+            if function is not None and places:
+                texts = [grown[place].particle.generated for place in places]
+                values = await evaluated(name, function, texts)
+            for place, value in zip(places, values, strict=True):
+                twisted[place] = value
+        return [
+            each
+            if each.token_id == DEAD
+            else each._replace(
+                particle=replace(each.particle, log_twist=value),
+                log_weight=each.log_weight + value - before.log_twist,
+            )
+            for before, each, value in zip(particles, grown, twisted, strict=True)
+        ]
