@@ -319,7 +319,13 @@ async def test_masks_of_what_is_no_list_of_states_are_refused(
     constraint = regex("a", lm_over(b"a"))
     names = {"constraint": constraint, "state": constraint.start()}
     states = [names.get(name, name) for name in what] if isinstance(what, list) else names[what]
-    message = "no states" if states == [] else "list of states" if isinstance(what, str) else "is no state"
+    message = (
+        "no states"
+        if states == []
+        else "list of states"
+        if isinstance(what, str)
+        else "is no state"
+    )
     with pytest.raises(InvalidRequest, match=message):
         sync(states)
     with pytest.raises(InvalidRequest, match=message):
@@ -347,7 +353,7 @@ async def test_a_state_that_leaves_tokens_out_is_refused() -> None:
     ],
 )
 def test_what_is_no_runtime_is_refused(make: Any, lm: Any) -> None:
-    with pytest.raises(InvalidConstraint, match="genrt.load"):
+    with pytest.raises(InvalidConstraint, match=r"genrt\.load"):
         make(lm)
 
 
