@@ -283,6 +283,24 @@ async def test_what_the_predicate_raises_reaches_the_caller(kind: Any) -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_after_an_error_nothing_more_is_asked() -> None:
+    asked: list[Text] = []
+
+    async def ask(text: Text) -> bool:
+        asked.append(text)
+        await asyncio.sleep(0)
+        if text.token_ids == (1,):
+            raise BrokenError("by the user")
+        await asyncio.sleep(0)
+        return True
+
+    state: Any = predicate(ask, lm_over(*[b"a"] * 30), max_concurrent=2).start()
+    with pytest.raises(BrokenError):
+        await state.check(range(1, 31))
+    assert len(asked) < 5
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_even_stop_iteration_ends_a_check() -> None:
     def exhausted(text: Text) -> bool:
         return next(iter(()))

@@ -332,6 +332,19 @@ async def test_masks_of_what_is_no_list_of_states_are_refused(
         await awaited(states)
 
 
+async def test_a_checked_state_that_is_there_twice_is_asked_once() -> None:
+    asked: list[int] = []
+
+    class Counting(OwnChecked):
+        async def check(self, token_ids: Sequence[int]) -> list[bool]:
+            asked.extend(token_ids)
+            return await super().check(token_ids)
+
+    own = Counting()
+    assert (await amasks([own, own, Counting()])).tolist() == [[False, True, False]] * 3
+    assert sorted(asked) == [EOS, EOS, 1, 1]
+
+
 async def test_a_state_that_leaves_tokens_out_is_refused() -> None:
     class Terse(OwnChecked):
         async def check(self, token_ids: Sequence[int]) -> list[bool]:
