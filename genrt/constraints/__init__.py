@@ -2,7 +2,7 @@
 
 A constraint is a set of texts: what a ``regex`` matches, a ``json_schema`` validates, a ``grammar``
 derives, a list of ``strings`` holds, a ``predicate`` wants; ``all_of`` several is their intersection. An
-object of one's own with a ``start`` like ``Constraint``'s is as good. ``potential`` makes it a log-weight.
+object of one's own with a ``start`` like theirs is as good. ``potential`` makes a log-weight of one.
 
 Its states are values: ``advance`` makes a new one and leaves the old one as it was, so particles fork by
 sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of some text of the
