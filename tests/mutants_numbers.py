@@ -354,8 +354,8 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "test_products.py",
         (
             "a checked state that is there twice is asked twice",
-            "rows.setdefault(id(state), []).append(row)",
-            "rows[row] = [row]",
+            "checked.setdefault(id(state), (state, []))[1].append(row)",
+            "checked[row] = (state, [row])",
         ),
         (
             "a mask of a checked state is what nothing cheap rules out",

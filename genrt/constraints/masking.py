@@ -113,23 +113,21 @@ def _grammar_states(states: Sequence[Any]) -> Iterator[GrammarState]:
 
 async def _awords(states: Sequence[State]) -> tuple[Words, int]:
     words, vocab_size = await asyncio.to_thread(_words, _checked_list(states))
-    rows: dict[int, list[int]] = {}
+    checked: dict[int, tuple[CheckedState, list[int]]] = {}
     for row, state in enumerate(states):
         if is_checked(state):
-            rows.setdefault(id(state), []).append(row)
+            checked.setdefault(id(state), (state, []))[1].append(row)
 
-    async def ask(same: list[int]) -> None:
-        state = states[same[0]]
-        if is_checked(state):
-            mask = unpacked(words[same[0]], vocab_size).numpy()
-            (token_ids,) = mask.nonzero()
-            answers = await state.check(token_ids.tolist())
-            if len(answers) != len(token_ids):
-                raise InvalidRequest(
-                    f"{state!r} gave {len(answers)} answers about {len(token_ids)} tokens: give one each"
-                )
-            mask[token_ids] = answers
-            words[same] = packed(mask)
+    async def ask(state: CheckedState, rows: list[int]) -> None:
+        mask = unpacked(words[rows[0]], vocab_size).numpy()
+        (token_ids,) = mask.nonzero()
+        answers = await state.check(token_ids.tolist())
+        if len(answers) != len(token_ids):
+            raise InvalidRequest(
+                f"{state!r} gave {len(answers)} answers about {len(token_ids)} tokens: give one each"
+            )
+        mask[token_ids] = answers
+        words[rows] = packed(mask)
 
-    await together([ask(same) for same in rows.values()])
+    await together([ask(state, rows) for state, rows in checked.values()])
     return words, vocab_size
