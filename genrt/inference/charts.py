@@ -1,4 +1,4 @@
-"""Small charts of a run's weights, as SVG to stand in a page: effective sample size, evidence, weights."""
+"""Small charts of a run's weights as SVG, to stand in a page: ESS, log evidence, weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["BLUE", "GREY", "ORANGE", "charts"]
 BLUE, ORANGE, GREY = "#2f7fc1", "#d55e00", "#8b929c"
 """Told apart with any kind of colour vision, and seen on white as on black."""
 
-WIDE, HIGH = 270, 130
-LEFT, RIGHT, TOP, BOTTOM = 40.0, 262.0, 26.0, 108.0
+WIDE, HIGH = 310, 130
+LEFT, RIGHT, TOP, BOTTOM = 40.0, 302.0, 26.0, 108.0
 
 Scale: TypeAlias = Callable[[Floats], Floats]
 
@@ -37,7 +37,7 @@ class _Curve(NamedTuple):
 def charts(curves: Curves, *, particles: int) -> list[str]:
     """An SVG for each of ESS, log evidence and weights."""
     alive = curves.alive.astype(np.float64)
-    dashed = 'stroke-dasharray="3 3"'
+    dashed, faint = 'stroke-dasharray="3 3"', 'stroke-opacity="0.45"'
     return [
         _chart(
             "effective sample size",
@@ -49,11 +49,11 @@ def charts(curves: Curves, *, particles: int) -> list[str]:
         _chart("log evidence", "so far", curves, [_Curve(curves.log_evidence, BLUE)]),
         _chart(
             "log-weights",
-            "over the mean: 5 %, median, 95 %; orange: heaviest",
+            "over the mean; band: 5 to 95 %; orange: heaviest",
             curves,
             [
-                _Curve(curves.band[0], BLUE, 'stroke-opacity="0.5"'),
-                _Curve(curves.band[2], BLUE, 'stroke-opacity="0.5"'),
+                _Curve(curves.band[0], BLUE, faint),
+                _Curve(curves.band[2], BLUE, faint),
                 _Curve(curves.band[1], BLUE),
                 _Curve(curves.heaviest, ORANGE),
             ],
@@ -100,12 +100,12 @@ def _chart(
             f'<path d="{ticks}" stroke="{ORANGE}" stroke-width="1.2"><title>resampled: '
             f"{int(curves.resampled.sum())} of {count_of(len(curves.steps), 'step')}</title></path>"
         )
-    for y, colour, style in lines:
-        for path in _paths(curves.steps.astype(np.float64), y, x_of, y_of):
-            parts.append(
-                f'<path d="{path}" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round" '
-                f'stroke-linecap="round" {style}/>'
-            )
+    parts += [
+        f'<path d="{path}" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round" '
+        f'stroke-linecap="round" {style}/>'
+        for y, colour, style in lines
+        for path in _paths(curves.steps.astype(np.float64), y, x_of, y_of)
+    ]
     return "".join([*parts, "</svg>"])
 
 

@@ -1,4 +1,4 @@
-"""The genealogy of a run as a picture: columns are steps, lines are lineages of particles with their texts.
+"""The genealogy of a run as a picture: columns are steps, lines are lineages with their texts.
 
 A line is as wide as the share of the posterior that descends from it. It ends in a cross where a particle
 died, in a ring where resampling left one without children; a dot is the end of a text.
@@ -205,7 +205,7 @@ def _branch(
         if branch.parent is None
         else (columns.right[branches[branch.parent].last], _y(branches[branch.parent]))
     )
-    over = _over(branch, is_over=infos[-1].unfinished == 0)
+    over = _over(branches, index, is_over=infos[-1].unfinished == 0)
     drawn_to = right if over is None else columns.right[max(over, branch.first)]
     lines = [
         f'<path d="{_joint(began, left, y)}H{drawn_to:.1f}" stroke="{colour}" '
@@ -244,14 +244,25 @@ def _joint(began: tuple[float, float], left: float, y: float) -> str:
     return f"M{x:.1f} {above:.1f}C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {left:.1f} {y:.1f}"
 
 
-def _over(branch: Branch, *, is_over: bool) -> int | None:
+def _over(branches: Sequence[Branch], index: int, *, is_over: bool) -> int | None:
     """The step in which the text of a branch ended, if it did, in this branch or before: no token is
-    drawn after it, and the particle did not die for want of one, or the whole run ``is_over``."""
-    token_ids = list(branch.token_ids[: -1 if branch.end == "died" else None])
-    if not token_ids or (token_ids[-1] != DEAD and not (is_over and branch.end == "survived")):
+    drawn after it, in its children neither, or the whole run ``is_over``. Nor is one by a particle that
+    dies, which is something else."""
+    branch = branches[index]
+    token_ids = branch.token_ids[: -1 if branch.end == "died" else None]
+    if not token_ids:
+        return None
+    if token_ids[-1] != DEAD and not (
+        (branch.end == "survived" and is_over)
+        or any(each.parent == index and _begins_over(each) for each in branches)
+    ):
         return None
     drawn = [place for place, token_id in enumerate(token_ids) if token_id != DEAD]
     return branch.first + drawn[-1] if drawn else branch.first - 1
+
+
+def _begins_over(branch: Branch) -> bool:
+    return branch.token_ids[0] == DEAD and not (branch.end == "died" and len(branch.particles) == 1)
 
 
 def _ending(branch: Branch, x: float, y: float, colour: str) -> str:

@@ -1,8 +1,8 @@
 """The family tree of a run's particles: which lineages lived, which ended, and a readable choice of them.
 
-A node is a particle after a step; its parent is its ancestor after the step before. A lineage is a path
-from the beginning to a leaf: a particle of the last step, one that died (its weight became 0), or one that
-resampling left without children.
+A node is a particle after a step; its parent is its ancestor after the step before. A lineage is a
+path from the beginning to a leaf: a particle of the last step, one that died (its weight became 0), or
+one that resampling left without children.
 """
 
 from __future__ import annotations
@@ -137,11 +137,15 @@ def _chosen(
     ended = leaves["died"] + leaves["dropped"]
     room = lineages - min(len(ended), lineages - math.ceil(SURVIVORS * lineages))
     survivors = ranked[:room]
-    sample = set(_spread(sorted(ended), lineages - len(survivors)))
+    room = lineages - len(survivors)
+    # In proportion, but at least one of each kind.
+    died, dropped = leaves["died"], leaves["dropped"]
+    share = round(room * len(died) / max(len(ended), 1))
+    share = min(max(share, min(1, len(died)), room - len(dropped)), room - min(1, len(dropped)))
     return {
         "survived": survivors,
-        "died": [node for node in leaves["died"] if node in sample],
-        "dropped": [node for node in leaves["dropped"] if node in sample],
+        "died": _spread(died, max(share, 0)),
+        "dropped": _spread(dropped, room - max(share, 0)),
     }
 
 
@@ -173,10 +177,11 @@ def _shares(infos: Sequence[Info]) -> list[Floats]:
     if peak > -math.inf:
         share = np.exp(log_weights - peak)
         share /= share.sum()
-    shares = [share]
+    shares: list[Floats] = [share]
     for info in reversed(infos[1:]):
         ancestors: Ancestors = info.ancestors
-        shares.append(np.bincount(ancestors, weights=shares[-1], minlength=len(share)))
+        share = np.bincount(ancestors, weights=share, minlength=len(share)).astype(np.float64)
+        shares.append(share)
     return shares[::-1]
 
 

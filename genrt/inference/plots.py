@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def figure_of(summary: Summary) -> Figure:
 
         if "ipykernel" in sys.modules:
             # Its import is what teaches a notebook to show figures.
-            import matplotlib.pyplot  # noqa: F401, ICN001
+            import matplotlib.pyplot  # noqa: F401
     except ImportError as error:
         raise ExtraNotInstalled(
             'drawing needs matplotlib, which is not installed: pip install "genrt[plot]"'
@@ -48,17 +48,18 @@ def figure_of(summary: Summary) -> Figure:
         figure = Figure(figsize=(9.0, bars), layout="constrained")
         _draw_posterior(figure.add_subplot(), summary)
         return figure
-    figure = Figure(figsize=(11.0, 2.6 + bars), layout="constrained")
-    grid = figure.add_gridspec(2, 3, height_ratios=[2.6, bars])
-    _draw_curves(
-        [figure.add_subplot(grid[0, place]) for place in range(3)], summary.curves, summary
-    )
-    _draw_posterior(figure.add_subplot(grid[1, :]), summary)
+    figure = Figure(figsize=(11.0, 2.8 + bars), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=[2.8, bars])
+    above, below = parts
+    _draw_curves(above.subplots(1, 3), summary.curves, summary)
+    _draw_posterior(below.add_subplot(), summary)
     return figure
 
 
-def _draw_curves(axes: Sequence[Axes], curves: Curves, summary: Summary) -> None:
-    ess, evidence, weights = axes
+def _draw_curves(axes: Iterable[Axes], curves: Curves, summary: Summary) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ess, evidence, weights = axes = list(axes)
     marker = "o" if len(curves.steps) == 1 else None
     ess.plot(curves.steps, curves.alive, color=GREY, linestyle="--", marker=marker, label="alive")
     ess.plot(curves.steps, curves.ess, color=BLUE, marker=marker, label="ESS")
@@ -78,7 +79,7 @@ def _draw_curves(axes: Sequence[Axes], curves: Curves, summary: Summary) -> None
         for step in curves.steps[curves.resampled]:
             each.axvline(step - 0.5, color=GREY, linestyle=":", linewidth=0.8, zorder=0)
         each.set_xlabel("step")
-        each.xaxis.get_major_locator().set_params(integer=True)
+        each.xaxis.set_major_locator(MaxNLocator(integer=True))
         each.spines[["top", "right"]].set_visible(False)
     ess.legend(frameon=False, fontsize=8)
     weights.legend(frameon=False, fontsize=8)
@@ -88,7 +89,6 @@ def _draw_posterior(axes: Axes, summary: Summary) -> None:
     axes.set_title("posterior" if summary.entries else "posterior: every particle died")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("weight")
-    axes.set_xlim(left=0)
     rows = [(entry.label, entry.weight, BLUE) for entry in summary.entries]
     if summary.others:
         more = f"({count_of(summary.others, 'value')} more)"
@@ -96,7 +96,7 @@ def _draw_posterior(axes: Axes, summary: Summary) -> None:
     places = range(len(rows))
     drawn = axes.barh(places, [weight for _, weight, _ in rows], color=[each[2] for each in rows])
     axes.bar_label(drawn, fmt="%.3f", padding=3, fontsize=8)
-    axes.margins(x=0.12)
+    axes.set_xlim(0, 1.15 * max([weight for _, weight, _ in rows], default=1.0))
     axes.set_yticks(places, [_drawable(abbreviated(name, LABEL)) for name, _, _ in rows])
     for tick in axes.get_yticklabels():
         tick.set_parse_math(False)

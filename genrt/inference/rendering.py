@@ -33,7 +33,7 @@ ALL_DEAD = "Every particle died: nothing has a positive weight."
 NOTHING = "There are no particles."
 
 STYLE = f"""
-.genrt {{ font: 13px/1.45 system-ui, sans-serif; max-width: 1100px; }}
+.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
 .genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
 .genrt .figures div {{ white-space: nowrap; }}
 .genrt b {{ font-weight: 600; font-size: 15px; }}

@@ -16,7 +16,7 @@ __all__ = ["Counting", "drawn_tokens"]
 
 
 class Counting:
-    """Counts from when it is made. A model of the user's own may have no runtime: then there is nothing."""
+    """Counts from when it is made; nothing for a model of the user's own that has no runtime."""
 
     def __init__(self, model: Any) -> None:
         self._lm = _runtime(model)

@@ -26,7 +26,7 @@ BAND = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A distinct value, in one printable line, with its normalised weight and how many particles have it."""
+    """A distinct value in one printable line, its normalised weight, and how many particles have it."""
 
     label: str
     weight: float
