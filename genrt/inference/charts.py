@@ -49,7 +49,7 @@ def charts(curves: Curves, *, particles: int) -> list[str]:
         _chart("log evidence", "so far", curves, [_Curve(curves.log_evidence, BLUE)]),
         _chart(
             "log-weights",
-            "over the mean; band: 5 to 95 %; orange: heaviest",
+            "over the mean; faint: 5 and 95 %; orange: top",
             curves,
             [
                 _Curve(curves.band[0], BLUE, faint),

@@ -67,12 +67,14 @@ def _fitting(text: str, columns: int) -> str:
 
 
 def label(value: Any) -> str:
-    """A value in one printable line: a text as it is, anything else as Python writes it."""
+    """A value in one printable line: a text as it is, anything else as Python writes it. Never empty."""
     if not isinstance(value, str):
         try:
             value = repr(value)
         except Exception as error:  # it is the user's, and must not keep the rest from being seen
             value = f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    if not value:
+        return "(empty)"
     return printable(value if len(value) <= LONGEST else value[:LONGEST] + ELLIPSIS)
 
 
@@ -113,7 +115,8 @@ def token_label(token_id: int, tokens: Mapping[int, bytes]) -> str:
     if not spelled:
         return f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{token_id}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
     try:
-        return printable(spelled.decode())
+        text = printable(spelled.decode())
+        return text.replace(" ", "\N{OPEN BOX}") if text.isspace() else text
     except UnicodeDecodeError:
         return repr(spelled)[2:-1]
 

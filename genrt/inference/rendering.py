@@ -61,7 +61,7 @@ def one_line(summary: Summary) -> str:
     parts.append(f"log_evidence={summary.log_evidence:.3f}, ess={summary.ess:.1f}")
     if summary.entries:
         first = summary.entries[0]
-        parts.append(f"{first.weight:.3f} {abbreviated(first.label, 60)!r}")
+        parts.append(f'{first.weight:.3f} "{abbreviated(first.label, 60)}"')
     return f"Result({', '.join(parts)})"
 
 
@@ -75,7 +75,7 @@ def text(summary: Summary) -> str:
         for name, figure, note in figures
     ]
     if summary.entries:
-        lines += ["", "weight  text"]
+        lines += ["", "weight  value"]
         lines += [
             f"{entry.weight:.4f}  {abbreviated(entry.label, COLUMNS)}" for entry in summary.entries
         ]
@@ -105,7 +105,7 @@ def html(summary: Summary, genealogy: Genealogy | None) -> str:
         parts += ['<div class="curves">', *(f"<div>{each}</div>" for each in drawn), "</div>"]
     if genealogy is not None:
         parts += [
-            "<details open><summary>genealogy</summary>",
+            '<details open=""><summary>genealogy</summary>',
             genealogy._repr_html_(),
             "</details>",
         ]
@@ -120,7 +120,10 @@ def html(summary: Summary, genealogy: Genealogy | None) -> str:
 
 def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Name, figure, note."""
-    alive = "" if summary.alive == summary.particles else f"{summary.alive:,} of them alive"
+    alive = ""
+    if summary.alive < summary.particles:
+        what = "of positive weight" if summary.curves is None else "of them alive"
+        alive = f"{summary.alive:,} {what}"
     yield "particles", f"{summary.particles:,}", alive
     if not math.isnan(summary.log_evidence):
         note = f"Z = {math.exp(summary.log_evidence):.3g}" if summary.log_evidence < 700 else ""
@@ -128,7 +131,7 @@ def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     yield "ESS", f"{summary.ess:,.1f}", ""
     if summary.curves is not None:
         resampled, steps = int(summary.curves.resampled.sum()), len(summary.curves.steps)
-        yield "steps", f"{steps:,}", f"{resampled:,} began by resampling"
+        yield "steps", f"{steps:,}", f"resampled before {resampled:,} of them" if resampled else "never resampled"
 
 
 def _table(summary: Summary) -> Iterable[str]:
@@ -143,7 +146,7 @@ def _table(summary: Summary) -> Iterable[str]:
         shown = sum(entry.particles for entry in summary.entries)
         yield (
             f'<tr><td class="weight">{summary.others_weight:.4f}</td>'
-            f"<td>{_bar(summary.others_weight, largest)}</td>"
+            "<td></td>"
             f'<td class="weight">{summary.alive - shown:,}</td>'
             f'<td class="note">{count_of(summary.others, "value")} more</td></tr>'
         )
@@ -155,10 +158,12 @@ def _row(entry: Entry, largest: float) -> str:
     title = ""
     if shown != entry.label:
         title = f' title="{escaped_attribute(entry.label, most=TITLE)}"'
+    # A text of another direction has its own, but an escape must not be turned with it.
+    direction = "ltr" if "\\" in shown else "auto"
     return (
         f'<tr><td class="weight">{entry.weight:.4f}</td><td>{_bar(entry.weight, largest)}</td>'
         f'<td class="weight">{entry.particles:,}</td>'
-        f'<td class="text"{title}><bdi>{escaped(shown)}</bdi></td></tr>'
+        f'<td class="text"{title}><bdi dir="{direction}">{escaped(shown)}</bdi></td></tr>'
     )
 
 
