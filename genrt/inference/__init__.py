@@ -15,7 +15,7 @@ What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they
 
 from __future__ import annotations
 
-# from genrt.inference.baselines import BestOfN, Rejection
+from genrt.inference.baselines import BestOfN, Rejection
 from genrt.inference.genealogy import Genealogy
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
@@ -37,7 +37,7 @@ from genrt.inference.text_model import TextModel, TextParticle
 
 __all__ = [
     "SMC",
-    #    "BestOfN",
+    "BestOfN",
     "Chains",
     "Execution",
     "Genealogy",
@@ -48,7 +48,7 @@ __all__ = [
     "Moves",
     "Particle",
     "Program",
-    #    "Rejection",
+    "Rejection",
     "Resampler",
     "Result",
     "State",
