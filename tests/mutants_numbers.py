@@ -591,4 +591,58 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
         only="stop_token or every_slot",
     ),
+    *breaks(
+        "testing/bets.py",
+        "test_laws.py",
+        (
+            "too small a mean is never found",
+            "on_larger_mean(highest - values, highest - mean",
+            "on_larger_mean(highest - values, highest",
+        ),
+        (
+            "rounding is a bias",
+            "highest - mean + slack)",
+            "highest - mean)",
+        ),
+        (
+            "beside a sure sample rare ones are not judged",
+            "    others[likeliest] = expected[torch.arange(len(expected)) != likeliest].sum()\n",
+            "",
+        ),
+        only="found or constant",
+    ),
+    *breaks(
+        "testing/laws.py",
+        "test_laws.py",
+        (
+            "an impossible sample is left out",
+            "return [sample for sample in samples if sample not in law]",
+            "return []",
+        ),
+        (
+            "only the evidence is judged",
+            "bets.spread(*capitals[1:]) if capitals[1:] else 0.0",
+            "0.0",
+        ),
+        only="found or judged",
+    ),
+    *breaks(
+        "testing/enumeration.py",
+        "test_enumeration.py",
+        (
+            "a constrained text may be cut",
+            "            return [frozenset([eos] if end else []) for end in ends]\n",
+            "",
+        ),
+        (
+            "rows are tempered and not normalised again",
+            "row = row.log_softmax(-1)",
+            "row = row / self._temperature",
+        ),
+        (
+            "tokenizations of one text are not added up",
+            "by_bytes[text.bytes] += probability",
+            "by_bytes[text.bytes] = probability",
+        ),
+    ),
 )
