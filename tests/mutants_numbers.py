@@ -337,7 +337,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "constraints/potentials.py",
-        "test_products.py",
+        "test_products.py test_potentials.py",
         (
             "a finished text need not be complete",
             "-math.inf if text.finished and not state.accepting else 0.0",

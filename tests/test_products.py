@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from genrt.constraints import (
 )
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.texts import Potential, Text
+from genrt.texts import Text
 from tests.vocabularies import (
     EOS,
     accepted,
@@ -44,6 +44,7 @@ from tests.vocabularies import (
     sequences,
     spelt,
     vocabularies,
+    weighed,
 )
 
 
@@ -131,11 +132,6 @@ def test_a_product_is_the_intersection(factors: list[Case], lm: AsyncLM) -> None
     asyncio.run(check())
 
 
-async def value(potential: Potential, text: Text) -> float:
-    answer = potential(text)
-    return await answer if isinstance(answer, Awaitable) else answer
-
-
 @pytest.mark.parametrize("size", [1, 1000])
 @settings(deadline=None, max_examples=40)
 @given(st.lists(cases, min_size=1, max_size=2), vocabularies, st.randoms(use_true_random=False))
@@ -150,7 +146,7 @@ def test_a_potential_is_the_indicator_in_any_order(
         rng.shuffle(texts)
         for ids, finished in texts[:60]:
             inside = ids in (whole if finished else prefixes)
-            assert await value(weigh, Text(ids, spelt(lm, ids), finished)) == (
+            assert await weighed(weigh, Text(ids, spelt(lm, ids), finished)) == (
                 0 if inside else -math.inf
             )
 
@@ -229,7 +225,7 @@ async def test_a_dead_end_is_asked_nothing() -> None:
     assert not (await amasks([product.start()])).any()
     with pytest.raises(InvalidRequest, match="may not follow"):
         product.start().advance(1)
-    assert await value(potential(product), Text((1,), b"a")) == -math.inf
+    assert await weighed(potential(product), Text((1,), b"a")) == -math.inf
 
 
 async def test_states_of_all_kinds_go_together_and_equal_ones_once() -> None:
@@ -304,10 +300,10 @@ async def test_checked_constraints_of_ones_own() -> None:
     with pytest.raises(InvalidConstraint, match="give the lm"):
         potential(own)
     weigh = potential(own, lm=lm)
-    assert await value(weigh, Text((1,), b"a", finished=True)) == 0
-    assert await value(weigh, Text((), b"", finished=True)) == -math.inf
-    assert await value(weigh, Text()) == 0
-    assert await value(weigh, Text((1, 2), b"ab")) == -math.inf
+    assert await weighed(weigh, Text((1,), b"a", finished=True)) == 0
+    assert await weighed(weigh, Text((), b"", finished=True)) == -math.inf
+    assert await weighed(weigh, Text()) == 0
+    assert await weighed(weigh, Text((1, 2), b"ab")) == -math.inf
 
 
 @pytest.mark.parametrize("sync", [masks, bitmasks])
@@ -368,62 +364,6 @@ async def test_a_state_that_leaves_tokens_out_is_refused() -> None:
 def test_what_is_no_runtime_is_refused(make: Any, lm: Any) -> None:
     with pytest.raises(InvalidConstraint, match=r"genrt\.load"):
         make(lm)
-
-
-async def test_a_potential_asks_a_predicate_once_about_a_text() -> None:
-    calls: list[bytes] = []
-
-    def ask(text: Text) -> bool:
-        calls.append(text.bytes)
-        return b"b" not in text.bytes
-
-    lm = lm_over(b"a", b"b")
-    weigh = potential(all_of(regex("[ab]*", lm), predicate(ask, lm)))
-    assert await value(weigh, Text((1,) * 20, b"a" * 20)) == 0
-    assert await value(weigh, Text((1,) * 21, b"a" * 21)) == 0
-    assert await value(weigh, Text((1,) * 21, b"a" * 21, finished=True)) == 0
-    assert await value(weigh, Text((1, 2), b"ab")) == -math.inf
-    assert calls == [b"a" * 20, b"a" * 21, b"a" * 21, b"ab"]
-
-
-def test_a_growing_text_costs_a_potential_one_step_a_token() -> None:
-    steps = 0
-
-    class Counting:
-        accepting = False
-
-        def start(self) -> Counting:
-            return self
-
-        def mask(self) -> torch.Tensor:
-            return torch.tensor([False, True])
-
-        def advance(self, token_id: int) -> Counting:
-            nonlocal steps
-            steps += 1
-            return Counting()
-
-    weigh = potential(Counting())
-    for length in range(50):
-        assert weigh(Text((1,) * length, b"a" * length)) == 0
-        assert weigh(Text((1,) * length, b"a" * length, finished=True)) == -math.inf
-    assert steps == 49
-
-
-def test_a_potential_refuses_what_is_no_text() -> None:
-    lm = lm_over(b"a")
-    weigh = potential(regex("a*", lm))
-    with pytest.raises(InvalidRequest, match="call it with a Text"):
-        weigh("a")  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"not in 0 \.\. 1"):
-        weigh(Text((2,), b"b"))
-    assert weigh(Text((EOS,), b"")) == -math.inf
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, True])
-def test_a_cache_size_is_a_positive_integer(size: Any) -> None:
-    with pytest.raises(InvalidConstraint, match="integer of at least 1"):
-        potential(regex("a", lm_over(b"a")), cache_size=size)
 
 
 @pytest.mark.parametrize("what", [None, "a", regex, Text(), OwnChecked])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, cast
 
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.lm import AsyncLM
+from genrt.texts import Potential, Text
 from genrt.vocabulary import BytesTokenizer
 
 EOS = 0
@@ -102,3 +103,9 @@ vocabularies = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map(
     lambda tokens: lm_over(*tokens)
 )
 """Runtimes over up to five tokens: parts of characters, tokens of equal bytes, tokens without bytes."""
+
+
+async def weighed(potential: Potential, text: Text) -> float:
+    """What a potential says, whether it has to be awaited or not."""
+    answer = potential(text)
+    return await answer if isinstance(answer, Awaitable) else answer

@@ -12,7 +12,7 @@ from torch import Tensor, from_numpy
 from genrt.constraints.asking import together
 from genrt.constraints.grammars import GrammarState
 from genrt.constraints.products import CheckedProduct, MaskedProduct
-from genrt.constraints.protocols import ConstraintState, State, is_checked
+from genrt.constraints.protocols import CheckedState, ConstraintState, State, is_checked
 from genrt.constraints.tokens import Words, packed, unpacked, words_of
 from genrt.errors import InvalidRequest
 
