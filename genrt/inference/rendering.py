@@ -131,7 +131,11 @@ def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     yield "ESS", f"{summary.ess:,.1f}", ""
     if summary.curves is not None:
         resampled, steps = int(summary.curves.resampled.sum()), len(summary.curves.steps)
-        yield "steps", f"{steps:,}", f"resampled before {resampled:,} of them" if resampled else "never resampled"
+        yield (
+            "steps",
+            f"{steps:,}",
+            f"resampled before {resampled:,} of them" if resampled else "never resampled",
+        )
 
 
 def _table(summary: Summary) -> Iterable[str]:
