@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import genrt
-from benchmarks.setups import versions
+from benchmarks.setups import taken
 from genrt.constraints import abitmasks, json_schema
 from genrt.inference import SMC, Info, State, TextModel
 from genrt.lm import AsyncLM
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--particles", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--options", type=json.loads, help="the engine's options, as JSON")
     parser.add_argument("--quick", action="store_true", help="few repeats of short texts")
     parser.add_argument("--json", type=Path, help="append the result to this file")
     arguments = parser.parse_args()
@@ -90,7 +91,9 @@ def main() -> None:
 
 
 async def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    async with await genrt.aload(arguments.model, cache_bytes=0) as lm:
+    async with await genrt.aload(
+        arguments.model, engine_options=arguments.options, cache_bytes=0
+    ) as lm:
         await repeated(lm, arguments, number=0)  # everything that is slow the first time
         costs = [
             await repeated(lm, arguments, number=number)
@@ -106,7 +109,7 @@ async def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         "lowest": min(ratios),
         "highest": max(ratios),
         "repeats": [asdict(cost) for cost in costs],
-        "versions": versions(),
+        **taken(),
     }
 
 
@@ -128,6 +131,7 @@ async def repeated(lm: AsyncLM, arguments: argparse.Namespace, *, number: int) -
         [(other + list(p.token_ids), p.constraint_state) for p in grown(before, info)]
         for before, info in taken
     ]
+    asked = [step for step in asked if step]  # none, where all that resampling left were over
     masks = [await abitmasks([constraint for _, constraint in step]) for step in asked]
     began = time.perf_counter()
     for step, packed in zip(asked, masks, strict=True):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
+from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
 from genrt.texts import Potential, Text
 
@@ -156,14 +157,14 @@ class Rejection:
         progress: bool = False,
     ) -> Result:
         """All batches from ``init(seed)``: what was kept, weighted alike. Equal seeds, equal texts."""
-        state = self.init(seed)
+        state, counting = self.init(seed), Counting(self._model)
         with Progress("rejection", None, shown=progress) as shown:
             async for after, batch in self.steps(state):
                 state = after
                 shown.step(kept=f"{len(state.kept)}/{self._num_samples}", drawn=len(state.drawn))
                 if on_step is not None:
                     on_step(state, batch)
-        return self.result(state)
+        return replace(self.result(state), statistics=counting.statistics())
 
     def result(self, state: Kept) -> Result:
         """What was kept so far, and the estimate of the evidence."""
@@ -232,9 +233,11 @@ class BestOfN:
     async def run(self, seed: int) -> Result:
         """The best text as the only one of positive weight, all N of them in order; the log evidence is
         NaN. The same seed gives the same."""
+        counting = Counting(self._model)
         state, _ = await self.step(self.init(seed))
         weights = np.array([0.0 if each.kept else -math.inf for each in state.drawn])
-        return _result([each.text for each in state.drawn], weights, math.nan)
+        result = _result([each.text for each in state.drawn], weights, math.nan)
+        return replace(result, statistics=counting.statistics())
 
 
 def _text_model(model: TextModel) -> TextModel:
