@@ -10,6 +10,7 @@
 #                 BENCH=pressure, overheads or fidelity: another of benchmarks/
 #   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
 #   make mutants  break genrt on purpose, and show which test catches it         (ARGS="cache.py")
+#   make docs     the documentation, into site/; installs the extra docs first
 #   make setup, make notebooks, make clean
 
 PYTHON ?= python3
@@ -19,10 +20,11 @@ SECONDS ?= 600
 
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
 
-.PHONY: setup demo test strict coverage promises check bench soak mutants notebooks clean
+.PHONY: setup demo test strict coverage promises check bench soak mutants notebooks docs clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -78,6 +80,14 @@ notebooks: $(READY)
 	  $(OFFLINE) $(BIN)/jupyter-execute "$$notebook" || exit 1; \
 	done
 
+docs: $(DOCS_READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	@echo site/index.html
+
+$(DOCS_READY): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return _PARTS.sub(_drawn, markdown)
 
 
+def on_page_content(content: str, **_: Any) -> str:
+    """Drop the colons that stand before a block of code in docstrings."""
+    return content.replace("<p>::</p>\n", "")
+
+
 def _drawn(part: re.Match[str]) -> str:
     if part["code"]:
         return part[0]

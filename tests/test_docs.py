@@ -1,0 +1,173 @@
+"""docs/: its examples run and print what they say; its pages, links and names are all there.
+
+MkDocs is not needed for any of it: `make docs`, which takes no warning, checks the rest."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import genrt
+from genrt import errors
+from genrt.engines.exact import NGram
+from genrt.lm import AsyncLM
+from tests.test_readme import blocks, promised_output, run_block
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+GENERATED = {"promises.md", "security.md"} | {
+    f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")
+}
+PUBLIC = ["genrt", "genrt.constraints", "genrt.inference", "genrt.testing", "genrt.texts"]
+"""The modules that users import from: each of their names is in the reference."""
+
+SIMPLE = ["guide/testing.md"]
+"""Pages whose examples open no model but the exact one."""
+
+WITH_A_MODEL = [page for page in PAGES if blocks((DOCS / page).read_text("utf-8"), "python")]
+WITH_A_MODEL = [page for page in WITH_A_MODEL if page not in (*SIMPLE, "guide/adapters.md")]
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def entries(nav: Any) -> list[str]:
+    """The pages of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in entries(part)]
+
+
+async def examples_of(page: str, namespace: dict[str, Any]) -> None:
+    """Run a page's examples one after another; each has to print what it says."""
+    for block in blocks(text_of(page), "python"):
+        assert await run_block(block, page, namespace) == promised_output(block)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[AsyncLM]:
+    with genrt.load(engine_options={"dtype": "float32"}) as lm:
+        yield lm
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+@pytest.mark.parametrize("page", WITH_A_MODEL)
+async def test_the_examples_of_a_page_run(
+    page: str, embedded: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All pages share the one embedded model that each of them loads."""
+    embedded.clear_cache()
+    monkeypatch.setattr(genrt, "load", lambda: embedded)
+    await examples_of(page, {"__name__": "docs"})
+
+
+@pytest.mark.parametrize("page", SIMPLE)
+async def test_the_examples_on_the_exact_engine_run(page: str) -> None:
+    await examples_of(page, {"__name__": "docs"})
+
+
+@pytest.mark.vllm
+async def test_the_examples_with_adapters_run(
+    llama: Path, loras: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "path/to").mkdir(parents=True)
+    (tmp_path / "path/to/model").symlink_to(llama)
+    (tmp_path / "path/to/adapter").symlink_to(loras[0])
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    await examples_of("guide/adapters.md", namespace)
+    assert not torch.allclose(namespace["base"], namespace["formal"], atol=0.1)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    nav = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(nav) == sorted({*PAGES, *GENERATED})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_pages(page: str) -> None:
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(page)):
+        if "://" not in link:
+            target = (DOCS / page).parent.joinpath(link).resolve()
+            assert target.is_relative_to(DOCS)
+            assert str(target.relative_to(DOCS)) in {*PAGES, *GENERATED}, link
+
+
+def test_the_links_of_notebooks_lead_to_notebooks() -> None:
+    names = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for name in names:
+        cells = json.loads((ROOT / "notebooks" / name).read_text(encoding="utf-8"))["cells"]
+        text = "".join("".join(cell["source"]) for cell in cells)
+        assert set(re.findall(r"\b\w+\.ipynb", text)) <= names
+
+
+def test_the_names_in_the_docs_are_there() -> None:
+    text = "\n".join(map(text_of, PAGES))
+    for name in set(re.findall(r"\bgenrt(?:\.[A-Za-z_]\w*)+", text)):
+        if not name.startswith("genrt.interop"):  # its modules import what may not be installed
+            assert pkgutil.resolve_name(name) is not None, name
+    methods = set(re.findall(r"\blm\.([a-z_]+)\b", text)) - {"py"}
+    with genrt.load(NGram.random(3), engine="exact") as lm:
+        assert {name for name in methods if not hasattr(lm, name)} == set()
+
+
+def directives() -> set[str]:
+    """What the reference has the docstrings of, members of modules that are named one by one included."""
+    named = set()
+    for page in PAGES:
+        for name, options in re.findall(r"^::: (\S+)\n((?: .*\n)*)", text_of(page) + "\n", re.M):
+            members = re.search(r"members: *\[(.*?)\]", options)
+            found = members[1].split(", ") if members else []
+            named |= {name, *(f"{name}.{member}" for member in found)}
+    return named
+
+
+def test_what_the_reference_names_is_there() -> None:
+    named = directives()
+    assert len(named) > 60
+    for name in named:
+        if not name.startswith("genrt.interop"):
+            assert pkgutil.resolve_name(name) is not None, name
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_reference(module: str) -> None:
+    # An alias is another object than what it stands for; names are compared, not objects.
+    documented = {name.rpartition(".")[2] for name in directives()} | {"__version__"}
+    documented |= set(errors.__all__)
+    there = importlib.import_module(module)
+    modules = {name for name in there.__all__ if isinstance(getattr(there, name), ModuleType)}
+    assert set(there.__all__) - modules - documented == set()
+
+
+def test_the_errors_page_has_them_all() -> None:
+    assert "::: genrt.errors\n" in text_of("reference/errors.md")
+    told = re.findall(r"^\| `(\w+)` \|", text_of("guide/running.md"), re.M)
+    assert len(told) > 5
+    assert set(told) <= set(errors.__all__)
+
+
+def test_the_commands_and_extras_in_the_docs_are_there() -> None:
+    text = "\n".join(map(text_of, PAGES))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:`|\$ )make ([a-z]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.findall(r"genrt\[([a-z,]+)\]", text) + re.findall(r"[Ee]xtras? `(\w+)`", text)
+    assert extras
+    for extra in ",".join(extras).split(","):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), f"no extra {extra}"
