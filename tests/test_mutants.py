@@ -103,10 +103,10 @@ def test_tests_that_do_not_end_kill_and_the_source_is_put_back(small: Path) -> N
 def test_mutants_are_chosen_by_the_words_in_their_files_and_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["--list", "itself, a view", "resampling.py: a weight of 0"]) == 0
+    assert main(["--list", "itself, a view", "inference/resampling.py: a weight of 0"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "genrt/cache.py: the cache keeps the step's row itself, a view",
-        "genrt/resampling.py: a weight of 0 has children",
+        "genrt/inference/resampling.py: a weight of 0 has children",
     ]
     with pytest.raises(SystemExit) as ended:
         main(["--list", "no such mutant"])

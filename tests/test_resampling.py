@@ -202,3 +202,12 @@ def test_partial_is_unbiased(weights: list[float]) -> None:
 def test_partial_needs_weights_too(values: list[float]) -> None:
     with pytest.raises(InvalidRequest, match="log-weight"):
         partial(np.random.default_rng(0), np.array(values))
+
+
+def test_systematic_counts_are_the_expectation_rounded_up_or_down() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        weights = rng.random(12)
+        expected = 12 * weights / weights.sum()
+        counts = np.bincount(systematic(rng, np.log(weights)), minlength=12)
+        assert np.all(abs(counts - expected) < 1)

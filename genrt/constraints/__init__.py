@@ -17,8 +17,9 @@ asked about single tokens: a predicate's, and those of a product with one. ``awa
 
 from __future__ import annotations
 
-from genrt.constraints.grammars import regex
+from genrt.constraints.grammars import grammar, json_schema, regex
 from genrt.constraints.masking import abitmasks, amasks, bitmasks, masks
+from genrt.constraints.potentials import potential
 from genrt.constraints.predicates import predicate
 from genrt.constraints.products import all_of
 from genrt.constraints.protocols import (
@@ -27,6 +28,7 @@ from genrt.constraints.protocols import (
     ConstraintState,
     MaskedConstraint,
 )
+from genrt.constraints.string_sets import strings
 
 __all__ = [
     "CheckedState",
@@ -37,7 +39,11 @@ __all__ = [
     "all_of",
     "amasks",
     "bitmasks",
+    "grammar",
+    "json_schema",
     "masks",
+    "potential",
     "predicate",
     "regex",
+    "strings",
 ]

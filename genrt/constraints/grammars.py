@@ -1,18 +1,21 @@
-"""Constraints that llguidance runs: regular expressions.
+"""Constraints that llguidance runs: regular expressions, JSON schemas, grammars.
 
 Compiling one and computing masks takes milliseconds of CPU time, off the event loop with ``amasks``.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
 
+from genrt.constraints.ebnf import lark_of_ebnf
 from genrt.constraints.protocols import MaskedConstraint
 from genrt.constraints.tokens import Children, Tokens, Words, unpacked
 from genrt.errors import InvalidConstraint
@@ -20,7 +23,7 @@ from genrt.errors import InvalidConstraint
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
-__all__ = ["GrammarState", "regex"]
+__all__ = ["GrammarState", "grammar", "json_schema", "regex"]
 
 _LONGEST_TOKEN = 1024
 """Bytes; llguidance aborts on a vocabulary with longer ones."""
@@ -53,6 +56,138 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
             f"the regular expression {pattern!r} holds a lone surrogate, which no text has"
         ) from error
     return _Grammar(_Vocabulary.of(lm), f"start: /{escaped}/", f"regular expression {pattern!r}")
+
+
+Whitespace = Literal["compact", "spaced", "flexible"]
+
+_WHITESPACE: dict[str, dict[str, Any]] = {
+    "compact": {"whitespace_flexible": False},
+    "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "flexible": {"whitespace_flexible": True},
+}
+
+
+def json_schema(
+    schema: dict[str, Any] | str | bool, lm: AsyncLM, *, whitespace: Whitespace = "compact"
+) -> MaskedConstraint:
+    """The JSON texts of the values that are valid under a schema, in the order of its properties.
+
+    The schema is a dict, a JSON text, or True for any JSON at all; read as draft 2020-12, or as the draft
+    that its ``$schema`` names. Whatever is in the set validates, but not each way to write a valid value
+    is in it:
+
+    * properties come in the order of ``properties``, then of ``required``, then any others;
+    * strings have escapes only where JSON asks for them; integers are digits (not ``1.0``), and numbers
+      with bounds have no exponent; constants and enums are written as in the schema;
+    * a number with ``multipleOf`` is not negative.
+
+    A ``format`` is checked where llguidance knows it, and is an error where not. A keyword that it does
+    not implement (``not``, ``if``, ``uniqueItems``, ``contains``, …) is an error: take it out of the
+    schema and check it by a predicate, ``all_of(json_schema(…), predicate(…))``.
+
+    Args:
+        whitespace: ``"compact"``, none at all; ``"spaced"``, one space after each comma and colon, as
+            Python's ``json.dumps`` writes; ``"flexible"``, any between the parts, which makes the texts
+            of even one value infinitely many. There is none around the whole. llguidance's own options,
+            in the schema under ``"x-guidance"``, go before it.
+
+    Raises:
+        InvalidConstraint: the schema is not one, says more than llguidance can do, allows nothing at all,
+            or is too complex; or there is no end token.
+    """
+    if whitespace not in _WHITESPACE:
+        raise InvalidConstraint(
+            f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
+        )
+    rules = _schema_rules(schema)
+    options = rules.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise InvalidConstraint(f'the schema\'s "x-guidance" is {options!r}: give an object')
+    rules = {"x-guidance": _WHITESPACE[whitespace] | options, **_without(rules, "x-guidance")}
+    try:
+        text = json.dumps(rules, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
+    return _Grammar(_Vocabulary.of(lm), f"start: %json {text}", "JSON schema")
+
+
+def _schema_rules(schema: object) -> dict[str, Any]:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidConstraint(f"the JSON schema is no JSON text: {error}") from error
+    if schema is True:
+        return {}
+    if schema is False:
+        raise InvalidConstraint("the JSON schema is false, which no text satisfies: change it")
+    if not isinstance(schema, dict):
+        raise InvalidConstraint(
+            f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"
+        )
+    return schema
+
+
+def _without(rules: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: rule for name, rule in rules.items() if name != key}
+
+
+def grammar(
+    text: str, lm: AsyncLM, *, syntax: Literal["lark", "ebnf"] = "lark"
+) -> MaskedConstraint:
+    r"""The texts that a context-free grammar derives from its rule ``start`` (Lark) or ``root`` (EBNF).
+
+    ``"lark"`` is llguidance's dialect of Lark: rules in lower case, terminals in upper case and as
+    literals, ``/regular expressions/`` as in ``regex``, ``%import common.NUMBER``, ``%ignore``, inline
+    ``%json {schema}``. There are no priorities, templates or look-around. **A terminal takes the longest
+    match**, and what could have matched less is not tried again: ``A "a"`` with ``A: /a+/`` derives no
+    text at all, and ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words,
+    as those of programming languages are. Names of special tokens, and the rule options ``stop``,
+    ``max_tokens`` and ``temperature``, are refused, since what they say is not about the text.
+
+    ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
+    ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
+    text that can be derived is in the set, character by character, and masks cost more.
+
+    Raises:
+        InvalidConstraint: the grammar does not compile, asks for what is refused, or is too complex; or
+            there is no end token.
+    """
+    if not isinstance(text, str):
+        raise InvalidConstraint(f"the grammar is {text!r}: give its text as str")
+    if syntax == "ebnf":
+        lark = lark_of_ebnf(text)
+    elif syntax == "lark":
+        lark = text
+        _refuse_what_is_no_text(text)
+    else:
+        raise InvalidConstraint(f"syntax is {syntax!r}: give 'lark' or 'ebnf'")
+    try:
+        lark.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidConstraint("the grammar holds a lone surrogate, which no text has") from error
+    return _Grammar(_Vocabulary.of(lm), lark, "grammar")
+
+
+# The parts of a Lark grammar in which anything may stand, and what is looked for outside of them.
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|\#[^\n]*'
+    r"|(?P<special><[^<>\s]+>)|\b(?P<option>stop|max_tokens|temperature)\s*="
+)
+
+
+def _refuse_what_is_no_text(lark: str) -> None:
+    for match in _LARK.finditer(lark):
+        if match["special"]:
+            raise InvalidConstraint(
+                f"the grammar names the special token {match['special']}, and constraints are on text: "
+                "write what stands for text as a string"
+            )
+        if match["option"]:
+            raise InvalidConstraint(
+                f"the grammar has the rule option {match['option']}, which is not about the text: "
+                "leave it out"
+            )
 
 
 class _Vocabulary:
@@ -137,7 +272,8 @@ class _Grammar:
     def __init__(self, vocabulary: _Vocabulary, lark: str, name: str) -> None:
         from llguidance import LLMatcher, LLParserLimits
 
-        grammar = LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\n{lark}')
+        # Options merge, and the last ones hold: after the text, where lines keep their numbers.
+        grammar = LLMatcher.grammar_from_lark(f'{lark}\n%llguidance {{"no_forcing": true}}')
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
@@ -193,4 +329,10 @@ class GrammarState:
 
 def _brief(error: str) -> str:
     """llguidance's message without its listing of the grammar and its internal state."""
-    return error.split("\n   1 |")[0].split("\n<")[0].strip()
+    error = error.split("\n   1 |")[0].split("\n<")[0].strip()
+    error = error.removeprefix("at 1(8): failed to compile JSON schema: ")
+    if error.startswith("Unimplemented keys"):
+        error += (
+            "; take them out, and check them by a predicate: all_of(json_schema(…), predicate(…))"
+        )
+    return error

@@ -12,7 +12,7 @@ from torch import Tensor, from_numpy
 from genrt.constraints.asking import together
 from genrt.constraints.grammars import GrammarState
 from genrt.constraints.products import CheckedProduct, MaskedProduct
-from genrt.constraints.protocols import CheckedState, ConstraintState
+from genrt.constraints.protocols import CheckedState, ConstraintState, State
 from genrt.constraints.tokens import Words, packed, size_of, unpacked, words_of
 from genrt.errors import InvalidRequest
 
@@ -39,7 +39,7 @@ def bitmasks(states: Sequence[ConstraintState]) -> Tensor:
     return from_numpy(_words(states)[0])
 
 
-async def amasks(states: Sequence[ConstraintState | CheckedState]) -> Tensor:
+async def amasks(states: Sequence[State]) -> Tensor:
     """``masks`` off the event loop, of checked states too: these are asked about every token that nothing
     cheap rules out, all states at once.
 
@@ -54,7 +54,7 @@ async def amasks(states: Sequence[ConstraintState | CheckedState]) -> Tensor:
     return unpacked(words, vocab_size)
 
 
-async def abitmasks(states: Sequence[ConstraintState | CheckedState]) -> Tensor:
+async def abitmasks(states: Sequence[State]) -> Tensor:
     """The same packed, as ``bitmasks`` does and ``AsyncLM.draw`` takes it. Raises as ``amasks``."""
     return from_numpy((await _awords(states))[0])
 
@@ -68,7 +68,7 @@ def _refuse_checked(states: Sequence[Any]) -> None:
             )
 
 
-def _words(states: Sequence[ConstraintState | CheckedState]) -> tuple[Words, int]:
+def _words(states: Sequence[State]) -> tuple[Words, int]:
     """The packed masks and the vocabulary's size; of checked states, what nothing cheap rules out."""
     if not states:
         raise InvalidRequest("masks of no states have no width; give at least one state")
@@ -98,7 +98,7 @@ def _grammar_states(states: Sequence[Any]) -> Iterator[GrammarState]:
             yield from _grammar_states(state.factors)
 
 
-async def _awords(states: Sequence[ConstraintState | CheckedState]) -> tuple[Words, int]:
+async def _awords(states: Sequence[State]) -> tuple[Words, int]:
     words, vocab_size = await asyncio.to_thread(_words, states)
     rows: dict[int, list[int]] = {}
     for row, state in enumerate(states):

@@ -14,6 +14,8 @@ from genrt.constraints.protocols import (
     Constraint,
     ConstraintState,
     MaskedConstraint,
+    State,
+    checked_constraint,
 )
 from genrt.constraints.tokens import Children, Tokens, Words, size_of, unpacked, words_of
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -42,11 +44,7 @@ def all_of(*constraints: Constraint) -> Constraint:
         raise InvalidConstraint("a product needs at least one constraint")
     factors: list[Constraint] = []
     for constraint in constraints:
-        if not isinstance(constraint, Constraint):
-            raise InvalidConstraint(
-                f"{constraint!r} is no constraint: give what regex, json_schema, predicate and the "
-                "like return, or an object with a method start"
-            )
+        checked_constraint(constraint)
         factors += constraint.factors if isinstance(constraint, _Product) else [constraint]
     return factors[0] if len(factors) == 1 else _Product(factors)
 
@@ -63,15 +61,17 @@ class _Product:
                 "the constraints are over different vocabularies: make all of them with one lm"
             )
         self.factors = tuple(factors)
+        self.tokens = known[0] if known else None
+        self._start = _state([factor.start() for factor in factors])
 
     def start(self) -> Any:
-        return _state([factor.start() for factor in self.factors])
+        return self._start
 
     def __repr__(self) -> str:
         return f"<constraint: all of {', '.join(map(repr, self.factors))}>"
 
 
-def _state(states: Sequence[ConstraintState | CheckedState]) -> MaskedProduct | CheckedProduct:
+def _state(states: Sequence[State]) -> MaskedProduct | CheckedProduct:
     masked = tuple(state for state in states if not isinstance(state, CheckedState))
     checked = tuple(state for state in states if isinstance(state, CheckedState))
     return CheckedProduct(masked, checked) if checked else MaskedProduct(masked)
@@ -124,7 +124,7 @@ class CheckedProduct:
         self._children: Children[CheckedProduct] = Children()
 
     @property
-    def factors(self) -> tuple[ConstraintState | CheckedState, ...]:
+    def factors(self) -> tuple[State, ...]:
         """All of them."""
         return (*self.masked, *self.checked)
 
@@ -165,7 +165,7 @@ class CheckedProduct:
         )
 
 
-def _meet(states: Sequence[ConstraintState | CheckedState]) -> Words:
+def _meet(states: Sequence[State]) -> Words:
     words = words_of(states[0])
     for state in states[1:]:
         words = np.bitwise_and(words, words_of(state))

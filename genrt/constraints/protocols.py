@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["CheckedState", "Constraint", "ConstraintState", "MaskedConstraint"]
+from genrt.errors import InvalidConstraint
+
+__all__ = [
+    "CheckedState",
+    "Constraint",
+    "ConstraintState",
+    "MaskedConstraint",
+    "State",
+    "checked_constraint",
+]
 
 
 @runtime_checkable
@@ -69,11 +78,14 @@ class CheckedState(Protocol):
         ...
 
 
+State: TypeAlias = ConstraintState | CheckedState
+
+
 @runtime_checkable
 class Constraint(Protocol):
     """A set of texts. Any object with a ``start`` that returns such states can be one."""
 
-    def start(self) -> ConstraintState | CheckedState:
+    def start(self) -> State:
         """The state before any text. All that follow it are of its kind."""
         ...
 
@@ -85,3 +97,13 @@ class MaskedConstraint(Protocol):
     def start(self) -> ConstraintState:
         """The state before any text."""
         ...
+
+
+def checked_constraint(constraint: Constraint) -> Constraint:
+    """The constraint. Raises InvalidConstraint if it is none."""
+    if isinstance(constraint, type) or not isinstance(constraint, Constraint):
+        raise InvalidConstraint(
+            f"{constraint!r} is no constraint: give what regex, json_schema, predicate and the like "
+            "return, or an object with a method start"
+        )
+    return constraint

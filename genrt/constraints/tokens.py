@@ -6,6 +6,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
@@ -97,6 +98,13 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.byte_vocab)
+
+    @cached_property
+    def spelt(self) -> tuple[NDArray[np.int64], list[bytes]]:
+        """The tokens that stand for text, in the order of their bytes, and these."""
+        token_ids = [i for i in range(len(self)) if self.is_open(i) and i != self.eos_token_id]
+        token_ids.sort(key=self.byte_vocab.__getitem__)
+        return np.array(token_ids, np.int64), [self.byte_vocab[i] for i in token_ids]
 
     def same(self, other: Tokens) -> bool:
         """Whether a token id means the same in both."""

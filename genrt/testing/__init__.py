@@ -16,6 +16,13 @@ from genrt.testing.laws import (
 )
 from genrt.testing.simulated_engine import Faults
 from genrt.testing.simulation import Report, run_simulated, simulate
+from genrt.testing.strategies import (
+    constraints,
+    potentials,
+    seeds,
+    small_lms,
+    token_sequences,
+)
 from genrt.testing.witness import Witness
 
 __all__ = [
@@ -26,9 +33,14 @@ __all__ = [
     "assert_unbiased",
     "assert_weighted_samples_from",
     "check_engine",
+    "constraints",
     "exact_posterior",
+    "potentials",
     "run_simulated",
+    "seeds",
     "simulate",
+    "small_lms",
+    "token_sequences",
 ]
 
 

@@ -1,0 +1,151 @@
+"""A grammar in EBNF, as llama.cpp's GBNF writes it, as a Lark grammar whose terminals are characters.
+
+llguidance's lexer takes the longest match of a terminal, and so loses texts that a context-free grammar
+derives. Of characters none is a prefix of another: with these for terminals, nothing is lost.
+"""
+
+from __future__ import annotations
+
+import re
+
+from genrt.errors import InvalidConstraint
+
+__all__ = ["lark_of_ebnf"]
+
+_PARTS = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+    |(?P<rule>[A-Za-z_][\w-]*)(?:\s|\#[^\n]*\n)*::=
+    |(?P<name>[A-Za-z_][\w-]*)
+    |(?P<literal>"(?:\\.|[^"\\\n])*")
+    |(?P<class>\[\^?(?:\\.|[^\]\\\n])*\])
+    |(?P<times>[?*+]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})
+    |(?P<sign>[|().])""",
+    re.VERBOSE | re.ASCII,
+)
+_CHARACTER = re.compile(
+    r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|([^\\])", re.DOTALL
+)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-^/.|(){}?*+"}
+
+
+def lark_of_ebnf(text: str) -> str:
+    """The grammar for llguidance.
+
+    Raises:
+        InvalidConstraint: it does not parse, a rule is missing or there twice, or a range is empty.
+    """
+    rules: dict[str, list[str]] = {}
+    used: dict[str, int] = {}
+    body: list[str] | None = None
+    depth = position = 0
+    while position < len(text):
+        match = _PARTS.match(text, position)
+        kind = None if match is None else match.lastgroup
+        if match is None or (body is None and kind not in ("space", "rule")):
+            raise _error(text, position, f"{text[position]!r} is not expected here")
+        part = match[kind] if kind else ""
+        if kind == "rule":
+            if depth:
+                raise _error(text, position, "a group is not closed before this rule")
+            if part in rules:
+                raise _error(text, position, f"there is a second rule {part!r}")
+            body = rules[part] = []
+        elif body is not None and kind != "space":
+            depth += (part == "(") - (part == ")") if kind == "sign" else 0
+            if depth < 0:
+                raise _error(text, position, "nothing is open that ')' could close")
+            if kind == "times" and (not body or body[-1] in "(|" or body[-1][-1] in "?*+}"):
+                raise _error(text, position, f"there is nothing that {part!r} could repeat")
+            if kind == "name":
+                used.setdefault(part, position)
+            body.append(_lark(text, position, str(kind), part))
+        position = match.end()
+    if depth:
+        raise _error(text, len(text), "a group is not closed")
+    missing = {name: place for name, place in used.items() if name not in rules}
+    for name, place in missing.items():
+        raise _error(text, place, f"there is no rule {name!r}")
+    if "root" not in rules:
+        raise InvalidConstraint(
+            "the EBNF grammar has no rule 'root', which it starts from: write root ::= …"
+        )
+    lines = [f"{_rule_name(name)}: {' '.join(body) or _NOTHING}" for name, body in rules.items()]
+    return "\n".join(["start: " + _rule_name("root"), *lines])
+
+
+_NOTHING = '""'
+
+
+def _lark(text: str, position: int, kind: str, part: str) -> str:
+    match kind:
+        case "name":
+            return _rule_name(part)
+        case "literal":
+            letters = _characters(text, position + 1, part[1:-1])
+            return f"({' '.join(_regex(letter) for letter in letters)})" if letters else _NOTHING
+        case "class":
+            return _class(text, position, part)
+        case "sign" if part == ".":
+            return "/(?s:.)/"
+        case _:
+            return part.replace(" ", "")
+
+
+def _class(text: str, position: int, part: str) -> str:
+    negated = part.startswith("[^")
+    inside = part[1 + negated : -1]
+    # Which hyphens stand between two ends is seen before the escapes are gone.
+    signs = [match[0] for match in _CHARACTER.finditer(inside)]
+    letters = _characters(text, position + 1 + negated, inside)
+    ranges, index = [], 0
+    while index < len(letters):
+        low = high = letters[index]
+        if index + 2 < len(letters) and signs[index + 1] == "-":
+            high = letters[index + 2]
+            index += 2
+        if low > high:
+            raise _error(text, position, f"the range {low}-{high} is empty: turn it round")
+        ranges.append(f"{_code(low)}-{_code(high)}")
+        index += 1
+    if not ranges:
+        raise _error(text, position, "the class is empty")
+    return f"/[{'^' if negated else ''}{''.join(ranges)}]/"
+
+
+def _characters(text: str, position: int, escaped: str) -> list[str]:
+    letters = []
+    for match in _CHARACTER.finditer(escaped):
+        *codes, escape, plain = match.groups()
+        code = next((int(code, 16) for code in codes if code), None)
+        if code is not None:
+            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+                raise _error(text, position + match.start(), f"{match[0]} is no character")
+            letters.append(chr(code))
+        elif escape is not None and escape not in _ESCAPES:
+            raise _error(text, position + match.start(), f"the escape {match[0]} is not known")
+        else:
+            letters.append(plain if escape is None else _ESCAPES[escape])
+    return letters
+
+
+def _rule_name(name: str) -> str:
+    # Lark tells rules from terminals by their case, and knows some names: every other byte is spelt out.
+    return "r_" + "".join(
+        letter if letter.islower() or letter.isdigit() else f"_{ord(letter):x}_" for letter in name
+    )
+
+
+def _regex(letter: str) -> str:
+    return f"/{_code(letter)}/"
+
+
+def _code(letter: str) -> str:
+    return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):X}}}"
+
+
+def _error(text: str, position: int, problem: str) -> InvalidConstraint:
+    line = text.count("\n", 0, position) + 1
+    column = position - (text.rfind("\n", 0, position) + 1) + 1
+    return InvalidConstraint(
+        f"the EBNF grammar does not parse: at line {line}, column {column}, {problem}"
+    )

@@ -1,0 +1,141 @@
+"""A constraint as a potential: 0 on its texts, -inf elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+
+from genrt.constraints.protocols import (
+    CheckedState,
+    Constraint,
+    ConstraintState,
+    State,
+    checked_constraint,
+)
+from genrt.constraints.tokens import Tokens
+from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.texts import Potential, Text
+
+if TYPE_CHECKING:
+    from genrt.lm import AsyncLM
+
+__all__ = ["potential"]
+
+
+def potential(
+    constraint: Constraint, *, lm: AsyncLM | None = None, cache_size: int = 1024
+) -> Potential:
+    """The constraint's indicator as a log-weight: 0 for a finished text of the set, and for an unfinished
+    one that the masks lead to; -inf for all others.
+
+    The states of the last ``cache_size`` texts are kept, so that one that has grown by a token costs one
+    step; any other is right too, and costs one step for each token after its longest prefix that is kept.
+    A predicate is asked about the text it is given and not about its prefixes.
+
+    What is returned is a plain function, or, for a constraint that has to be asked, one that returns an
+    awaitable. It may be called from any thread or event loop. It raises InvalidRequest for what is no
+    Text and for a token id out of range, and whatever a predicate raises.
+
+    Args:
+        lm: needed for a constraint of one's own that has to be asked: it tells the end token.
+
+    Raises:
+        InvalidConstraint: something that is no constraint, ``cache_size`` under 1, or ``lm`` is needed.
+    """
+    checked_constraint(constraint)
+    if isinstance(cache_size, bool) or not isinstance(cache_size, int) or cache_size < 1:
+        raise InvalidConstraint(f"cache_size is {cache_size!r}: give an integer of at least 1")
+    tokens = getattr(constraint, "tokens", None) if lm is None else Tokens.of(lm)
+    states = _States(constraint.start(), tokens, cache_size)
+    if not isinstance(states.start, CheckedState):
+        return _Indicator(constraint, states)
+    if tokens is None:
+        raise InvalidConstraint(
+            f"the end token of {constraint!r} is not known: give the lm that it is over"
+        )
+    return _AskedIndicator(constraint, states, tokens.eos_token_id)
+
+
+class _States:
+    """The states that texts lead to; ``None`` for a text that is outside of the set."""
+
+    def __init__(self, start: State, tokens: Tokens | None, cache_size: int) -> None:
+        self.start = start
+        self._tokens = tokens
+        self._kept: LRUCache[tuple[int, ...], State | None] = LRUCache(cache_size)
+        self._lock = threading.Lock()
+
+    def checked(self, text: Text) -> Text:
+        """The text. Raises InvalidRequest if it is none, or not over these tokens."""
+        if not isinstance(text, Text):
+            raise InvalidRequest(f"a potential was given {text!r}: call it with a Text")
+        if self._tokens is not None:
+            for token_id in text.token_ids:
+                self._tokens.checked(token_id)
+        return text
+
+    def after(self, token_ids: tuple[int, ...]) -> State | None:
+        state, length = self._nearest(token_ids)
+        for token_id in token_ids[length:]:
+            if state is None:
+                break
+            try:
+                state = state.advance(token_id)
+            except InvalidRequest:
+                state = None
+        with self._lock:
+            self._kept[token_ids] = state
+        return state
+
+    def _nearest(self, token_ids: tuple[int, ...]) -> tuple[State | None, int]:
+        """The state of the longest prefix that is kept, and how long that is."""
+        with self._lock:
+            for length in range(len(token_ids), 0, -1):
+                prefix = token_ids[:length]
+                if prefix in self._kept:
+                    return self._kept[prefix], length
+        return self.start, 0
+
+
+class _Indicator:
+    """The potential of a constraint whose states know their masks."""
+
+    def __init__(self, constraint: Constraint, states: _States) -> None:
+        self._constraint = constraint
+        self._states = states
+
+    def __repr__(self) -> str:
+        return f"<potential of {self._constraint!r}>"
+
+    def __call__(self, text: Text) -> float:
+        state = self._states.after(self._states.checked(text).token_ids)
+        outside = not isinstance(state, ConstraintState) or (text.finished and not state.accepting)
+        return -math.inf if outside else 0.0
+
+
+class _AskedIndicator:
+    """The potential of a constraint that has to be asked."""
+
+    def __init__(self, constraint: Constraint, states: _States, eos_token_id: int) -> None:
+        self._constraint = constraint
+        self._states = states
+        self._eos_token_id = eos_token_id
+
+    def __repr__(self) -> str:
+        return f"<potential of {self._constraint!r}>"
+
+    async def __call__(self, text: Text) -> float:
+        token_ids = self._states.checked(text).token_ids
+        if text.finished:
+            token_ids = (*token_ids, self._eos_token_id)
+        if not token_ids:
+            return 0.0
+        state = await asyncio.to_thread(self._states.after, token_ids[:-1])
+        if not isinstance(state, CheckedState):
+            return -math.inf
+        (answer,) = await state.check(token_ids[-1:])
+        return 0.0 if answer else -math.inf

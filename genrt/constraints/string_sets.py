@@ -1,0 +1,149 @@
+"""A finite set of texts as a constraint."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from genrt.constraints.protocols import MaskedConstraint
+from genrt.constraints.tokens import Tokens, Words, packed, unpacked
+from genrt.errors import InvalidConstraint
+
+if TYPE_CHECKING:
+    from genrt.lm import AsyncLM
+
+__all__ = ["strings"]
+
+
+def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
+    """Exactly these texts: any number, in any order, one a prefix of another, the empty one too.
+
+    A mask costs one look at each prefix that the texts left and the vocabulary's tokens have in common,
+    whatever the number of texts, and is computed once for all the ways of cutting a text into tokens.
+
+    Raises:
+        InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no
+            end token.
+    """
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise InvalidConstraint(f"the texts are {texts!r}: give a list of str")
+    encoded = sorted({_utf8(text) for text in texts})
+    if not encoded:
+        raise InvalidConstraint("there are no texts: give at least one, '' for the empty text")
+    return _Strings(encoded, Tokens.of(lm))
+
+
+def _utf8(text: str) -> bytes:
+    if not isinstance(text, str):
+        raise InvalidConstraint(f"one of the texts is {text!r}: give each as str")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidConstraint(f"the text {text!r} holds a lone surrogate: remove it") from error
+
+
+class _Strings:
+    """The constraint: sorted texts, in which those with one beginning are neighbours.
+
+    A state is a range of them and the length of the beginning that they share.
+    """
+
+    def __init__(self, texts: list[bytes], tokens: Tokens) -> None:
+        self.texts = texts
+        self.tokens = tokens
+        self._states: weakref.WeakValueDictionary[tuple[int, int, int], _StringState] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def start(self) -> _StringState:
+        return self.state(0, len(self.texts), 0)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(text.decode()) for text in self.texts[:3])
+        more = f", … {len(self.texts)} in all" if len(self.texts) > 3 else ""
+        return f"<constraint: strings {shown}{more}>"
+
+    def state(self, first: int, end: int, length: int) -> _StringState:
+        """The state of that range, one for all who hold it."""
+        with self._lock:
+            state = self._states.get((first, end, length))
+            if state is None:
+                state = _StringState(self, first, end, length)
+                self._states[first, end, length] = state
+            return state
+
+    def words(self, first: int, end: int, length: int) -> Words:
+        """The mask of a state: a walk down the trie of what the texts go on with, as far as tokens go."""
+        mask = np.zeros(len(self.tokens), dtype=np.bool_)
+        mask[self.tokens.eos_token_id] = len(self.texts[first]) == length
+        # Each: a range of texts, a range of tokens, and how many bytes of a token they share.
+        spelt, spellings = self.tokens.spelt
+        ranges = [(first, end, 0, len(spellings), 0)]
+        while ranges:
+            first, end, start, stop, shared = ranges.pop()
+            here = start
+            while here < stop and len(spellings[here]) == shared:
+                here += 1
+            if shared:
+                mask[spelt[start:here]] = True
+            depth = length + shared
+            if len(self.texts[first]) == depth:
+                first += 1
+            while first < end and here < stop:
+                byte = self.texts[first][depth]
+                after = bisect_right(self.texts, byte, first, end, key=lambda text: text[depth])
+                low = bisect_left(spellings, byte, here, stop, key=lambda token: token[shared])
+                high = bisect_right(spellings, byte, low, stop, key=lambda token: token[shared])
+                if low < high:
+                    ranges.append((first, after, low, high, shared + 1))
+                first, here = after, high
+        return packed(mask)
+
+
+class _StringState:
+    """Texts ``first .. end - 1``, which share their first ``length`` bytes: the text so far."""
+
+    __slots__ = ("__weakref__", "_end", "_first", "_length", "_of", "_words")
+
+    def __init__(self, of: _Strings, first: int, end: int, length: int) -> None:
+        self._of = of
+        self._first = first
+        self._end = end
+        self._length = length
+        self._words: Words | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._of.tokens)
+
+    @property
+    def accepting(self) -> bool:
+        return len(self._of.texts[self._first]) == self._length
+
+    def packed(self) -> Words:
+        if self._words is None:
+            self._words = self._of.words(self._first, self._end, self._length)
+        return self._words
+
+    def mask(self) -> Tensor:
+        return unpacked(self.packed(), self.vocab_size)
+
+    def advance(self, token_id: int) -> _StringState:
+        tokens, texts = self._of.tokens, self._of.texts
+        token = tokens.text(token_id)
+        if not tokens.is_open(token_id):
+            raise tokens.refused(token_id)
+        length = self._length + len(token)
+        text = texts[self._first][: self._length] + token
+        first = bisect_left(texts, text, self._first, self._end)
+        end = bisect_right(texts, text, first, self._end, key=lambda other: other[:length])
+        if first == end:
+            raise tokens.refused(token_id)
+        return self._of.state(first, end, length)
