@@ -86,8 +86,8 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "test_inference.py",
         (
             "resampling forgets the evidence so far",
-            "np.full(self._num_particles, state.log_evidence),",
-            "np.zeros(self._num_particles),",
+            "np.full(count, state.log_evidence)",
+            "np.zeros(count)",
         ),
         (
             "resampling leaves the particles where they are",
@@ -213,8 +213,8 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "test_baselines.py",
         (
             "the evidence of rejection counts the last kept text",
-            "(kept - 1, drawn - 1)",
-            "(kept, drawn)",
+            "(kept - 1) / (drawn - 1)",
+            "kept / drawn",
         ),
     ),
     *breaks(

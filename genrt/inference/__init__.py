@@ -15,7 +15,7 @@ What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they
 
 from __future__ import annotations
 
-# from genrt.inference.baselines import BestOfN, Rejection
+from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
 from genrt.inference.programs import Execution, Program
@@ -36,17 +36,20 @@ from genrt.inference.text_model import TextModel, TextParticle
 
 __all__ = [
     "SMC",
-    #    "BestOfN",
+    "BestOfN",
     "Chains",
+    "Drawn",
     "Execution",
     "Growth",
     "Info",
+    "Kept",
     "MetropolisHastings",
     "Model",
     "Moves",
     "Particle",
     "Program",
-    #    "Rejection",
+    "Ranked",
+    "Rejection",
     "Resampler",
     "Result",
     "State",

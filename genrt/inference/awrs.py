@@ -41,6 +41,9 @@ rule's error is about exp(-2 pi^2 / STEP): far below the precision of a float.""
 TAIL = 40.0
 """How far beyond the smallest and largest rate, in logarithms, the integrand still counts."""
 
+AT_ONCE = 1024
+"""Rates whose terms are in memory together: there may be as many as tokens."""
+
 
 async def draw(
     weights: Floats, check: Callable[[int], Awaitable[bool]], rng: np.random.Generator
@@ -100,6 +103,8 @@ def log_mean_rate(rates: Floats) -> float:
     relative = logarithms - peak
     u = np.arange(relative.min() - TAIL, TAIL, STEP)
     # log of u prod_j l_j / (l_j + u), the u from du = u d(log u)
-    terms = u - np.logaddexp(0.0, u[:, None] - relative[None, :]).sum(axis=1)
+    terms = u.copy()
+    for start in range(0, len(relative), AT_ONCE):
+        terms -= np.logaddexp(0.0, u[:, None] - relative[start : start + AT_ONCE]).sum(axis=1)
     top = terms.max()
     return float(peak + top + math.log(np.exp(terms - top).sum() * STEP))

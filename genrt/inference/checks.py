@@ -1,7 +1,8 @@
-"""Arguments of algorithms, checked; the seeds of their steps."""
+"""Arguments of models and algorithms, checked; the seeds of their steps."""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
+from genrt.lm import AsyncLM
 
-__all__ = ["frozen", "integer", "seeds_of_step"]
+__all__ = ["finite", "frozen", "integer", "prompt_ids", "runtime", "seeds_of_step"]
 
 
 def integer(name: str, value: Any, *, at_least: int) -> int:
@@ -26,6 +28,51 @@ def integer(name: str, value: Any, *, at_least: int) -> int:
     if number < at_least:
         raise InvalidRequest(f"{name} is {value}: give an integer of at least {at_least}")
     return number
+
+
+def finite(name: str, value: Any) -> float:
+    """It as a float.
+
+    Raises:
+        InvalidRequest: it is no number, or not a finite one.
+    """
+    if isinstance(value, int | float | np.number) and math.isfinite(value):
+        return float(value)
+    raise InvalidRequest(f"{name} is {value!r}: give a finite number")
+
+
+def runtime(lm: Any) -> AsyncLM:
+    """It.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(lm, AsyncLM):
+        raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
+    return lm
+
+
+def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:
+    """A prompt's token ids, from a text or from ids.
+
+    Raises:
+        InvalidRequest: it is neither, empty, or has ids outside the vocabulary.
+    """
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest(f"the prompt is {prompt!r}: give a str, or token ids")
+    try:
+        given = lm.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    except TypeError as error:
+        raise InvalidRequest(f"the prompt is {prompt!r}: give a str, or token ids") from error
+    ids = tuple(integer("a token id", each, at_least=0) for each in given)
+    if not ids:
+        raise InvalidRequest("the prompt is empty: give at least one token")
+    if max(ids) >= lm.vocab_size:
+        raise InvalidRequest(
+            f"the prompt's token id {max(ids)} is not in 0 .. {lm.vocab_size - 1}: encode it "
+            "with lm.encode"
+        )
+    return ids
 
 
 def frozen(array: NDArray[np.generic]) -> Any:

@@ -160,7 +160,7 @@ class MetropolisHastings:
                 for chain, new, cut in zip(here, moved, cuts, strict=True)
             ]
         )
-        taken = thresholds < ratios
+        taken = thresholds <= ratios
         after = iter(
             [
                 Chain(new) if accepted else chain
