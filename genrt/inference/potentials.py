@@ -42,7 +42,7 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
         if answers and inspect.isawaitable(
             answers[-1]
         ):  # then all that were not asked yet are, too
-            first, rest = answers.pop(), distinct[len(answers) :]
+            rest, first = distinct[len(answers) :], answers.pop()
             answers += await together(
                 [_awaited(first), *(_asked(potential, text) for text in rest)]
             )
