@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MISSING = "drawing needs matplotlib, which is not installed: pip install matplotlib"
+MISSING = 'drawing needs matplotlib, which is not installed: pip install "genrt[plot]"'
 COLOURS = {
     "resident": "#0072b2",
     "batch": "#56b4e9",

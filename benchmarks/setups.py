@@ -16,12 +16,17 @@ import genrt
 from benchmarks.checkpoints import SHAPES
 
 
-class Surroundings(TypedDict):
-    """Where a result was taken. ``runner`` and ``async_scheduling`` are vLLM's choice for ``options``."""
+class Taken(TypedDict):
+    """Where and when a result was taken, and with what."""
 
     device: str
     date: str
     versions: dict[str, str]
+
+
+class Surroundings(Taken):
+    """Also ``runner`` and ``async_scheduling``, vLLM's choice for ``options``."""
+
     runner: str
     async_scheduling: bool
     options: dict[str, Any]
@@ -51,9 +56,24 @@ class Setup:
         return replace(self, options=self.options | missing, surroundings=surroundings)
 
 
+def taken() -> Taken:
+    """Here and now."""
+    import vllm
+
+    on_gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {os.cpu_count()} cores",
+        "date": datetime.date.today().isoformat(),
+        "versions": {
+            "torch": torch.__version__,
+            "vllm": vllm.__version__,
+            "genrt": genrt.__version__,
+        },
+    }
+
+
 def prepared(name: str, model: str, given: dict[str, Any], *, max_num_seqs: int) -> Setup:
     """The setup of a model in directory ``model``, which goes by ``name``; ``given`` options win."""
-    import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -80,13 +100,7 @@ def prepared(name: str, model: str, given: dict[str, Any], *, max_num_seqs: int)
         block_size=block_size,
         block_bytes=block_size * 2 * width * shape.dtype.itemsize,
         surroundings={
-            "device": torch.cuda.get_device_name() if on_gpu else f"cpu, {os.cpu_count()} cores",
-            "date": datetime.date.today().isoformat(),
-            "versions": {
-                "torch": torch.__version__,
-                "vllm": vllm.__version__,
-                "genrt": genrt.__version__,
-            },
+            **taken(),
             "runner": "V2" if config.use_v2_model_runner else "V1",
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "options": options,

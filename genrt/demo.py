@@ -14,6 +14,7 @@ from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.errors import GenrtError
 from genrt.inference import SMC, Info, Result, State, TextModel
+from genrt.inference.legible import printable
 from genrt.lm import AsyncLM
 from genrt.statistics import Statistics
 
@@ -71,10 +72,10 @@ def _run(args: argparse.Namespace) -> None:
         smc = SMC(model, num_particles=args.particles)
         before, began = lm.statistics(), time.perf_counter()
         result = _run_with_progress(smc, args.seed)
-        seconds, after = time.perf_counter() - began, lm.statistics()
-    print(f"prompt   {_printable(args.prompt)}\npattern  {_printable(args.pattern)}\n")
+        seconds, done = time.perf_counter() - began, lm.statistics().since(before)
+    print(f"prompt   {printable(args.prompt)}\npattern  {printable(args.pattern)}\n")
     print("\n".join([*_posterior(result), "", *_figures(result), ""]))
-    print("\n".join(_runtime(before, after, seconds)))
+    print("\n".join(_runtime(done, seconds)))
 
 
 def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
@@ -110,7 +111,7 @@ def _posterior(result: Result) -> list[str]:
     if not entries:
         return ["Every particle died: none could match the pattern within the tokens it had."]
     rows = [("weight", "text")]
-    rows += [(f"{weight:.4f}", _printable(text)) for text, weight in entries[:SHOWN]]
+    rows += [(f"{weight:.4f}", printable(text)) for text, weight in entries[:SHOWN]]
     hidden = entries[SHOWN:]
     if hidden:
         rows.append((f"{sum(weight for _, weight in hidden):.4f}", f"({len(hidden)} more texts)"))
@@ -134,18 +135,19 @@ def _figures(result: Result) -> list[str]:
     )
 
 
-def _runtime(before: Statistics, after: Statistics, seconds: float) -> list[str]:
-    questions = after.batcher.questions - before.batcher.questions
-    deduplicated = after.batcher.deduplicated - before.batcher.deduplicated
-    in_engine = after.engine.seconds - before.engine.seconds
+def _runtime(done: Statistics, seconds: float) -> list[str]:
     return _aligned(
         [
-            ("questions", f"{questions:,}", "asked, one for each particle and token"),
-            ("deduplicated", f"{deduplicated:,}", "joined an equal question in flight"),
-            ("cache hits", f"{after.cache.hits - before.cache.hits:,}", "had been answered before"),
-            ("engine rows", f"{after.engine.rows - before.engine.rows:,}", "were computed"),
-            ("engine steps", f"{after.engine.steps - before.engine.steps:,}", "computed them"),
-            ("engine time", f"{in_engine:.2f}", "seconds"),
+            ("questions", f"{done.batcher.questions:,}", "asked, one for each particle and token"),
+            (
+                "deduplicated",
+                f"{done.batcher.deduplicated:,}",
+                "joined an equal question in flight",
+            ),
+            ("cache hits", f"{done.cache.hits:,}", "had been answered before"),
+            ("engine rows", f"{done.engine.rows:,}", "were computed"),
+            ("engine steps", f"{done.engine.steps:,}", "computed them"),
+            ("engine time", f"{done.engine.seconds:.2f}", "seconds"),
             ("wall time", f"{seconds:.2f}", "seconds, constraint and sampling included"),
         ]
     )
@@ -153,11 +155,6 @@ def _runtime(before: Statistics, after: Statistics, seconds: float) -> list[str]
 
 def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     return [f"{name:<12}  {figure:>8}  {note}" for name, figure, note in rows]
-
-
-def _printable(text: str) -> str:
-    """One line without control characters, which a model may well produce."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _tell(message: str) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from genrt.cache import CacheStatistics
 from genrt.engine import EngineStatistics
 
 __all__ = ["BatcherStatistics", "Statistics"]
 
+Part = TypeVar("Part", bound=Any)
+
+NO_COUNTERS = {"largest_flush", "queued", "in_flight", "waiting", "rows", "bytes", "max_bytes"}
+"""Of the batcher and the cache: what is no counter, and so is not subtracted."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatcherStatistics:
-    """What was asked and what became of it; counters only grow, the last three are of this moment.
+    """What was asked and what became of it; counters only grow, but for ``largest_flush`` and the last
+    three, which are of this moment.
 
     ``questions`` were asked; ``deduplicated`` of them joined an equal request, ``cached`` ones were
     answered at once, and the rest entered the engine in ``flushes``, the largest of ``largest_flush``
@@ -42,3 +49,36 @@ class Statistics:
     batcher: BatcherStatistics
     cache: CacheStatistics
     engine: EngineStatistics
+
+    def since(self, earlier: Statistics) -> Statistics:
+        """What was done between ``earlier`` and this, of the same runtime: the counters' differences.
+
+        What is no counter stays as it is here: the ``largest_flush`` since the runtime was loaded, what
+        is ``queued``, ``in_flight`` and ``waiting``, the ``rows`` and ``bytes`` that the cache holds and
+        its ``max_bytes``, the engine's ``resident`` sequences. The counters of an engine that was opened
+        in between, by a restart, are taken as they are.
+        """
+        engine = self.engine
+        if not _is_less(engine, earlier.engine, but={"resident"}):
+            engine = _difference(engine, earlier.engine, but={"resident"})
+        return Statistics(
+            batcher=_difference(self.batcher, earlier.batcher, but=NO_COUNTERS),
+            cache=_difference(self.cache, earlier.cache, but=NO_COUNTERS),
+            engine=engine,
+        )
+
+
+def _counters(part: Any, *, but: set[str]) -> list[str]:
+    return [field.name for field in fields(part) if field.name not in but]
+
+
+def _difference(later: Part, earlier: Part, *, but: set[str]) -> Part:
+    names = _counters(later, but=but)
+    differences = {name: getattr(later, name) - getattr(earlier, name) for name in names}
+    changed: Part = replace(later, **differences)
+    return changed
+
+
+def _is_less(later: Any, earlier: Any, *, but: set[str]) -> bool:
+    """Whether a counter went down, which it never does in one engine's life."""
+    return any(getattr(later, name) < getattr(earlier, name) for name in _counters(later, but=but))

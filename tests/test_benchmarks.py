@@ -322,7 +322,7 @@ def test_plots_are_drawn_where_matplotlib_is_and_refused_where_it_is_not(
     else:
         with pytest.raises(SystemExit, match="2"):
             plots.main()
-        assert "pip install matplotlib" in capsys.readouterr().err
+        assert 'pip install "genrt[plot]"' in capsys.readouterr().err
         assert not png.exists()
 
 

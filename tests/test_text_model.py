@@ -117,20 +117,17 @@ async def test_a_twist_leaves_the_target_as_it_is(
         expect(await runs_of(smc, 100), exact)
 
 
-async def test_a_good_twist_steadies_the_evidence_and_a_bad_one_unsettles_it() -> None:
-    """The variances of 150 runs' evidence differ by factors of about 8 and 1/4 at these seeds."""
+async def test_a_good_twist_steadies_the_evidence() -> None:
+    """The variance of 150 runs' evidence is 5 times less at these seeds."""
 
     def wants_many_bs(text: Text) -> float:
         return 1.5 * text.bytes.count(b"b")
-
-    def wants_none(text: Text) -> float:
-        return -wants_many_bs(text)
 
     variances = {}
     steady = NGram.random([b"a", b"b", b""], seed=5, eos_token_id=2)
     exact = exact_posterior(steady, PROMPT, max_tokens=6, potential=wants_many_bs)
     with genrt.load(steady, engine="exact") as lm:
-        for name, twist in {"none": None, "good": wants_many_bs, "bad": wants_none}.items():
+        for name, twist in {"none": None, "good": wants_many_bs}.items():
             model = TextModel(lm, PROMPT, max_tokens=6, potential=wants_many_bs, twist=twist)
             smc = SMC(model, num_particles=10, resample_when=1.0)
             results = await asyncio.gather(*(smc.run(seed) for seed in range(150)))
@@ -138,7 +135,6 @@ async def test_a_good_twist_steadies_the_evidence_and_a_bad_one_unsettles_it() -
             variances[name] = float(evidence.var())
             assert abs(evidence.mean() - 1) < 5 * evidence.std() / math.sqrt(150)
     assert variances["good"] < 0.5 * variances["none"], variances
-    assert variances["bad"] > 2 * variances["none"], variances
 
 
 async def test_a_twist_of_prefixes_ends_what_has_no_future() -> None:
@@ -446,7 +442,8 @@ class Foreign:
         ({"temperature": None}, "temperature is None"),
         ({"constraint": "a*"}, "the constraint is a str: give one of genrt.constraints"),
         ({"constraint": likes_b}, "predicate"),
-        ({"constraint": Foreign()}, "start"),
+        ({"constraint": Foreign()}, "a Foreign: give"),
+        ({"constraint": Foreign}, "a type: give"),
         ({"potential": 3.0}, "the potential is 3.0: give a function of a Text"),
         ({"twist": "b"}, "the twist is 'b'"),
         ({"proposal": "greedy"}, 'give "mask" or "awrs"'),
@@ -478,7 +475,7 @@ async def test_a_predicate_over_another_model_is_refused() -> None:
     other = NGram.random(9, eos_token_id=8)
     with genrt.load(MODEL, engine="exact") as lm, genrt.load(other, engine="exact") as its:
         for constraint in (regex("a*", its), predicate(lambda text: True, its)):
-            with pytest.raises(InvalidRequest, match="9 tokens"):
+            with pytest.raises(InvalidRequest, match="another vocabulary, of 9 tokens"):
                 TextModel(lm, PROMPT, max_tokens=2, constraint=constraint)
 
 

@@ -16,6 +16,7 @@ What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they
 from __future__ import annotations
 
 from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
+from genrt.inference.genealogy import Genealogy
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
 from genrt.inference.programs import Execution, Program
@@ -40,6 +41,7 @@ __all__ = [
     "Chains",
     "Drawn",
     "Execution",
+    "Genealogy",
     "Growth",
     "Info",
     "Kept",

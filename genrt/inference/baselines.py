@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
+from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
 from genrt.texts import Potential, Text
 
@@ -160,14 +161,14 @@ class Rejection:
         progress: bool = False,
     ) -> Result:
         """All batches from ``init(seed)``: what was kept, weighted alike. Equal seeds, equal texts."""
-        state = self.init(seed)
+        state, counting = self.init(seed), Counting(self._model)
         with Progress("rejection", None, shown=progress) as shown:
             async for after, batch in self.steps(state):
                 state = after
                 shown.step(kept=f"{len(state.texts)}/{self._num_samples}", drawn=state.drawn)
                 if on_step is not None:
                     on_step(state, batch)
-        return self.result(state)
+        return replace(self.result(state), statistics=counting.statistics())
 
     def result(self, state: Kept) -> Result:
         """What was kept so far, and the estimate of the evidence."""
@@ -256,8 +257,9 @@ class BestOfN:
     async def run(self, seed: int) -> Result:
         """One step: the best text as the only one of positive weight, all N of them in order; the log
         evidence is NaN. The same seed gives the same."""
+        counting = Counting(self._model)
         state, _ = await self.step(self.init(seed))
-        return self.result(state)
+        return replace(self.result(state), statistics=counting.statistics())
 
     def result(self, state: Ranked) -> Result:
         """All texts so far, of which the best alone has a weight."""

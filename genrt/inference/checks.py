@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genrt.constraints import CheckedState, Constraint, ConstraintState
+from genrt.constraints.tokens import Tokens, size_of
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 
-__all__ = ["finite", "frozen", "integer", "prompt_ids", "runtime", "seeds_of_step"]
+__all__ = [
+    "constraint_start",
+    "finite",
+    "frozen",
+    "integer",
+    "prompt_ids",
+    "runtime",
+    "seeds_of_step",
+]
 
 
 def integer(name: str, value: Any, *, at_least: int) -> int:
@@ -73,6 +83,31 @@ def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:
             "with lm.encode"
         )
     return ids
+
+
+def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:
+    """The state before any text of a constraint over the runtime's tokens.
+
+    Raises:
+        InvalidRequest: it is no constraint, or over another vocabulary.
+    """
+    start = None
+    if isinstance(constraint, Constraint) and not isinstance(constraint, type):
+        start = constraint.start()
+    if not isinstance(start, ConstraintState | CheckedState):
+        raise InvalidRequest(
+            f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints, such as "
+            "regex(pattern, lm) or predicate(function, lm), or an object whose start() is a state"
+        )
+    tokens = getattr(constraint, "tokens", None)
+    if size_of(start) != lm.vocab_size or (
+        isinstance(tokens, Tokens) and not tokens.same(Tokens.of(lm))
+    ):
+        raise InvalidRequest(
+            f"the constraint is over another vocabulary, of {size_of(start)} tokens, and the model's has "
+            f"{lm.vocab_size}: make it with the lm of the model"
+        )
+    return start
 
 
 def frozen(array: NDArray[np.generic]) -> Any:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from genrt.inference.checks import frozen, integer, seeds_of_step
 from genrt.inference.model import Growth, Model
 from genrt.inference.progress import Progress
 from genrt.inference.result import Result
+from genrt.inference.runtime import Counting
 
 __all__ = ["Chain", "Chains", "MetropolisHastings", "Moves"]
 
@@ -196,7 +197,7 @@ class MetropolisHastings:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state = self.init(seed)
+        state, counting = self.init(seed), Counting(self._model)
         counted: list[Any] = []
         with Progress("MH", self._num_steps + 1, shown=progress) as shown:
             while state.step <= self._num_steps:
@@ -206,7 +207,7 @@ class MetropolisHastings:
                 shown.step(accepted=f"{moves.accepted.mean():.2f}")
                 if on_step is not None:
                     on_step(state, moves)
-        return self.result(counted)
+        return replace(self.result(counted), statistics=counting.statistics())
 
     def result(self, particles: Sequence[Any]) -> Result:
         """These particles of chains, weighted alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,8 @@ __all__ = ["Progress"]
 class Progress:
     """A context in which ``step`` moves a bar on, by tqdm: in a notebook a widget, else on stderr.
 
+    It ends full if all went well, and where it was after an error or an interrupt, red in a notebook.
+
     Raises:
         ExtraNotInstalled: it is to be shown, and tqdm is missing.
     """
@@ -21,10 +24,13 @@ class Progress:
         self._bar: Any = None
         if shown:
             try:
-                from tqdm.auto import tqdm
+                with warnings.catch_warnings():
+                    # Where ipywidgets is missing tqdm says so, and draws with characters instead.
+                    warnings.simplefilter("ignore")
+                    from tqdm.auto import tqdm
             except ImportError as error:
                 raise ExtraNotInstalled("progress bars need tqdm: pip install tqdm") from error
-            self._bar = tqdm(total=total, desc=name, unit="step")
+            self._bar = tqdm(total=total, desc=name, unit="step", dynamic_ncols=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -37,9 +43,15 @@ class Progress:
     ) -> None:
         if self._bar is None:
             return
+        # A notebook's bar keeps a total of its own, and knows no errors before it has one.
+        widget = getattr(self._bar, "container", None)
         if kind is None:
             self._bar.total = self._bar.n  # texts may end before they have to
+            if widget is not None:
+                widget.children[1].max = max(self._bar.n, 1)
             self._bar.refresh()
+        elif widget is not None:
+            widget.children[1].bar_style = "danger"
         self._bar.close()
 
     def step(self, **figures: object) -> None:

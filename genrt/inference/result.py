@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from genrt.errors import InvalidRequest
+from genrt.inference import plots, rendering
+from genrt.inference.checks import integer
+from genrt.inference.genealogy import Genealogy
 from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, normalised
 from genrt.inference.state import Info
+from genrt.inference.summary import Summary, summarised
+from genrt.statistics import Statistics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 __all__ = ["Result"]
 
+LINEAGES = 24
+"""How many a genealogy shows, unless asked for more."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
-    """Weighted texts, and how they came about.
+    """Weighted texts, and how they came about: plain data, which needs the runtime no more.
+
+    ``print`` shows the posterior's table; Jupyter shows it with the curves of the weights, the
+    genealogy of the particles, and what the runtime did.
 
     Fields:
         texts: the particles' bytes as UTF-8, with U+FFFD for what is not; dead ones as far as they got.
@@ -29,6 +44,9 @@ class Result:
         log_evidence: the estimate of log Z; -inf if every particle died, NaN from an algorithm that
             has no estimate.
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
+        statistics: what the runtime did from the beginning of ``run`` to its end, asked by whomever: it
+            counts what other programs asked meanwhile too. ``None`` from ``result``, and for a model
+            that has no runtime as ``lm``.
     """
 
     texts: tuple[str, ...]
@@ -37,6 +55,9 @@ class Result:
     log_weights: Floats
     log_evidence: float
     infos: tuple[Info, ...] = ()
+    statistics: Statistics | None = None
+    _tokens: Mapping[int, bytes] = field(default_factory=dict)
+    """What each of the drawn tokens says."""
 
     @property
     def ess(self) -> float:
@@ -100,3 +121,64 @@ class Result:
             raise InvalidRequest("every particle died: there is nothing to draw from")
         chosen = np.random.default_rng(seed).choice(len(self.values), count, p=self.weights)
         return [self.values[index] for index in chosen]
+
+    def genealogy(self, *, lineages: int = LINEAGES) -> Genealogy:
+        """The family tree of the particles as a picture: which grew from which, with what they drew.
+
+        Args:
+            lineages: the most to show: survivors first, distinct texts before equal ones, and a sample
+                of those that died or were left without children.
+
+        Raises:
+            InvalidRequest: the result has no steps; or ``lineages`` is under 1.
+        """
+        if not self.infos:
+            raise InvalidRequest(
+                "this result has no steps, and so no genealogy: SMC and importance sampling keep them"
+            )
+        return Genealogy(self.infos, self._tokens, integer("lineages", lineages, at_least=1))
+
+    def plot(self) -> Figure:
+        """The posterior as bars; ESS, log evidence and log-weights as curves, if there were steps.
+
+        A notebook shows what is returned; ``result.plot().savefig("run.png")`` writes it to a file.
+
+        Raises:
+            ExtraNotInstalled: matplotlib is missing.
+        """
+        return plots.figure_of(self._summary())
+
+    def to_pandas(self, *, steps: bool = False) -> DataFrame:
+        """A row for each particle, or for each step.
+
+        Args:
+            steps: the steps instead of the particles: whether resampled, how many distinct ancestors,
+                how many alive and unfinished, ESS and log evidence.
+
+        Raises:
+            InvalidRequest: steps are asked for, and there are none.
+            ExtraNotInstalled: pandas is missing.
+        """
+        if steps:
+            return plots.steps_frame(self.infos, self._summary().curves)
+        return plots.particles_frame(
+            self.texts, self.token_ids, self.values, self.log_weights, self.weights
+        )
+
+    def __repr__(self) -> str:
+        return rendering.one_line(self._summary())
+
+    def __str__(self) -> str:
+        return rendering.text(self._summary())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(repr(self) if cycle else str(self))
+
+    def _repr_html_(self) -> str:
+        return rendering.html(self._summary(), self.genealogy() if self.infos else None)
+
+    def _summary(self) -> Summary:
+        return summarised(
+            self.values, self.log_weights, self.log_evidence, self.infos, self.statistics
+        )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -31,6 +32,7 @@ from genrt.inference.model import DEAD, Growth, Model
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
+from genrt.inference.runtime import Counting, drawn_tokens
 from genrt.inference.state import Info, State
 
 __all__ = ["SMC", "Rule", "importance_sampling"]
@@ -170,7 +172,7 @@ class SMC:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state = self.init(seed)
+        state, counting = self.init(seed), Counting(self._model)
         infos = []
         with Progress("SMC", self._model.max_steps, shown=progress) as shown:
             while not state.done:
@@ -179,7 +181,7 @@ class SMC:
                 shown.step(going=f"{info.unfinished}/{self._num_particles}", ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
-        return self.result(state, infos=infos)
+        return replace(self.result(state, infos=infos), statistics=counting.statistics())
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """A state as a result, with the infos of the steps that led to it. Before the last step the texts
@@ -192,6 +194,7 @@ class SMC:
             log_weights=state.log_weights,
             log_evidence=state.log_evidence,
             infos=tuple(infos),
+            _tokens=drawn_tokens(model, infos),
         )
 
     def _is_due(self, state: State) -> bool:

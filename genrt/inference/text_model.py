@@ -43,11 +43,11 @@ import torch
 from torch import Tensor
 
 from genrt import sampling
-from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
+from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
 from genrt.constraints.asking import together
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import awrs
-from genrt.inference.checks import finite, integer, prompt_ids, runtime
+from genrt.inference.checks import constraint_start, finite, integer, prompt_ids, runtime
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
@@ -154,12 +154,7 @@ class TextModel:
                 "a constrained text ends with the end token, and the model's tokenizer names none: "
                 "set its eos_token_id"
             )
-        if constraint is not None and not isinstance(constraint, Constraint):
-            raise InvalidRequest(
-                f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints, such "
-                "as regex(pattern, lm) or predicate(function, lm)"
-            )
-        self._start = None if constraint is None else constraint.start()
+        self._start = None if constraint is None else constraint_start(lm, constraint)
         dear = isinstance(self._start, CheckedState)
         if proposal == "awrs" and self._start is not None and not dear:
             raise InvalidRequest(
@@ -247,47 +242,47 @@ class TextModel:
         return len(particle.token_ids) + 1 >= self._max_tokens
 
     async def _draw(self, particles: Sequence[TextParticle], seed: int) -> list[Drawn]:
-        asking = self._lm.batch_next_token_logprobs(
-            [self._prompt + particle.token_ids for particle in particles], adapter=self._adapter
-        )
+        contexts = [self._prompt + particle.token_ids for particle in particles]
         if self._proposal == "awrs" and self._start is not None:
-            rows = await asking
+            rows = await self._lm.batch_next_token_logprobs(contexts, adapter=self._adapter)
             return await self._by_rejection(particles, rows, seed)
-        rows, mask = await asyncio.gather(asking, self._masks(particles))
-        return await asyncio.to_thread(self._by_masks, rows, mask, seed)
+        if self._temperature != 1:
+            asking = self._lm.batch_next_token_logprobs(contexts, adapter=self._adapter)
+            rows, masks = await asyncio.gather(asking, self._masks(particles))
+            return await asyncio.to_thread(self._by_masks, rows, masks, seed)
+        masks = await self._masks(particles)
+        found = await self._lm.batch_draw(contexts, masks=masks, seed=seed, adapter=self._adapter)
+        return _drawn(found, masked=masks is not None)
 
     async def _masks(self, particles: Sequence[TextParticle]) -> Tensor | None:
-        """Bool ``[n, V]``: what may follow each; at the last token, the end alone."""
+        """What may follow each, packed, int32 ``[n, ceil(V / 32)]``; at the last token, the end alone."""
         if self._start is None:
             return None
-        states = [cast("State", particle.constraint_state) for particle in particles]
-        mask = await amasks(states)
+        masks = await abitmasks([cast("State", each.constraint_state) for each in particles])
         last = torch.tensor([self._is_last(particle) for particle in particles])
         if bool(last.any()):
-            mask[last] &= torch.arange(mask.shape[1]) == self._eos_token_id
-        return mask
+            word, bit = divmod(cast("int", self._eos_token_id), 32)
+            end = torch.zeros_like(masks[0])
+            end[word] = int(np.uint32(1 << bit).view(np.int32))
+            masks[last] &= end
+        return masks
 
     def _tempered(self, rows: Tensor) -> Tensor:
         if self._temperature == 1:
             return rows
         return sampling.truncate(rows, temperature=self._temperature)
 
-    def _by_masks(self, rows: Tensor, mask: Tensor | None, seed: int) -> list[Drawn]:
-        rows = self._tempered(rows)
-        columns = torch.arange(rows.shape[1])
-        if mask is not None:
-            # What no particle may draw needs no noise: most of the vocabulary, under most constraints.
-            columns = (mask.any(dim=0) | (columns == self._eos_token_id)).nonzero()[:, 0]
-            mask = mask[:, columns]
-            rows = rows[:, columns.to(rows.device)]
-        generator = torch.Generator(device=rows.device)
-        generator.manual_seed(seed)
-        found = sampling.draw(rows, mask=mask, generators=generator)
-        masses = [0.0] * len(rows) if mask is None else found.log_mass.double().tolist()
-        return [
-            (DEAD if column < 0 else int(columns[column]), mass)
-            for column, mass in zip(found.token_ids.tolist(), masses, strict=True)
-        ]
+    def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> list[Drawn]:
+        """Draws from tempered rows, which are laws of their own, with masses of their own; as
+        ``batch_draw`` would from the rows of such a model."""
+        seeds = [(seed + place) % 2**63 for place in range(len(rows))]
+        packed = None if masks is None else masks.view(torch.uint8).to(rows.device)
+        found = sampling.draw(
+            self._tempered(rows),
+            mask=packed,
+            uniforms=sampling.seeded_uniforms(seeds).to(rows.device),
+        )
+        return _drawn(found, masked=masks is not None)
 
     async def _by_rejection(
         self, particles: Sequence[TextParticle], rows: Tensor, seed: int
@@ -371,3 +366,9 @@ class TextModel:
             )
             for before, each, value in zip(particles, grown, twisted, strict=True)
         ]
+
+
+def _drawn(found: sampling.BatchDraw, *, masked: bool) -> list[Drawn]:
+    token_ids = found.token_ids.tolist()
+    masses = found.log_mass.double().tolist() if masked else [0.0] * len(token_ids)
+    return list(zip(token_ids, masses, strict=True))

@@ -87,6 +87,9 @@ def on_each_count(observed: Tensor, expected: Tensor) -> Tensor:
     """
     count = int(observed.sum())
     others = (1 - expected).clamp(min=0)
+    # Where one probability is nearly 1, rounding would leave nothing to the others.
+    likeliest = int(expected.argmax())
+    others[likeliest] = expected[torch.arange(len(expected)) != likeliest].sum()
     half = torch.full_like(expected, 0.5)
     priors = [(half, half)]
     priors += [

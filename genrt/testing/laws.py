@@ -75,13 +75,14 @@ def assert_unbiased(
     if not 0 <= rtol < 1:
         raise InvalidRequest(f"rtol is {rtol}: give a relative error of at least 0 and below 1")
     at_most = 2 * max(float(values.max()), abs(exact)) if highest is None else highest
-    if not lowest <= exact <= at_most:
+    if not lowest - ROUNDING * abs(lowest) <= exact <= at_most + ROUNDING * abs(at_most):
         raise InvalidRequest(
             f"exact is {exact:g}, which is not between lowest={lowest:g} and highest={at_most:g}: these "
             "are the least and the most that an estimate can be"
         )
     slack = rtol * abs(exact)
-    _check_bounds("estimate", values, lowest - slack, at_most * (1 + rtol))
+    _check_bounds("estimate", values, lowest - slack, at_most + rtol * abs(at_most))
+    exact = min(max(exact, lowest), at_most)
     capital = bets.on_mean(values, exact, lowest=lowest, highest=at_most, slack=slack)
     if capital >= -math.log(level):
         raise AssertionError(
@@ -207,11 +208,14 @@ def assert_weighted_samples_from(
     if len(law) <= WATCHED:
         names, means, columns = names[:-1], means[:-1], columns[:-1]
     at_most = 2 * max(float(columns[0].max()), evidence) if highest is None else highest
-    if evidence > at_most:
-        raise InvalidRequest(f"the evidence is {evidence:g}, above highest={at_most:g}")
-    _check_bounds("the mean weight of run", columns[0], 0.0, at_most * (1 + rtol))
+    if evidence > at_most * (1 + ROUNDING):
+        raise InvalidRequest(
+            f"the evidence is {evidence:g}, above highest={at_most:g}: say by highest= what the mean "
+            "weight of a run can be at most"
+        )
+    _check_bounds("mean weight", columns[0], 0.0, at_most * (1 + rtol))
     capitals = [
-        bets.on_mean(values, mean, lowest=0.0, highest=at_most, slack=rtol * evidence)
+        bets.on_mean(values, min(mean, at_most), lowest=0.0, highest=at_most, slack=rtol * evidence)
         for values, mean in zip(columns, means, strict=True)
     ]
     capital = bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
@@ -228,11 +232,11 @@ def assert_weighted_samples_from(
 
 
 def _means(values: Floats, exact: float) -> str:
+    mean = float(values.mean())
     error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return (
-        f"mean {float(values.mean()):.6g}, exact {exact:.6g}, standard error {error:.2g}, "
-        f"n = {len(values)}"
-    )
+    if error < 1e-12 * abs(mean):
+        error = 0.0
+    return f"mean {mean:.6g}, exact {exact:.6g}, standard error {error:.2g}, n = {len(values)}"
 
 
 def _diagnosis(values: Floats, exact: float, *, bounded: bool) -> str:

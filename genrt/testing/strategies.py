@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genrt.constraints import Constraint, all_of, predicate, regex
+from genrt.constraints import Constraint, all_of, predicate, regex, strings
 from genrt.engines.exact import NGram
 from genrt.errors import EngineNotInstalled, InvalidRequest
 from genrt.lm import AsyncLM
@@ -145,7 +145,7 @@ def constraints(
 ) -> SearchStrategy[Constraint]:
     """Constraints over this runtime's texts: finite sets of strings, regular expressions, predicates,
     and what satisfies two of them. Some are satisfied by nothing, some by everything, some by texts
-    alone that the model's tokens cannot spell. They shrink to short strings of the first tokens.
+    alone that the model's tokens cannot spell. They shrink to few and short parts.
 
     The runtime must be open, so they are drawn in the body of a test: ``data.draw(constraints(lm))``,
     with ``data=st.data()``.
@@ -160,9 +160,7 @@ def constraints(
     alphabet = _alphabet(lm.byte_vocab)
     texts = st.text(st.sampled_from(alphabet), max_size=max_length)
     kinds: list[SearchStrategy[Constraint]] = [
-        st.lists(texts, min_size=1, max_size=5, unique=True).map(
-            lambda drawn: regex("|".join(map(_escaped, drawn)), lm)
-        ),
+        st.lists(texts, min_size=1, max_size=5, unique=True).map(lambda some: strings(some, lm)),
         _patterns(alphabet).map(lambda pattern: regex(pattern, lm)),
     ]
     if predicates:

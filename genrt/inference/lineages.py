@@ -1,0 +1,236 @@
+"""The family tree of a run's particles: which lineages lived, which ended, and a readable choice of them.
+
+A node is a particle after a step; its parent is its ancestor after the step before. A lineage is a
+path from the beginning to a leaf: a particle of the last step, one that died (its weight became 0), or
+one that resampling left without children.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from genrt.inference.model import DEAD
+from genrt.inference.resampling import Ancestors, Floats
+from genrt.inference.state import Info
+
+__all__ = ["Branch", "End", "Tree", "lineage", "tree_of"]
+
+End: TypeAlias = Literal["survived", "died", "dropped", "forked"]
+"""How a branch ends: at the last step; by dying; without children; or by having several."""
+
+SURVIVORS = 2 / 3
+"""The share of the lineages shown that is for survivors, if the others are enough to fill the rest."""
+
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class _Node(NamedTuple):
+    step: int
+    particle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A stretch of the tree on which nothing forks, of the lineages that are shown.
+
+    Fields:
+        row: where to draw it; a branch and its first child share one.
+        parent: the index of the branch it grew from, ``None`` for one from the beginning.
+        first: the place of its first step in the infos.
+        particles: the indices of the particles it is made of, one for each of its steps.
+        token_ids: what these drew; -1 for nothing.
+        end: how it ends.
+        share: the posterior weight of all that descends from its last particle, shown or not.
+        log_weights: of its particles, after each step.
+    """
+
+    row: int
+    parent: int | None
+    first: int
+    particles: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    end: End
+    share: float
+    log_weights: tuple[float, ...]
+
+    @property
+    def last(self) -> int:
+        """The place of its last step in the infos."""
+        return self.first + len(self.particles) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Branches, each after the one it grew from, and how much is not shown.
+
+    ``shown[end]`` of ``total[end]`` lineages that end so are there.
+    """
+
+    branches: tuple[Branch, ...]
+    rows: int
+    shown: dict[End, int]
+    total: dict[End, int]
+
+
+def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
+    """At most so many lineages: survivors first, of distinct texts before equal ones, the heaviest first;
+    of those that ended an even sample over the steps."""
+    leaves = _leaves(infos)
+    chosen = _chosen(leaves, _ranked(infos, leaves["survived"]), lineages)
+    children: defaultdict[_Node | None, list[_Node]] = defaultdict(list)
+    ends: dict[_Node, End] = {}
+    for end, nodes in chosen.items():
+        for node in nodes:
+            ends[node] = end
+            _trace(infos, node, children)
+    return Tree(
+        branches=_branches(infos, children, ends, _shares(infos)),
+        rows=len(ends),
+        shown={end: len(nodes) for end, nodes in chosen.items()},
+        total={end: len(nodes) for end, nodes in leaves.items()},
+    )
+
+
+def _leaves(infos: Sequence[Info]) -> dict[End, list[_Node]]:
+    found: dict[End, list[_Node]] = {"survived": [], "died": [], "dropped": []}
+    for step, info in enumerate(infos):
+        alive = info.log_weights > -math.inf
+        died = ~alive & (info.log_increments == -math.inf)
+        found["died"] += [_Node(step, int(each)) for each in np.flatnonzero(died)]
+        if step + 1 < len(infos):
+            children = np.bincount(infos[step + 1].ancestors, minlength=len(alive))
+            end: End = "dropped"
+            ended = alive & (children == 0)
+        else:
+            end, ended = "survived", alive
+        found[end] += [_Node(step, int(each)) for each in np.flatnonzero(ended)]
+    return found
+
+
+def _ranked(infos: Sequence[Info], survivors: list[_Node]) -> list[_Node]:
+    """Heaviest first, but the second of equal texts after all the first ones, and so on."""
+    hashes = np.zeros(len(infos[0].ancestors), dtype=np.uint64)
+    for info in infos:
+        parents = hashes[info.ancestors]
+        with np.errstate(over="ignore"):
+            longer = parents * FACTOR + info.token_ids.astype(np.uint64) + np.uint64(1)
+        hashes = np.where(info.token_ids == DEAD, parents, longer)
+    weights = infos[-1].log_weights
+    seen: defaultdict[int, int] = defaultdict(int)
+    order = []
+    for node in sorted(survivors, key=lambda node: -weights[node.particle]):
+        same = int(hashes[node.particle])
+        order.append((seen[same], node))
+        seen[same] += 1
+    return [node for _, node in sorted(order, key=lambda each: each[0])]
+
+
+def _chosen(
+    leaves: dict[End, list[_Node]], ranked: list[_Node], lineages: int
+) -> dict[End, list[_Node]]:
+    ended = leaves["died"] + leaves["dropped"]
+    room = lineages - min(len(ended), lineages - math.ceil(SURVIVORS * lineages))
+    survivors = ranked[:room]
+    room = lineages - len(survivors)
+    # In proportion, but at least one of each kind.
+    died, dropped = leaves["died"], leaves["dropped"]
+    share = round(room * len(died) / max(len(ended), 1))
+    share = min(max(share, min(1, len(died)), room - len(dropped)), room - min(1, len(dropped)))
+    return {
+        "survived": survivors,
+        "died": _spread(died, max(share, 0)),
+        "dropped": _spread(dropped, room - max(share, 0)),
+    }
+
+
+def _spread(nodes: list[_Node], count: int) -> list[_Node]:
+    if len(nodes) <= count:
+        return nodes
+    return [nodes[int((place + 0.5) * len(nodes) / count)] for place in range(count)]
+
+
+def _trace(
+    infos: Sequence[Info], node: _Node, children: defaultdict[_Node | None, list[_Node]]
+) -> None:
+    """Add the path that leads to this node, as far back as it is not there yet."""
+    while True:
+        step, particle = node
+        parent = _Node(step - 1, int(infos[step].ancestors[particle])) if step else None
+        is_known = parent in children
+        children[parent].append(node)
+        if parent is None or is_known:
+            return
+        node = parent
+
+
+def _shares(infos: Sequence[Info]) -> list[Floats]:
+    """For every step ``[N]``: the posterior weight of what descends from each particle."""
+    log_weights = infos[-1].log_weights
+    peak = log_weights.max()
+    share = np.zeros(len(log_weights))
+    if peak > -math.inf:
+        share = np.exp(log_weights - peak)
+        share /= share.sum()
+    shares: list[Floats] = [share]
+    for info in reversed(infos[1:]):
+        ancestors: Ancestors = info.ancestors
+        share = np.bincount(ancestors, weights=share, minlength=len(share)).astype(np.float64)
+        shares.append(share)
+    return shares[::-1]
+
+
+def _branches(
+    infos: Sequence[Info],
+    children: dict[_Node | None, list[_Node]],
+    ends: dict[_Node, End],
+    shares: list[Floats],
+) -> tuple[Branch, ...]:
+    """Depth first, heavier children before lighter ones, so that no two branches cross."""
+
+    def lightest_first(nodes: list[_Node]) -> list[_Node]:
+        return sorted(nodes, key=lambda node: (shares[node.step][node.particle], -node.particle))
+
+    branches: list[Branch] = []
+    waiting: list[tuple[_Node, int | None]] = [
+        (node, None) for node in lightest_first(children.get(None, []))
+    ]
+    row = 0
+    while waiting:
+        node, parent = waiting.pop()
+        path = [node]
+        while len(following := children.get(path[-1], [])) == 1:
+            path.append(following[0])
+        last = path[-1]
+        branches.append(
+            Branch(
+                row=row,
+                parent=parent,
+                first=node.step,
+                particles=tuple(each.particle for each in path),
+                token_ids=tuple(int(infos[step].token_ids[each]) for step, each in path),
+                end=ends.get(last, "forked"),
+                share=float(shares[last.step][last.particle]),
+                log_weights=tuple(float(infos[step].log_weights[each]) for step, each in path),
+            )
+        )
+        if following:
+            waiting += [(each, len(branches) - 1) for each in lightest_first(following)]
+        else:
+            row += 1
+    return tuple(branches)
+
+
+def lineage(branches: Sequence[Branch], index: int) -> tuple[int, ...]:
+    """The tokens from the beginning to the end of a branch."""
+    parts: list[tuple[int, ...]] = []
+    place: int | None = index
+    while place is not None:
+        parts.append(branches[place].token_ids)
+        place = branches[place].parent
+    return tuple(token_id for part in reversed(parts) for token_id in part if token_id != DEAD)

@@ -1,0 +1,205 @@
+"""A result as text for a terminal, and as a piece of HTML for a notebook, of bounded size.
+
+The HTML stands by itself: no scripts, nothing from anywhere, colours of the page around it. Its parts are
+the figures, the posterior's table, the curves of the weights, the genealogy, and what the runtime did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from genrt.inference.charts import BLUE, charts
+from genrt.inference.genealogy import Genealogy
+from genrt.inference.legible import (
+    abbreviated,
+    count_of,
+    escaped,
+    escaped_attribute,
+    number,
+)
+from genrt.inference.summary import Entry, Summary
+from genrt.statistics import Statistics
+
+__all__ = ["html", "one_line", "text"]
+
+COLUMNS = 100
+"""Of a text in the posterior's table."""
+
+TITLE = 6000
+"""The most bytes of a title, which has the whole text of a row."""
+
+ALL_DEAD = "Every particle died: nothing has a positive weight."
+NOTHING = "There are no particles."
+
+STYLE = f"""
+.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
+.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
+.genrt .figures div {{ white-space: nowrap; }}
+.genrt b {{ font-weight: 600; font-size: 15px; }}
+.genrt .note {{ opacity: .65; }}
+.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
+.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
+.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
+.genrt th {{ font-weight: 400; opacity: .65; }}
+.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
+.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; }}
+.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
+.genrt .curves {{ display: flex; flex-wrap: wrap; gap: 12px 26px; margin: 0 0 10px; }}
+.genrt .wide {{ overflow-x: auto; }}
+.genrt summary {{ cursor: pointer; }}
+"""
+
+
+def one_line(summary: Summary) -> str:
+    """For ``repr``: the figures, and the heaviest value."""
+    parts = [count_of(summary.particles, "particle"), f"{summary.alive:,} alive"]
+    if summary.curves is not None:
+        parts.append(count_of(len(summary.curves.steps), "step"))
+    parts.append(f"log_evidence={summary.log_evidence:.3f}, ess={summary.ess:.1f}")
+    if summary.entries:
+        first = summary.entries[0]
+        parts.append(f'{first.weight:.3f} "{abbreviated(first.label, 60)}"')
+    return f"Result({', '.join(parts)})"
+
+
+def text(summary: Summary) -> str:
+    """For ``print``: the figures, and the posterior's table."""
+    figures = list(_figures(summary))
+    name_width = max(len(name) for name, _, _ in figures)
+    figure_width = max(len(figure) for _, figure, _ in figures)
+    lines = [
+        f"{name:<{name_width}}  {figure:>{figure_width}}  {note}".rstrip()
+        for name, figure, note in figures
+    ]
+    if summary.entries:
+        lines += ["", "weight  value"]
+        lines += [
+            f"{entry.weight:.4f}  {abbreviated(entry.label, COLUMNS)}" for entry in summary.entries
+        ]
+        if summary.others:
+            lines.append(f"{summary.others_weight:.4f}  ({count_of(summary.others, 'value')} more)")
+    else:
+        lines += ["", ALL_DEAD if summary.particles else NOTHING]
+    return "\n".join(lines)
+
+
+def html(summary: Summary, genealogy: Genealogy | None) -> str:
+    """For Jupyter."""
+    parts = [
+        '<div class="genrt">',
+        f"<style>{STYLE}</style>",
+        '<div class="figures">',
+        *(
+            f'<div><span class="note">{name}</span> <b>{figure}</b> '
+            f'<span class="note">{escaped(note)}</span></div>'
+            for name, figure, note in _figures(summary)
+        ),
+        "</div>",
+        *_table(summary),
+    ]
+    if summary.curves is not None:
+        drawn = charts(summary.curves, particles=summary.particles)
+        parts += ['<div class="curves">', *(f"<div>{each}</div>" for each in drawn), "</div>"]
+    if genealogy is not None:
+        parts += [
+            '<details open=""><summary>genealogy</summary>',
+            genealogy._repr_html_(),
+            "</details>",
+        ]
+    if summary.statistics is not None:
+        parts += [
+            '<details><summary>runtime <span class="note">meanwhile</span></summary>',
+            *_runtime(summary.statistics),
+            "</details>",
+        ]
+    return "\n".join([*parts, "</div>"])
+
+
+def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
+    """Name, figure, note."""
+    alive = ""
+    if summary.alive < summary.particles:
+        what = "of positive weight" if summary.curves is None else "of them alive"
+        alive = f"{summary.alive:,} {what}"
+    yield "particles", f"{summary.particles:,}", alive
+    if not math.isnan(summary.log_evidence):
+        note = f"Z = {math.exp(summary.log_evidence):.3g}" if summary.log_evidence < 700 else ""
+        yield "log evidence", number(summary.log_evidence), note
+    yield "ESS", f"{summary.ess:,.1f}", ""
+    if summary.curves is not None:
+        resampled, steps = int(summary.curves.resampled.sum()), len(summary.curves.steps)
+        yield (
+            "steps",
+            f"{steps:,}",
+            f"resampled before {resampled:,} of them" if resampled else "never resampled",
+        )
+
+
+def _table(summary: Summary) -> Iterable[str]:
+    if not summary.entries:
+        yield f"<p>{ALL_DEAD if summary.particles else NOTHING}</p>"
+        return
+    yield "<table><thead><tr><th>weight</th><th></th><th>particles</th><th>value</th></tr></thead><tbody>"
+    largest = max(entry.weight for entry in summary.entries)
+    for entry in summary.entries:
+        yield _row(entry, largest)
+    if summary.others:
+        shown = sum(entry.particles for entry in summary.entries)
+        yield (
+            f'<tr><td class="weight">{summary.others_weight:.4f}</td>'
+            "<td></td>"
+            f'<td class="weight">{summary.alive - shown:,}</td>'
+            f'<td class="note">{count_of(summary.others, "value")} more</td></tr>'
+        )
+    yield "</tbody></table>"
+
+
+def _row(entry: Entry, largest: float) -> str:
+    shown = abbreviated(entry.label, COLUMNS)
+    title = ""
+    if shown != entry.label:
+        title = f' title="{escaped_attribute(entry.label, most=TITLE)}"'
+    # A text of another direction has its own, but an escape must not be turned with it.
+    direction = "ltr" if "\\" in shown else "auto"
+    return (
+        f'<tr><td class="weight">{entry.weight:.4f}</td><td>{_bar(entry.weight, largest)}</td>'
+        f'<td class="weight">{entry.particles:,}</td>'
+        f'<td class="text"{title}><bdi dir="{direction}">{escaped(shown)}</bdi></td></tr>'
+    )
+
+
+def _bar(weight: float, largest: float) -> str:
+    share = min(weight / largest, 1.0)
+    return f'<div class="bar"><div style="width:{100 * share:.1f}%"></div></div>'
+
+
+def _runtime(statistics: Statistics) -> Iterable[str]:
+    batcher, cache, engine = statistics.batcher, statistics.cache, statistics.engine
+    rows = [
+        ("questions", f"{batcher.questions:,}", "asked, whoever asked them"),
+        ("deduplicated", f"{batcher.deduplicated:,}", "joined an equal question in flight"),
+        ("cached", f"{batcher.cached:,}", "had been answered before"),
+        ("failed", f"{batcher.failed:,}", "ended in an error"),
+        ("cancelled", f"{batcher.cancelled:,}", "were given up"),
+        ("engine steps", f"{engine.steps:,}", f"in {batcher.flushes:,} flushes"),
+        ("rows", f"{engine.rows:,}", "computed"),
+        ("extended", f"{engine.extended:,}", "of them by a token after a resident sequence"),
+        ("forked", f"{engine.forked:,}", "of them from a resident sequence"),
+        ("evicted", f"{engine.evicted:,}", "resident sequences, for want of room"),
+        ("tokens", f"{engine.computed_tokens:,}", "put through the model"),
+        ("to the host", f"{engine.bytes_to_host / 2**20:,.1f} MiB", "copied off the device"),
+        ("engine time", f"{engine.seconds:.2f} s", ""),
+        ("cache", f"{cache.bytes / 2**20:,.1f} MiB", f"in {cache.rows:,} rows, now"),
+    ]
+    always = {"questions", "deduplicated", "cached", "engine steps", "rows", "engine time"}
+    yield "<table><tbody>"
+    for name, figure, note in rows:
+        if name in always or not figure.startswith(("0", "0.0 ")):
+            yield (
+                f'<tr><td>{name}</td><td class="weight">{figure}</td>'
+                f'<td class="note">{note}</td></tr>'
+            )
+    yield "</tbody></table>"
