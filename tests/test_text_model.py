@@ -118,17 +118,18 @@ async def test_a_twist_leaves_the_target_as_it_is(
 
 
 async def test_a_good_twist_steadies_the_evidence() -> None:
-    """The variance of 150 runs' evidence is 5 times less at these seeds."""
+    """The relative variance of 10 particles is about 1.1 without it, and 0.4 with it: what most texts
+    lack is then missed from the first token on, and not at the end alone."""
 
-    def wants_many_bs(text: Text) -> float:
-        return 1.5 * text.bytes.count(b"b")
+    def wants_bs(text: Text) -> float:
+        return 0.0 if text.bytes[:4] == b"bbbb"[: len(text.bytes)] else -6.0
 
     variances = {}
-    steady = NGram.random([b"a", b"b", b""], seed=5, eos_token_id=2)
-    exact = exact_posterior(steady, PROMPT, max_tokens=6, potential=wants_many_bs)
-    with genrt.load(steady, engine="exact") as lm:
-        for name, twist in {"none": None, "good": wants_many_bs}.items():
-            model = TextModel(lm, PROMPT, max_tokens=6, potential=wants_many_bs, twist=twist)
+    endless = NGram([b"a", b"b"], torch.zeros(2, 2))
+    exact = exact_posterior(endless, PROMPT, max_tokens=5, potential=wants_bs)
+    with genrt.load(endless, engine="exact") as lm:
+        for name, twist in {"none": None, "good": wants_bs}.items():
+            model = TextModel(lm, PROMPT, max_tokens=5, potential=wants_bs, twist=twist)
             smc = SMC(model, num_particles=10, resample_when=1.0)
             results = await asyncio.gather(*(smc.run(seed) for seed in range(150)))
             evidence = np.exp([result.log_evidence - exact.log_evidence for result in results])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState
-from genrt.constraints.tokens import Tokens, size_of
+from genrt.constraints.tokens import Tokens, words_of
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 
@@ -99,12 +99,12 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
             f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints, such as "
             "regex(pattern, lm) or predicate(function, lm), or an object whose start() is a state"
         )
-    tokens = getattr(constraint, "tokens", None)
-    if size_of(start) != lm.vocab_size or (
+    tokens, (_, vocab_size) = getattr(constraint, "tokens", None), words_of(start)
+    if vocab_size != lm.vocab_size or (
         isinstance(tokens, Tokens) and not tokens.same(Tokens.of(lm))
     ):
         raise InvalidRequest(
-            f"the constraint is over another vocabulary, of {size_of(start)} tokens, and the model's has "
+            f"the constraint is over another vocabulary, of {vocab_size} tokens, and the model's has "
             f"{lm.vocab_size}: make it with the lm of the model"
         )
     return start
