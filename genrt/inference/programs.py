@@ -75,6 +75,7 @@ class Execution:
         self._to_replay = len(choices)
         self._replayed = 0
         self._is_live = not choices
+        self._task: asyncio.Task[Any] | None = None
 
     def _begin(self, rng: np.random.Generator) -> None:
         """A step begins in the running task, with this randomness."""
@@ -119,9 +120,7 @@ class Execution:
             raise InvalidRequest(
                 f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
             )
-        if isinstance(token_ids, np.ndarray | torch.Tensor):
-            token_ids = token_ids.tolist()
-        asked = ("sample", hash(tuple(token_ids)), float(temperature), adapter)
+        asked = ("sample", _fingerprint(token_ids), float(temperature), adapter)
         if self._replayed < self._to_replay:
             return cast("int", self._replay(asked))
         self._is_live = True
@@ -198,7 +197,12 @@ class Execution:
             )
         shares = None
         if log_weights is not None:
-            weighed = np.array(log_weights, np.float64)
+            try:
+                weighed = np.array(log_weights, np.float64)
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(
+                    f"choice got the log-weights {log_weights!r}: give numbers"
+                ) from error
             if not np.all(weighed < np.inf) or np.all(weighed == -np.inf):
                 raise InvalidRequest(
                     f"choice got the log-weights {weighed}: they are finite, or -inf but for one"
@@ -223,6 +227,17 @@ class Execution:
             raise _changed(choice.asked, asked)
         self._replayed += 1
         return choice.chosen
+
+
+def _fingerprint(token_ids: TokenIds) -> int:
+    if isinstance(token_ids, np.ndarray | torch.Tensor):
+        token_ids = token_ids.tolist()
+    try:
+        return hash(tuple(token_ids))
+    except TypeError as error:
+        raise InvalidRequest(
+            f"sample was given {token_ids!r}: give a flat sequence of token ids"
+        ) from error
 
 
 def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:
@@ -315,7 +330,10 @@ class Program:
                     f"the program returned a {type(coroutine).__name__}: make it an async def"
                 ) from None
         execution._begin(rng)
-        finished, value = await _UntilPause(coroutine)
+        try:
+            finished, value = await _UntilPause(coroutine)
+        finally:
+            execution._task = None  # which will hold what comes of it, and so itself
         if not execution._is_live:
             raise _changed(("sample",), ("nothing",))
         log_weight, token_id = execution._log_weight, execution._drawn
