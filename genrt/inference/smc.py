@@ -28,7 +28,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import frozen, integer, seeds_of_step
-from genrt.inference.model import DEAD, Growth, Model
+from genrt.inference.model import DEAD, Growth, Model, checked_model
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
@@ -73,11 +73,7 @@ class SMC:
         Raises:
             InvalidRequest: an argument is out of its range.
         """
-        if not isinstance(model, Model):
-            raise InvalidRequest(
-                f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
-            )
-        self._model = model
+        self._model = checked_model(model)
         self._num_particles = integer("num_particles", num_particles, at_least=1)
         if not callable(resample_when) and not (
             isinstance(resample_when, int | float) and 0 <= resample_when <= 1
