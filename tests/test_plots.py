@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +19,26 @@ from tests import runs
 from tests.test_rendering import Rude, result_of
 
 
+class Recorded:
+    """A function, and what it returned."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.returned: list[Any] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.returned.append(self._function(*args, **options))
+        return self.returned[-1]
+
+
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return runs.run(tmp_path_factory.mktemp("runs") / "model")
 
 
 def test_a_figure_draws_the_infos_and_the_posterior(real: Result) -> None:
+    from matplotlib.patches import Rectangle
+
     ess, evidence, weights, posterior = real.plot().axes
     steps = [info.step for info in real.infos]
     lines = {str(line.get_label()): line for line in (*ess.lines, *evidence.lines, *weights.lines)}
@@ -39,9 +56,10 @@ def test_a_figure_draws_the_infos_and_the_posterior(real: Result) -> None:
         assert lines[label].get_ydata() == pytest.approx(values)
     resampled = [info.step - 0.5 for info in real.infos if info.resampled]
     for axes in (ess, evidence, weights):
-        marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+        dotted = [line for line in axes.lines if line.get_linestyle() == ":"]
+        marks = [float(np.asarray(line.get_xdata())[0]) for line in dotted]
         assert marks == resampled
-    bars = [bar.get_width() for bar in posterior.patches]
+    bars = [bar.get_width() for bar in posterior.patches if isinstance(bar, Rectangle)]
     assert bars == pytest.approx([weight for _, weight in real.posterior()])
     assert len(posterior.get_yticklabels()) == len(bars)
 
@@ -79,10 +97,22 @@ def test_a_figure_of_any_result_is_drawn(result: Result, panels: int, tmp_path: 
     assert (tmp_path / "figure.svg").stat().st_size > 1000
 
 
-def test_a_figure_leaves_no_state_behind(real: Result) -> None:
-    before = set(sys.modules)
-    real.plot()
-    assert "matplotlib.pyplot" not in set(sys.modules) - before
+def test_a_figure_is_none_of_pyplots(real: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert len(real.plot().axes) == 4
+
+
+def test_a_notebook_shows_the_figure_where_it_is_returned_and_once(
+    real: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    monkeypatch.setattr(pyplot, "figure", made := Recorded(pyplot.figure))
+    assert real.plot() is made.returned[0]
+    assert len(made.returned) == 1
+    assert pyplot.get_fignums() == []
 
 
 def test_a_table_has_a_row_for_each_particle(real: Result) -> None:

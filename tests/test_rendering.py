@@ -213,7 +213,7 @@ def lm(tmp_path: Path) -> AsyncLM:
 
 def test_results_of_every_algorithm_are_shown_and_count_what_was_asked(lm: AsyncLM) -> None:
     text = TextModel(lm, [0], max_tokens=4)
-    algorithms = {
+    algorithms: dict[str, Any] = {
         "SMC": SMC(text, num_particles=4),
         "importance": importance_sampling(text, num_particles=4),
         "program": SMC(Program(lm, counted), num_particles=4),
