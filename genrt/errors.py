@@ -7,7 +7,7 @@
     │   ├── ContextTooLong               more tokens than the engine's max_model_len allows
     │   └── UnknownAdapter (LookupError) no adapter of that name is loaded
     ├── InvalidAdapter (ValueError)      a directory that is not a safe LoRA adapter
-    ├── InvalidConstraint (ValueError)   a regular expression, schema or grammar that does not compile
+    ├── InvalidConstraint (ValueError)   a constraint that can't be made: what does not compile
     ├── ModelNotFound (FileNotFoundError)  no such checkpoint directory or model name
     ├── ExtraNotInstalled (ImportError)  a package of an optional extra is missing
     │   └── EngineNotInstalled           … without which this engine cannot run
@@ -75,7 +75,7 @@ class InvalidAdapter(GenrtError, ValueError):
 
 
 class InvalidConstraint(GenrtError, ValueError):
-    """A regular expression, schema or grammar does not compile."""
+    """A regular expression, schema or grammar does not compile, or what makes a constraint is wrong."""
 
 
 class ModelNotFound(GenrtError, FileNotFoundError):

@@ -232,6 +232,138 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "constraints/grammars.py",
+        "test_grammars.py",
+        (
+            "an option of the grammar's text admits one tokenization alone",
+            "f'{lark}\\n%llguidance {{\"no_forcing\": true}}'",
+            "f'%llguidance {{\"no_forcing\": true}}\\n{lark}'",
+        ),
+        (
+            "special tokens in a grammar are not refused",
+            'if match["special"]:',
+            'if match["special"] == "":',
+        ),
+    ),
+    *breaks(
+        "constraints/ebnf.py",
+        "test_grammars.py",
+        (
+            "a hyphen at the end of a class begins a range",
+            'if index + 2 < len(letters) and signs[index + 1] == "-":',
+            'if index + 1 < len(letters) and signs[index + 1] == "-":',
+        ),
+        (
+            "a literal is one terminal, which takes the longest match",
+            "return f\"({' '.join(_regex(letter) for letter in letters)})\" if letters else _NOTHING",
+            'return f\'"{"".join(letters)}"\'',
+        ),
+    ),
+    *breaks(
+        "constraints/string_sets.py",
+        "test_string_sets.py",
+        (
+            "a text that others begin with hides them",
+            "            if len(self.texts[first]) == depth:\n                first += 1\n",
+            "            if len(self.texts[first]) == depth:\n                continue\n",
+        ),
+        (
+            "one of several tokens of equal bytes is forgotten",
+            "mask[spelt[start:here]] = True",
+            "mask[spelt[start : min(here, start + 1)]] = True",
+        ),
+    ),
+    *breaks(
+        "constraints/predicates.py",
+        "test_predicates.py",
+        (
+            "two who ask at once call the predicate twice",
+            "mine = [token_id for token_id in missing if token_id not in self._turns]",
+            "mine = missing",
+        ),
+        (
+            "whoever waited for a cancelled check is refused",
+            "await asyncio.wait([asyncio.wrap_future(other) for other in others])",
+            "await asyncio.wait([asyncio.wrap_future(other) for other in others])\n                break",
+        ),
+        (
+            "a cancelled check goes on in its thread",
+            "                    stop.set()",
+            "                    pass",
+        ),
+        (
+            "the end of a text is asked about as a prefix",
+            "return Text(self._token_ids, self._bytes, finished=True)",
+            "return Text(self._token_ids, self._bytes)",
+        ),
+        (
+            "a number passes for an answer",
+            "if not isinstance(answer, bool | np.bool_):",
+            "if answer is None:",
+        ),
+    ),
+    *breaks(
+        "constraints/asking.py",
+        "test_predicates.py",
+        (
+            "after an error the other questions go on",
+            "            task.cancel()\n",
+            "            pass\n",
+        ),
+    ),
+    *breaks(
+        "constraints/products.py",
+        "test_products.py",
+        (
+            "one factor of a product is enough",
+            "words = np.bitwise_and(words, words_of(state)[0])",
+            "words = np.bitwise_or(words, words_of(state)[0])",
+        ),
+        (
+            "a product may end where one factor may",
+            "return all(state.accepting for state in self.factors)",
+            "return any(state.accepting for state in self.factors)",
+        ),
+        (
+            "the dear are asked about what the cheap refused",
+            "left = [i for i in dict.fromkeys(asked) if words[i // 32] >> (i % 32) & 1]",
+            "left = list(dict.fromkeys(asked))",
+        ),
+        (
+            "vocabularies of one size pass for one",
+            "or any(not known[0].same(tokens) for tokens in known[1:])",
+            "",
+        ),
+    ),
+    *breaks(
+        "constraints/potentials.py",
+        "test_products.py test_potentials.py",
+        (
+            "a finished text need not be complete",
+            "-math.inf if text.finished and not state.accepting else 0.0",
+            "0.0",
+        ),
+        (
+            "the states of texts are not kept",
+            "self._kept[token_ids] = state",
+            "pass",
+        ),
+    ),
+    *breaks(
+        "constraints/masking.py",
+        "test_products.py",
+        (
+            "a checked state that is there twice is asked twice",
+            "checked.setdefault(id(state), (state, []))[1].append(row)",
+            "checked[row] = (state, [row])",
+        ),
+        (
+            "a mask of a checked state is what nothing cheap rules out",
+            "mask[token_ids] = answers",
+            "mask[token_ids] = True",
+        ),
+    ),
+    *breaks(
         "engines/stepping.py",
         "test_stepping.py test_exact.py",
         (
@@ -458,5 +590,113 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "self._max_samples = self._max_num_seqs",
         ),
         only="stop_token or every_slot",
+    ),
+    *breaks(
+        "testing/bets.py",
+        "test_laws.py",
+        (
+            "too small a mean is never found",
+            "on_larger_mean(highest - values, highest - mean",
+            "on_larger_mean(highest - values, highest",
+        ),
+        (
+            "rounding is a bias",
+            "highest - mean + slack)",
+            "highest - mean)",
+        ),
+        (
+            "beside a sure sample rare ones are not judged",
+            "    others[likeliest] = expected[torch.arange(len(expected)) != likeliest].sum()\n",
+            "",
+        ),
+        only="found or constant",
+    ),
+    *breaks(
+        "testing/laws.py",
+        "test_laws.py",
+        (
+            "an impossible sample is left out",
+            "return [sample for sample in samples if sample not in law]",
+            "return []",
+        ),
+        (
+            "only the evidence is judged",
+            "bets.spread(*capitals[1:]) if capitals[1:] else 0.0",
+            "0.0",
+        ),
+        only="found or judged",
+    ),
+    *breaks(
+        "testing/enumeration.py",
+        "test_enumeration.py",
+        (
+            "a constrained text may be cut",
+            "            return [frozenset([eos] if end else []) for end in ends]\n",
+            "",
+        ),
+        (
+            "rows are tempered and not normalised again",
+            "row = row.log_softmax(-1)",
+            "row = row / self._temperature",
+        ),
+        (
+            "tokenizations of one text are not added up",
+            "by_bytes[text.bytes] += probability",
+            "by_bytes[text.bytes] = probability",
+        ),
+    ),
+    *breaks(
+        "interop/genlm.py",
+        "test_genlm.py",
+        (
+            "the rows of padded matrices are not normalised",
+            "rows[..., :missing].log_softmax(dim=-1)",
+            "rows[..., :missing]",
+        ),
+        (
+            "genlm's adapters are not heard in batches",
+            "rows = await self._lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)",
+            "rows = await self._lm.batch_next_token_logprobs(token_ids_list)",
+        ),
+        (
+            "genlm's end tokens do not end samples",
+            "stop_token_ids=eos_token_ids,",
+            "",
+        ),
+        only="not example and not process",
+    ),
+    *breaks(
+        "interop/foreign.py",
+        "test_genlm.py",
+        (
+            "the environment that genlm-backend edits stays edited",
+            "        os.environ.update(before)\n",
+            "",
+        ),
+        (
+            "what genlm-backend adds to the environment stays",
+            "            del os.environ[name]\n",
+            "            pass\n",
+        ),
+        only="process",
+    ),
+    *breaks(
+        "engines/vllm_process.py",
+        "test_vllm_process.py",
+        (
+            "a demand for the runner V2 keeps vLLM from opening on a CPU",
+            "os.environ.pop(V2, None)",
+            "None",
+        ),
+        (
+            "a demand for the runner V2 is forgotten",
+            "            os.environ[V2] = demanded\n",
+            "            pass\n",
+        ),
+        (
+            "vLLM trips over numba",
+            'object.__getattribute__(value, "__dict__")',
+            "value.__dict__",
+        ),
     ),
 )

@@ -77,8 +77,8 @@ def json_schema(
     is in it:
 
     * properties come in the order of ``properties``, then of ``required``, then any others;
-    * strings have escapes only where JSON asks for them; integers are digits (not ``1.0``), and numbers
-      with bounds have no exponent; constants and enums are written as in the schema;
+    * strings have escapes only where JSON asks for them; integers are digits (``-0`` too, not ``1.0``);
+      numbers with bounds have no exponent; constants and enums are written as in the schema;
     * a number with ``multipleOf`` is not negative.
 
     A ``format`` is checked where llguidance knows it, and is an error where not. A keyword that it does
@@ -155,6 +155,10 @@ def grammar(
     """
     if not isinstance(text, str):
         raise InvalidConstraint(f"the grammar is {text!r}: give its text as str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidConstraint("the grammar holds a lone surrogate, which no text has") from error
     if syntax == "ebnf":
         lark = lark_of_ebnf(text)
     elif syntax == "lark":
@@ -162,10 +166,6 @@ def grammar(
         _refuse_what_is_no_text(text)
     else:
         raise InvalidConstraint(f"syntax is {syntax!r}: give 'lark' or 'ebnf'")
-    try:
-        lark.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidConstraint("the grammar holds a lone surrogate, which no text has") from error
     return _Grammar(_Vocabulary.of(lm), lark, "grammar")
 
 
@@ -213,9 +213,10 @@ class _Vocabulary:
 
     @staticmethod
     def of(lm: AsyncLM) -> _Vocabulary:
+        tokens = Tokens.of(lm)
         vocabulary = _vocabularies.get(lm)
         if vocabulary is None:
-            vocabulary = _vocabularies[lm] = _Vocabulary(Tokens.of(lm))
+            vocabulary = _vocabularies[lm] = _Vocabulary(tokens)
         return vocabulary
 
     def fill(self, states: Sequence[GrammarState]) -> None:
@@ -324,6 +325,11 @@ class GrammarState:
             matcher = self.matcher.deep_copy()
             if matcher.consume_token(token_id):
                 return GrammarState(self.vocabulary, matcher)
+        # A matcher refuses a token in the same words where a limit is what stops it; a mask tells.
+        if self.packed()[token_id // 32] >> (token_id % 32) & 1:
+            raise InvalidConstraint(
+                "the constraint is too complex to tell what follows a token that it allows, simplify it"
+            )
         raise self.vocabulary.tokens.refused(token_id)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, from_numpy
@@ -12,8 +12,8 @@ from torch import Tensor, from_numpy
 from genrt.constraints.asking import together
 from genrt.constraints.grammars import GrammarState
 from genrt.constraints.products import CheckedProduct, MaskedProduct
-from genrt.constraints.protocols import CheckedState, ConstraintState, State
-from genrt.constraints.tokens import Words, packed, size_of, unpacked, words_of
+from genrt.constraints.protocols import CheckedState, ConstraintState, State, is_checked
+from genrt.constraints.tokens import Words, packed, unpacked, words_of
 from genrt.errors import InvalidRequest
 
 __all__ = ["abitmasks", "amasks", "bitmasks", "masks"]
@@ -59,19 +59,32 @@ async def abitmasks(states: Sequence[State]) -> Tensor:
     return from_numpy((await _awords(states))[0])
 
 
-def _refuse_checked(states: Sequence[Any]) -> None:
+def _refuse_checked(states: Sequence[ConstraintState]) -> None:
+    if any(is_checked(state) for state in _checked_list(states)):
+        raise InvalidRequest(
+            "a state of a predicate, or of a product with one, has to be asked token by token: "
+            "await amasks(states) or abitmasks(states), or its check(token_ids)"
+        )
+
+
+S = TypeVar("S", bound=State)
+
+
+def _checked_list(states: Sequence[S]) -> Sequence[S]:
+    if not isinstance(states, Sequence):
+        raise InvalidRequest(f"the states are {states!r}: give a list of states")
+    if not states:
+        raise InvalidRequest("masks of no states have no width; give at least one state")
     for state in states:
-        if isinstance(state, CheckedState):
+        if not hasattr(state, "mask"):
             raise InvalidRequest(
-                "a state of a predicate, or of a product with one, has to be asked token by token: "
-                "await amasks(states) or abitmasks(states), or its check(token_ids)"
+                f"{state!r} is no state of a constraint: give constraint.start(), or what follows it"
             )
+    return states
 
 
 def _words(states: Sequence[State]) -> tuple[Words, int]:
     """The packed masks and the vocabulary's size; of checked states, what nothing cheap rules out."""
-    if not states:
-        raise InvalidRequest("masks of no states have no width; give at least one state")
     missing: dict[Any, dict[int, GrammarState]] = {}
     for state in _grammar_states(states):
         if state.words is None:
@@ -81,7 +94,7 @@ def _words(states: Sequence[State]) -> tuple[Words, int]:
     rows: dict[int, tuple[Words, int]] = {}
     for each in states:
         if id(each) not in rows:
-            rows[id(each)] = words_of(each), size_of(each)
+            rows[id(each)] = words_of(each)
     sizes = {size for _, size in rows.values()}
     if len(sizes) != 1:
         raise InvalidRequest(
@@ -99,19 +112,22 @@ def _grammar_states(states: Sequence[Any]) -> Iterator[GrammarState]:
 
 
 async def _awords(states: Sequence[State]) -> tuple[Words, int]:
-    words, vocab_size = await asyncio.to_thread(_words, states)
-    rows: dict[int, list[int]] = {}
+    words, vocab_size = await asyncio.to_thread(_words, _checked_list(states))
+    checked: dict[int, tuple[CheckedState, list[int]]] = {}
     for row, state in enumerate(states):
-        if isinstance(state, CheckedState):
-            rows.setdefault(id(state), []).append(row)
+        if is_checked(state):
+            checked.setdefault(id(state), (state, []))[1].append(row)
 
-    async def ask(same: list[int]) -> None:
-        state = states[same[0]]
-        if isinstance(state, CheckedState):
-            mask = unpacked(words[same[0]], vocab_size).numpy()
-            (token_ids,) = mask.nonzero()
-            mask[token_ids] = await state.check(token_ids.tolist())
-            words[same] = packed(mask)
+    async def ask(state: CheckedState, rows: list[int]) -> None:
+        mask = unpacked(words[rows[0]], vocab_size).numpy()
+        (token_ids,) = mask.nonzero()
+        answers = await state.check(token_ids.tolist())
+        if len(answers) != len(token_ids):
+            raise InvalidRequest(
+                f"{state!r} gave {len(answers)} answers about {len(token_ids)} tokens: give one each"
+            )
+        mask[token_ids] = answers
+        words[rows] = packed(mask)
 
-    await together([ask(same) for same in rows.values()])
+    await together([ask(state, rows) for state, rows in checked.values()])
     return words, vocab_size

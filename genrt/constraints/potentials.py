@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from cachetools import LRUCache
 
 from genrt.constraints.protocols import (
-    CheckedState,
     Constraint,
-    ConstraintState,
     State,
     checked_constraint,
+    is_checked,
+    is_masked,
 )
 from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -51,7 +51,7 @@ def potential(
         raise InvalidConstraint(f"cache_size is {cache_size!r}: give an integer of at least 1")
     tokens = getattr(constraint, "tokens", None) if lm is None else Tokens.of(lm)
     states = _States(constraint.start(), tokens, cache_size)
-    if not isinstance(states.start, CheckedState):
+    if not is_checked(states.start):
         return _Indicator(constraint, states)
     if tokens is None:
         raise InvalidConstraint(
@@ -113,8 +113,9 @@ class _Indicator:
 
     def __call__(self, text: Text) -> float:
         state = self._states.after(self._states.checked(text).token_ids)
-        outside = not isinstance(state, ConstraintState) or (text.finished and not state.accepting)
-        return -math.inf if outside else 0.0
+        if state is None or not is_masked(state):
+            return -math.inf
+        return -math.inf if text.finished and not state.accepting else 0.0
 
 
 class _AskedIndicator:
@@ -135,7 +136,7 @@ class _AskedIndicator:
         if not token_ids:
             return 0.0
         state = await asyncio.to_thread(self._states.after, token_ids[:-1])
-        if not isinstance(state, CheckedState):
+        if state is None or not is_checked(state):
             return -math.inf
         (answer,) = await state.check(token_ids[-1:])
         return 0.0 if answer else -math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from torch import Tensor
@@ -16,9 +16,11 @@ from genrt.constraints.protocols import (
     MaskedConstraint,
     State,
     checked_constraint,
+    is_checked,
+    is_masked,
 )
-from genrt.constraints.tokens import Children, Tokens, Words, size_of, unpacked, words_of
-from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.constraints.tokens import Children, Tokens, Words, checked_token_id, unpacked, words_of
+from genrt.errors import InvalidConstraint
 
 __all__ = ["CheckedProduct", "MaskedProduct", "all_of"]
 
@@ -55,14 +57,21 @@ class _Product:
     def __init__(self, factors: Sequence[Constraint]) -> None:
         vocabularies = [getattr(factor, "tokens", None) for factor in factors]
         known = [tokens for tokens in vocabularies if isinstance(tokens, Tokens)]
-        sizes = {size_of(factor.start()) for factor in factors}
+        starts = [factor.start() for factor in factors]
+        sizes = {words_of(state)[1] for state in starts}
         if len(sizes) > 1 or any(not known[0].same(tokens) for tokens in known[1:]):
             raise InvalidConstraint(
                 "the constraints are over different vocabularies: make all of them with one lm"
             )
         self.factors = tuple(factors)
         self.tokens = known[0] if known else None
-        self._start = _state([factor.start() for factor in factors])
+        masked = tuple(state for state in starts if is_masked(state))
+        checked = tuple(state for state in starts if is_checked(state))
+        self._start: MaskedProduct | CheckedProduct = (
+            CheckedProduct(masked, checked, sizes.pop())
+            if checked
+            else MaskedProduct(masked, sizes.pop())
+        )
 
     def start(self) -> Any:
         return self._start
@@ -71,25 +80,16 @@ class _Product:
         return f"<constraint: all of {', '.join(map(repr, self.factors))}>"
 
 
-def _state(states: Sequence[State]) -> MaskedProduct | CheckedProduct:
-    masked = tuple(state for state in states if not isinstance(state, CheckedState))
-    checked = tuple(state for state in states if isinstance(state, CheckedState))
-    return CheckedProduct(masked, checked) if checked else MaskedProduct(masked)
-
-
 class MaskedProduct:
     """A state whose factors all know their masks."""
 
-    __slots__ = ("__weakref__", "_children", "_words", "factors")
+    __slots__ = ("__weakref__", "_children", "_words", "factors", "vocab_size")
 
-    def __init__(self, factors: tuple[ConstraintState, ...]) -> None:
+    def __init__(self, factors: tuple[ConstraintState, ...], vocab_size: int) -> None:
         self.factors = factors
+        self.vocab_size = vocab_size
         self._words: Words | None = None
         self._children: Children[MaskedProduct] = Children()
-
-    @property
-    def vocab_size(self) -> int:
-        return size_of(self.factors[0])
 
     @property
     def accepting(self) -> bool:
@@ -105,21 +105,24 @@ class MaskedProduct:
 
     def advance(self, token_id: int) -> MaskedProduct:
         return self._children.get(
-            token_id,
-            lambda: MaskedProduct(tuple(state.advance(token_id) for state in self.factors)),
+            token_id, lambda: MaskedProduct(_advanced(self.factors, token_id), self.vocab_size)
         )
 
 
 class CheckedProduct:
     """A state some of whose factors have to be asked; ``masked`` may be empty, ``checked`` is not."""
 
-    __slots__ = ("__weakref__", "_children", "_words", "checked", "masked")
+    __slots__ = ("__weakref__", "_children", "_words", "checked", "masked", "vocab_size")
 
     def __init__(
-        self, masked: tuple[ConstraintState, ...], checked: tuple[CheckedState, ...]
+        self,
+        masked: tuple[ConstraintState, ...],
+        checked: tuple[CheckedState, ...],
+        vocab_size: int,
     ) -> None:
         self.masked = masked
         self.checked = checked
+        self.vocab_size = vocab_size
         self._words: Words | None = None
         self._children: Children[CheckedProduct] = Children()
 
@@ -127,10 +130,6 @@ class CheckedProduct:
     def factors(self) -> tuple[State, ...]:
         """All of them."""
         return (*self.masked, *self.checked)
-
-    @property
-    def vocab_size(self) -> int:
-        return size_of(self.factors[0])
 
     def packed(self) -> Words:
         if self._words is None:
@@ -141,32 +140,38 @@ class CheckedProduct:
         return unpacked(self.packed(), self.vocab_size)
 
     async def check(self, token_ids: Sequence[int]) -> list[bool]:
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequest(f"token id {token_id} is not in 0 .. {self.vocab_size - 1}")
+        asked = [checked_token_id(token_id, self.vocab_size) for token_id in token_ids]
         words = self._words
         if words is None:
             words = await asyncio.to_thread(self.packed)
-        left = [i for i in dict.fromkeys(token_ids) if words[i // 32] >> (i % 32) & 1]
+        left = [i for i in dict.fromkeys(asked) if words[i // 32] >> (i % 32) & 1]
         for state in self.checked:
             if left:
                 answers = await state.check(left)
                 left = [i for i, answer in zip(left, answers, strict=True) if answer]
         allowed = set(left)
-        return [token_id in allowed for token_id in token_ids]
+        return [token_id in allowed for token_id in asked]
 
     def advance(self, token_id: int) -> CheckedProduct:
         return self._children.get(
             token_id,
             lambda: CheckedProduct(
-                tuple(state.advance(token_id) for state in self.masked),
-                tuple(state.advance(token_id) for state in self.checked),
+                _advanced(self.masked, token_id),
+                _advanced(self.checked, token_id),
+                self.vocab_size,
             ),
         )
 
 
 def _meet(states: Sequence[State]) -> Words:
-    words = words_of(states[0])
+    words, _ = words_of(states[0])
     for state in states[1:]:
-        words = np.bitwise_and(words, words_of(state))
+        words = np.bitwise_and(words, words_of(state)[0])
     return words
+
+
+S = TypeVar("S", ConstraintState, CheckedState)
+
+
+def _advanced(states: tuple[S, ...], token_id: int) -> tuple[S, ...]:
+    return tuple(state.advance(token_id) for state in states)

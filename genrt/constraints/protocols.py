@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
@@ -79,6 +79,16 @@ class CheckedState(Protocol):
 
 
 State: TypeAlias = ConstraintState | CheckedState
+
+
+def is_checked(state: State) -> TypeGuard[CheckedState]:
+    """Whether it is a checked one: ``isinstance``, a hundred times faster than with a protocol."""
+    return hasattr(state, "check")
+
+
+def is_masked(state: State) -> TypeGuard[ConstraintState]:
+    """Whether it knows its mask, and need not be asked."""
+    return not hasattr(state, "check")
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ __all__ = [
     "PackedState",
     "Tokens",
     "Words",
+    "checked_token_id",
+    "is_packed",
     "packed",
-    "size_of",
     "unpacked",
     "words_of",
 ]
@@ -37,7 +38,6 @@ Words: TypeAlias = NDArray[np.int32]
 """A packed mask: token ``i`` is bit ``i % 32`` of word ``i // 32``; the other bits are 0."""
 
 
-@runtime_checkable
 class PackedState(Protocol):
     """A state that has its mask in packed form; what comes of ``packed`` is not to be written to."""
 
@@ -82,8 +82,10 @@ class Tokens:
         """Those of a runtime, read once.
 
         Raises:
-            InvalidConstraint: the tokenizer names no end token.
+            InvalidConstraint: it is no runtime, or its tokenizer names no end token.
         """
+        if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
+            raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
         tokens = _tokens.get(lm)
         if tokens is None:
             eos_token_id = getattr(lm.tokenizer, "eos_token_id", None)
@@ -116,13 +118,7 @@ class Tokens:
 
     def checked(self, token_id: int) -> int:
         """The id. Raises InvalidRequest if it is no token's."""
-        try:
-            index = operator.index(token_id)
-        except TypeError as error:
-            raise InvalidRequest(f"{token_id!r} is not a token id: give an integer") from error
-        if not 0 <= index < len(self.byte_vocab):
-            raise InvalidRequest(f"token id {index} is not in 0 .. {len(self.byte_vocab) - 1}")
-        return index
+        return checked_token_id(token_id, len(self.byte_vocab))
 
     def is_open(self, token_id: int) -> bool:
         """Whether a token is in ``open``: stands for text, or is the end token."""
@@ -173,6 +169,17 @@ class Children(Generic[S]):
             return state
 
 
+def checked_token_id(token_id: int, vocab_size: int) -> int:
+    """The id. Raises InvalidRequest if it is no integer, or out of range."""
+    try:
+        index = operator.index(token_id)
+    except TypeError as error:
+        raise InvalidRequest(f"{token_id!r} is not a token id: give an integer") from error
+    if not 0 <= index < vocab_size:
+        raise InvalidRequest(f"token id {index} is not in 0 .. {vocab_size - 1}")
+    return index
+
+
 def packed(mask: NDArray[np.bool_]) -> Words:
     """Bool ``[vocab_size]`` as words."""
     padded = np.zeros(-(-len(mask) // 32) * 32, dtype=np.bool_)
@@ -180,14 +187,17 @@ def packed(mask: NDArray[np.bool_]) -> Words:
     return np.packbits(padded, bitorder="little").view(np.int32)
 
 
-def words_of(state: Masked) -> Words:
-    """A state's mask as words."""
-    return state.packed() if isinstance(state, PackedState) else packed(state.mask().cpu().numpy())
+def is_packed(state: object) -> TypeGuard[PackedState]:
+    """Whether it is such a state: ``isinstance`` with a protocol would take longer than the rest."""
+    return hasattr(state, "packed") and hasattr(state, "vocab_size")
 
 
-def size_of(state: Masked) -> int:
-    """How many tokens a state's mask is of."""
-    return state.vocab_size if isinstance(state, PackedState) else len(state.mask())
+def words_of(state: Masked) -> tuple[Words, int]:
+    """A state's mask as words, and how many tokens it is of."""
+    if is_packed(state):
+        return state.packed(), state.vocab_size
+    mask = state.mask().cpu().numpy()
+    return packed(mask), len(mask)
 
 
 def unpacked(words: Words, vocab_size: int) -> Tensor:

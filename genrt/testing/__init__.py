@@ -1,5 +1,5 @@
-"""Tests for what users bring themselves: the conformance suite that any Engine must pass, and a simulator
-of the whole runtime for their samplers."""
+"""Tests for what users bring themselves: the conformance suite that any Engine must pass, a simulator
+of the whole runtime for their samplers, and the laws of right samplers with the exact answers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,40 @@ from pathlib import Path
 
 from genrt.engine import Engine
 from genrt.testing import conformance
+from genrt.testing.enumeration import ExactPosterior, exact_posterior
+from genrt.testing.laws import (
+    assert_samples_from,
+    assert_unbiased,
+    assert_weighted_samples_from,
+)
 from genrt.testing.simulated_engine import Faults
 from genrt.testing.simulation import Report, run_simulated, simulate
+from genrt.testing.strategies import (
+    constraints,
+    potentials,
+    seeds,
+    small_lms,
+    token_sequences,
+)
 from genrt.testing.witness import Witness
 
-__all__ = ["Faults", "Report", "check_engine", "run_simulated", "simulate"]
+__all__ = [
+    "ExactPosterior",
+    "Faults",
+    "Report",
+    "assert_samples_from",
+    "assert_unbiased",
+    "assert_weighted_samples_from",
+    "check_engine",
+    "constraints",
+    "exact_posterior",
+    "potentials",
+    "run_simulated",
+    "seeds",
+    "simulate",
+    "small_lms",
+    "token_sequences",
+]
 
 
 def check_engine(

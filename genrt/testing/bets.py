@@ -1,0 +1,119 @@
+r"""Bets against a hypothesis about samples: how much capital they make of what was seen.
+
+A bet starts with a capital of 1. Where the hypothesis is true it is fair or worse, so its end capital E
+has mean at most 1, and by Markov's inequality P(E >= 1 / level) <= level: for any number of samples and
+any distribution, however skewed, without a central limit theorem. Capital may be spread over bets, whose
+end capitals are then averaged.
+
+*Means.* If X >= 0 has mean m, a share lambda in [0, 1] of the capital is bet on every X_i / m,
+
+    E = prod_i (1 + lambda (X_i / m - 1)),
+
+which grows if the mean is above m. If X <= h, the same with h - X and h - m grows if it is below. Without
+a bound h nothing can find too small a mean at a level that holds (Bahadur & Savage 1956): what was not
+seen yet may make up for it.
+
+*Categories.* The bet is a likelihood ratio of the counts: of a Dirichlet mixture around the stated
+probabilities to these themselves. Its mean under them is exactly 1, rare categories or not.
+
+Bahadur & Savage (1956), *The nonexistence of certain statistical procedures in nonparametric problems*.
+Good (1967), *A Bayesian significance test for multinomial distributions*. Shafer (2021), *Testing by
+betting*. Waudby-Smith & Ramdas (2024), *Estimating means of bounded random variables by betting*.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.inference.resampling import Floats, log_mean_exp
+
+__all__ = ["on_all_counts", "on_each_count", "on_larger_mean", "on_mean", "spread"]
+
+SHARES = 64
+"""Over how many shares, in geometric progression from 1/n to 1, the capital is spread."""
+
+
+def spread(*log_capitals: float) -> float:
+    """The log-capital of equal parts of the capital, each in one of these bets."""
+    return float(np.logaddexp.reduce(log_capitals) - math.log(len(log_capitals)))
+
+
+def on_mean(values: Floats, mean: float, *, lowest: float, highest: float, slack: float) -> float:
+    """The log-capital of betting that independent values between these bounds have another mean, by more
+    than the slack; with no upper bound, a larger one."""
+    values = values.clip(lowest, highest)
+    larger = on_larger_mean(values - lowest, mean - lowest + slack)
+    if highest == math.inf:
+        return spread(larger, -math.inf)
+    return spread(larger, on_larger_mean(highest - values, highest - mean + slack))
+
+
+def on_larger_mean(values: Floats, mean: float) -> float:
+    """The log-capital of betting that independent non-negative values have a larger mean."""
+    if mean <= 0:
+        return math.inf if bool((values > 0).any()) else 0.0
+    gains = values / mean - 1
+    shares = np.geomspace(1 / len(values), 1, SHARES)
+    with np.errstate(divide="ignore"):
+        return log_mean_exp(np.array([np.log1p(share * gains).sum() for share in shares]))
+
+
+def on_all_counts(observed: Tensor, expected: Tensor) -> float:
+    """The log-capital of betting that many categories are a little off.
+
+    Args:
+        observed: float64 ``[k]``, how often each category came.
+        expected: float64 ``[k]``, their probabilities, positive.
+    """
+    count = int(observed.sum())
+    logs = [
+        float(_log_ratio(observed, concentration * expected, expected).sum())
+        + math.lgamma(concentration)
+        - math.lgamma(concentration + count)
+        for concentration in _concentrations(count, len(expected))
+    ]
+    return log_mean_exp(np.array(logs))
+
+
+def on_each_count(observed: Tensor, expected: Tensor) -> Tensor:
+    """The log-capital of betting on each category against all others together: float64 ``[k]``.
+
+    A mixture around the stated probability sees small deviations of a common category, and Jeffreys'
+    prior any deviation of a rare one.
+    """
+    count = int(observed.sum())
+    others = (1 - expected).clamp(min=0)
+    # Where one probability is nearly 1, rounding would leave nothing to the others.
+    likeliest = int(expected.argmax())
+    others[likeliest] = expected[torch.arange(len(expected)) != likeliest].sum()
+    half = torch.full_like(expected, 0.5)
+    priors = [(half, half)]
+    priors += [
+        (concentration * expected, concentration * others)
+        for concentration in _concentrations(count, len(expected))
+    ]
+    logs = [
+        _log_ratio(observed, here, expected)
+        + _log_ratio(count - observed, there, others)
+        + torch.lgamma(here + there)
+        - torch.lgamma(here + there + count)
+        for here, there in priors
+    ]
+    return torch.stack(logs).logsumexp(0) - math.log(len(logs))
+
+
+def _log_ratio(observed: Tensor, prior: Tensor, expected: Tensor) -> Tensor:
+    """Of each category: log Gamma(a + c) - log Gamma(a) - c log p, which is 0 where c is."""
+    logs = torch.lgamma(prior + observed) - torch.lgamma(prior) - observed * expected.log()
+    return torch.where(observed > 0, logs, 0.0)
+
+
+def _concentrations(count: int, categories: int) -> list[float]:
+    """From a mixture that makes nothing of the stated probabilities to one whose difference from them is
+    less than so many samples can show."""
+    most = max(16.0, 16.0 * count * categories)
+    return [4.0**power for power in range(math.ceil(math.log(most, 4)) + 1)]

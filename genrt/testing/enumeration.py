@@ -1,0 +1,240 @@
+"""The exact answer of an inference over a small model: every text, weighed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+from genrt import sampling
+from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
+from genrt.engines.exact import NGram
+from genrt.errors import InvalidRequest
+from genrt.inference.checks import integer
+from genrt.inference.potentials import evaluated
+from genrt.texts import Potential, Text
+
+__all__ = ["ExactPosterior", "exact_posterior"]
+
+T = TypeVar("T")
+
+State: TypeAlias = ConstraintState | CheckedState
+Prefix: TypeAlias = tuple[tuple[int, ...], float, State | None]
+"""Token ids, their log-probability, and where the constraint is after them."""
+
+MASKS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactPosterior:
+    """The target of an inference, text by text. Probabilities are positive and add up to 1, likeliest
+    first; if no text is possible, both mappings are empty.
+
+    Fields:
+        log_evidence: log Z, the log of the target's mass before it is normalised; -inf if that is 0.
+        token_ids: the probability of each sequence of generated tokens, without the end token.
+        texts: the probability of each text in bytes, over all its tokenizations.
+    """
+
+    log_evidence: float
+    token_ids: Mapping[tuple[int, ...], float]
+    texts: Mapping[bytes, float]
+
+    @property
+    def evidence(self) -> float:
+        """Z itself: what the weights of a right sampler average to."""
+        return math.exp(self.log_evidence)
+
+    def __repr__(self) -> str:
+        return (
+            f"ExactPosterior(log_evidence={self.log_evidence:.6g}, {len(self.texts)} texts, "
+            f"{len(self.token_ids)} token sequences)"
+        )
+
+
+def exact_posterior(
+    model: NGram,
+    prompt: str | Sequence[int],
+    *,
+    max_tokens: int,
+    constraint: Constraint | None = None,
+    potential: Potential | None = None,
+    temperature: float = 1.0,
+    max_texts: int = 100_000,
+) -> ExactPosterior:
+    """What a ``TextModel`` of the same arguments has for a target, by enumeration: with p the model's law
+    of a text x after the prompt, its rows tempered and normalised again,
+
+        pi(x) = p(x) 1[x in constraint] exp(potential(x)) / Z.
+
+    With a constraint a text has to end, by the end token, within ``max_tokens`` tokens, the end token
+    counted. Without one a text that is cut at ``max_tokens`` is an outcome too.
+
+    Prefixes that the model or the constraint rules out are not followed, so that a narrow constraint may
+    be enumerated over many tokens. It may be called where an event loop runs: constraint and potential
+    are asked on another one, in a thread that this waits for.
+
+    Args:
+        max_tokens: at least 1.
+        constraint: over the runtime of the same model.
+        potential: called once for every text that is possible, finished.
+        temperature: above 0.
+        max_texts: how many texts and prefixes of one length to follow at most.
+
+    Raises:
+        InvalidRequest: an argument is out of its range, there are too many texts, a potential is NaN or
+            +inf, or a constrained text must end and the model has no end token.
+    """
+    if not isinstance(model, NGram):
+        raise InvalidRequest(
+            f"the model is a {type(model).__name__}: give an NGram, whose texts can be enumerated"
+        )
+    if constraint is not None and not isinstance(constraint, Constraint):
+        raise InvalidRequest(
+            f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints"
+        )
+    if constraint is not None and model.eos_token_id is None:
+        raise InvalidRequest(
+            "a constrained text ends with the end token, and the model has none: give it an eos_token_id"
+        )
+    if not 0 < temperature < math.inf:
+        raise InvalidRequest(f"temperature is {temperature}: give a positive, finite number")
+    walk = _Walk(
+        model,
+        model.tokenizer.encode(prompt)
+        if isinstance(prompt, str)
+        else [integer("a token id", token, at_least=0) for token in prompt],
+        integer("max_tokens", max_tokens, at_least=1),
+        constraint,
+        temperature,
+        integer("max_texts", max_texts, at_least=1),
+    )
+    return _run(_posterior(walk, model, potential))
+
+
+async def _posterior(walk: _Walk, model: NGram, potential: Potential | None) -> ExactPosterior:
+    logprobs = await walk.texts()
+    texts = [
+        Text(ids, b"".join(model.vocabulary[token] for token in ids), True) for ids in logprobs
+    ]
+    weights = list(logprobs.values())
+    if potential is not None:
+        gained = await evaluated("potential", potential, texts)
+        weights = [logprob + more for logprob, more in zip(weights, gained, strict=True)]
+    return _normalised(texts, weights)
+
+
+class _Walk:
+    """All texts that can come, found a token at a time, all prefixes of one length together."""
+
+    def __init__(
+        self,
+        model: NGram,
+        prompt: Sequence[int],
+        max_tokens: int,
+        constraint: Constraint | None,
+        temperature: float,
+        max_texts: int,
+    ) -> None:
+        self._model = model
+        self._prompt = tuple(prompt)
+        self._max_tokens = max_tokens
+        self._constraint = constraint
+        self._temperature = temperature
+        self._max_texts = max_texts
+        self._rows: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+
+    async def texts(self) -> dict[tuple[int, ...], float]:
+        """The log-probability of each possible sequence of tokens, without the end token."""
+        ended: dict[tuple[int, ...], float] = {}
+        start = None if self._constraint is None else self._constraint.start()
+        prefixes: list[Prefix] = [((), 0.0, start)]
+        for length in range(self._max_tokens):
+            longer: list[Prefix] = []
+            allowed = await self._allowed(prefixes, last=length == self._max_tokens - 1)
+            for (ids, logprob, state), may_follow in zip(prefixes, allowed, strict=True):
+                for token, token_logprob in self._row(ids):
+                    if may_follow is not None and token not in may_follow:
+                        continue
+                    if token == self._model.eos_token_id:
+                        ended[ids] = logprob + token_logprob
+                    else:
+                        after = None if state is None else state.advance(token)
+                        longer.append(((*ids, token), logprob + token_logprob, after))
+                if len(ended) + len(longer) > self._max_texts:
+                    raise InvalidRequest(
+                        f"there are more than max_texts={self._max_texts} texts of up to {length + 1} "
+                        "tokens: take a smaller model, fewer tokens or a narrower constraint"
+                    )
+            prefixes = longer
+        return ended | {ids: logprob for ids, logprob, _ in prefixes}
+
+    async def _allowed(
+        self, prefixes: Sequence[Prefix], *, last: bool
+    ) -> Sequence[frozenset[int] | None]:
+        """The tokens that the constraint lets follow each prefix; ``None`` without a constraint."""
+        eos = self._model.eos_token_id
+        states = [state for _, _, state in prefixes if state is not None]
+        if eos is None or not states:
+            return [None] * len(prefixes)
+        if last:
+            ends = [
+                (await state.check([eos]))[0]
+                if isinstance(state, CheckedState)
+                else state.accepting
+                for state in states
+            ]
+            return [frozenset([eos] if end else []) for end in ends]
+        found: list[frozenset[int]] = []
+        for start in range(0, len(states), MASKS_AT_ONCE):
+            masks = await amasks(states[start : start + MASKS_AT_ONCE])
+            found += [frozenset(mask.nonzero()[:, 0].tolist()) for mask in masks]
+        return found
+
+    def _row(self, ids: tuple[int, ...]) -> list[tuple[int, float]]:
+        """The tokens that may follow, with their log-probabilities."""
+        order = self._model.order
+        context = (self._prompt + ids)[-order:] if order else ()
+        if context not in self._rows:
+            row = self._model.row(context).double()
+            if self._temperature != 1:
+                row = sampling.truncate(row, temperature=self._temperature)
+            row = row.log_softmax(-1)
+            self._rows[context] = [
+                (token, logprob)
+                for token, logprob in enumerate(row.tolist())
+                if logprob > -math.inf
+            ]
+        return self._rows[context]
+
+
+def _normalised(texts: Sequence[Text], log_weights: Sequence[float]) -> ExactPosterior:
+    highest = max(log_weights, default=-math.inf)
+    if highest == -math.inf:
+        return ExactPosterior(-math.inf, MappingProxyType({}), MappingProxyType({}))
+    total = math.fsum(math.exp(value - highest) for value in log_weights)
+    log_evidence = highest + math.log(total)
+    by_tokens: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    by_bytes: defaultdict[bytes, float] = defaultdict(float)
+    for text, value in zip(texts, log_weights, strict=True):
+        probability = math.exp(value - log_evidence)
+        if probability > 0:
+            by_tokens[text.token_ids] += probability
+            by_bytes[text.bytes] += probability
+    return ExactPosterior(log_evidence, _ranked(by_tokens), _ranked(by_bytes))
+
+
+def _ranked(probabilities: Mapping[Any, float]) -> Mapping[Any, float]:
+    likeliest_first = sorted(probabilities.items(), key=lambda entry: (-entry[1], entry[0]))
+    return MappingProxyType(dict(likeliest_first))
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Its result, from an event loop of its own in a thread of its own."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

@@ -1,0 +1,106 @@
+"""Predicates and potentials for tests: deterministic, and showing in a message what they are."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from genrt.texts import Text
+
+__all__ = [
+    "Judgement",
+    "always",
+    "asynchronous",
+    "at_most_tokens",
+    "containing",
+    "even_when_finished",
+    "hashed",
+    "never",
+    "never_finished",
+    "tabled",
+    "without",
+]
+
+
+class Judgement:
+    """A function of a text that is named for what it does."""
+
+    def __init__(self, name: str, function: Callable[[Text], Any]) -> None:
+        self.name = name
+        self.function = function
+
+    def __call__(self, text: Text) -> Any:
+        return self.function(text)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class _Asynchronous(Judgement):
+    """The same, which is to be awaited."""
+
+    async def __call__(self, text: Text) -> Any:
+        await asyncio.sleep(0)
+        return self.function(text)
+
+
+def asynchronous(judgement: Judgement) -> Judgement:
+    """The same as a coroutine function."""
+    return _Asynchronous(f"asynchronous({judgement})", judgement.function)
+
+
+def always() -> Judgement:
+    """The predicate of every text."""
+    return Judgement("always()", lambda text: True)
+
+
+def never() -> Judgement:
+    """The predicate of no text, which says so of every prefix."""
+    return Judgement("never()", lambda text: False)
+
+
+def never_finished() -> Judgement:
+    """The predicate of no text, which says so only at the end."""
+    return Judgement("never_finished()", lambda text: not text.finished)
+
+
+def even_when_finished() -> Judgement:
+    """The predicate of texts of an even number of bytes."""
+    return Judgement(
+        "even_when_finished()", lambda text: not text.finished or len(text.bytes) % 2 == 0
+    )
+
+
+def at_most_tokens(most: int) -> Judgement:
+    """The predicate of texts of so few tokens, which is none of their bytes alone."""
+    return Judgement(f"at_most_tokens({most})", lambda text: len(text.token_ids) <= most)
+
+
+def without(part: str) -> Judgement:
+    """The predicate of texts that don't have this in them."""
+    return Judgement(f"without({part!r})", lambda text: part.encode() not in text.bytes)
+
+
+def containing(part: str) -> Judgement:
+    """The predicate of texts that have this in them."""
+    return Judgement(
+        f"containing({part!r})", lambda text: not text.finished or part.encode() in text.bytes
+    )
+
+
+def hashed(divisor: int) -> Judgement:
+    """The predicate of one in so many texts, whichever."""
+    return Judgement(
+        f"hashed({divisor})",
+        lambda text: not text.finished or zlib.crc32(text.bytes) % divisor == 0,
+    )
+
+
+def tabled(*log_weights: float) -> Judgement:
+    """The potential that gives a text one of these, by its bytes and not by its tokens."""
+    return Judgement(
+        f"tabled({', '.join(map(str, log_weights))})",
+        lambda text: log_weights[zlib.crc32(text.bytes) % len(log_weights)],
+    )

@@ -1,0 +1,304 @@
+"""Laws that the samples and weights of a right sampler obey, as assertions whose error level holds.
+
+The level is how often a right sampler may fail. It holds for any number of runs and any distribution,
+because the assertions are bets (``genrt.testing.bets``) and no approximations; they are a little harder
+to fail for it: a z-test at the level 1e-6 wants 4.9 standard errors, these about 6. Where a test makes
+many assertions the chance of one false alarm is at most the sum of their levels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.errors import InvalidRequest
+from genrt.inference.resampling import Floats, log_mean_exp
+from genrt.testing import bets
+
+__all__ = ["assert_samples_from", "assert_unbiased", "assert_weighted_samples_from"]
+
+ROUNDING = 1e-5
+"""The relative error of probabilities that come from float32 rows, with room to spare."""
+
+WORST = 5
+"""How many of the samples that are most off a message shows."""
+
+WATCHED = 100
+"""How many of the likeliest weighted samples are judged one by one; the others are judged together."""
+
+
+def assert_unbiased(
+    estimates: Iterable[float] | Floats | Tensor,
+    exact: float,
+    *,
+    level: float = 1e-6,
+    lowest: float = 0.0,
+    highest: float | None = 1.0,
+    rtol: float = ROUNDING,
+) -> None:
+    """Fail if what these estimates are drawn from has another mean than ``exact``.
+
+    The estimates are of independent runs: the evidence of each run of SMC, or the weight of each particle
+    of an importance sampler, whose particles never interact. A right sampler fails with probability at
+    most ``level``, whatever the distribution between ``lowest`` and ``highest``. A wrong one is found if
+    its bias is more than about 6 standard errors (at the default level), and n times the bias more
+    than some 30 times ``highest - exact``, if it is too small; so an evidence that is small beside
+    ``highest`` takes many runs.
+
+    Args:
+        estimates: themselves, not their logarithms. All may be the same.
+        exact: the mean that they should have.
+        lowest: no estimate can be less; for weights, 0.
+        highest: no estimate can be more. Weights made of probabilities, as with a constraint, are at
+            most 1, with a potential at most e to its largest value. ``math.inf`` says that there is no
+            bound; then only too large a mean is found. ``None`` supposes that there is nothing above
+            twice the largest number seen or expected: it finds both, but the level is true only if no
+            event that n runs may well miss makes a good part of the mean.
+        rtol: the relative error of ``exact`` and of the estimates that is rounding.
+
+    Raises:
+        AssertionError: the mean is another, or an estimate is NaN or out of bounds.
+        InvalidRequest: there are no estimates, or an argument is out of its range.
+    """
+    _check_level(level)
+    values = _numbers("estimates", estimates)
+    if not len(values):
+        raise InvalidRequest("there are no estimates: give those of some hundred runs")
+    if math.isnan(exact):
+        raise InvalidRequest("exact is NaN: give the mean that the estimates should have")
+    if not 0 <= rtol < 1:
+        raise InvalidRequest(f"rtol is {rtol}: give a relative error of at least 0 and below 1")
+    at_most = 2 * max(float(values.max()), abs(exact)) if highest is None else highest
+    if not lowest - ROUNDING * abs(lowest) <= exact <= at_most + ROUNDING * abs(at_most):
+        raise InvalidRequest(
+            f"exact is {exact:g}, which is not between lowest={lowest:g} and highest={at_most:g}: these "
+            "are the least and the most that an estimate can be"
+        )
+    slack = rtol * abs(exact)
+    _check_bounds("estimate", values, lowest - slack, at_most + rtol * abs(at_most))
+    exact = min(max(exact, lowest), at_most)
+    capital = bets.on_mean(values, exact, lowest=lowest, highest=at_most, slack=slack)
+    if capital >= -math.log(level):
+        raise AssertionError(
+            f"the estimates are biased: {_means(values, exact)}, p <= {_p(capital)} (level {level:g}).\n"
+            f"{_diagnosis(values, exact, bounded=highest is not None)}"
+        )
+
+
+def assert_samples_from(
+    samples: Iterable[Hashable], probabilities: Mapping[Any, float], *, level: float = 1e-6
+) -> None:
+    """Fail if independent samples are drawn from other probabilities than these.
+
+    Samples that are fail with probability at most ``level``, however many there are, and however rare
+    some of them are. A sample of probability 0 fails at once. For weighted samples there is
+    ``assert_weighted_samples_from``.
+
+    Args:
+        samples: one for each independent draw; anything hashable.
+        probabilities: of each sample that can come; they add up to 1.
+
+    Raises:
+        AssertionError: they are; the message shows the samples that are most off.
+        InvalidRequest: there are no samples, or the probabilities are no distribution.
+    """
+    _check_level(level)
+    law = _distribution(probabilities)
+    try:
+        counts = Counter(samples)
+    except TypeError as error:
+        raise InvalidRequest(
+            f"the samples can't be counted, make them hashable: {error}"
+        ) from error
+    count = counts.total()
+    if not count:
+        raise InvalidRequest("there are no samples: give some hundred")
+    for sample in _impossible(counts, law):
+        raise AssertionError(
+            f"{sample!r} came {counts[sample]} of {count} times, and its probability is 0"
+        )
+    observed = torch.tensor([counts[sample] for sample in law], dtype=torch.float64)
+    expected = torch.tensor(list(law.values()), dtype=torch.float64)
+    each = bets.on_each_count(observed, expected)
+    capital = bets.spread(log_mean_exp(each.numpy()), bets.on_all_counts(observed, expected))
+    if capital >= -math.log(level):
+        names = list(law)
+        worst = "\n".join(
+            f"  {names[index]!r}: {counts[names[index]]} times, "
+            f"expected {count * float(expected[index]):.4g}"
+            for index in each.argsort(descending=True)[:WORST].tolist()
+        )
+        raise AssertionError(
+            f"the samples have other probabilities: n = {count}, of {len(law)} that can come "
+            f"{len(counts)} did, p <= {_p(capital)} (level {level:g}). Most off are\n{worst}"
+        )
+
+
+def assert_weighted_samples_from(
+    runs: Iterable[tuple[Sequence[Hashable], Sequence[float] | Floats | Tensor]],
+    probabilities: Mapping[Any, float],
+    *,
+    log_evidence: float,
+    level: float = 1e-6,
+    highest: float | None = 1.0,
+    rtol: float = ROUNDING,
+) -> None:
+    """Fail if the weighted samples of independent runs are not properly weighted for this target. If they
+    are, a run's N samples x_i and weights w_i have
+
+        E[(1/N) sum_i w_i] = Z    and    E[(1/N) sum_i w_i 1(x_i = x)] = Z probability(x) for each x.
+
+    That is what importance sampling and SMC promise of any N, where normalised weights have a bias that
+    depends on it (Liu & Chen 1998, *Sequential Monte Carlo methods for dynamic systems*). A right sampler
+    fails with probability at most ``level``; what is found is as with ``assert_unbiased``. A positive
+    weight on a sample of probability 0 fails at once.
+
+    Args:
+        runs: for each independent run its samples and their unnormalised log-weights, -inf for the dead,
+            whose samples don't count: ``(result.token_ids, result.log_weights)`` of SMC.
+        probabilities: of each sample that can come; they add up to 1. Empty if Z is 0.
+        log_evidence: log Z.
+        highest: the mean weight of no run can be more; as with ``assert_unbiased``.
+        rtol: the relative error of weights and evidence that is rounding.
+
+    Raises:
+        AssertionError: they are not, or a weight is NaN; the message shows what is most off.
+        InvalidRequest: there are no runs, or an argument is out of its range.
+    """
+    _check_level(level)
+    evidence = math.exp(log_evidence)
+    law = _distribution(probabilities) if probabilities or evidence > 0 else {}
+    watched = {sample: place for place, sample in enumerate(list(law)[:WATCHED])}
+    rows = []
+    for samples, log_weights in runs:
+        logs = _numbers("log-weights", log_weights)
+        if len(logs) != len(samples) or not len(logs):
+            raise InvalidRequest(
+                f"a run has {len(samples)} samples and {len(logs)} log-weights: give one for each, of at "
+                "least one sample"
+            )
+        _check_bounds("log-weight", logs, -math.inf, math.inf)
+        alive = {x: weight for x, weight in zip(samples, logs, strict=True) if weight > -math.inf}
+        for sample in _impossible(alive, law):
+            raise AssertionError(
+                f"{sample!r} has the log-weight {alive[sample]:.4g}, and its probability is 0"
+            )
+        row = np.zeros(len(watched) + 1)
+        for sample, weight in zip(samples, np.exp(logs) / len(logs), strict=True):
+            if weight > 0:
+                row[watched.get(sample, len(watched))] += weight
+        rows.append(row)
+    if not rows:
+        raise InvalidRequest("there are no runs: give some hundred")
+    table = np.array(rows)
+    names = [
+        "the evidence",
+        *(f"the weight of {sample!r}" for sample in watched),
+        "that of all others",
+    ]
+    parts = [evidence * law[sample] for sample in watched]
+    means = [evidence, *parts, max(evidence - math.fsum(parts), 0.0)]
+    columns = [table.sum(axis=1), *table.T]
+    if len(law) <= WATCHED:
+        names, means, columns = names[:-1], means[:-1], columns[:-1]
+    at_most = 2 * max(float(columns[0].max()), evidence) if highest is None else highest
+    if evidence > at_most * (1 + ROUNDING):
+        raise InvalidRequest(
+            f"the evidence is {evidence:g}, above highest={at_most:g}: say by highest= what the mean "
+            "weight of a run can be at most"
+        )
+    _check_bounds("mean weight", columns[0], 0.0, at_most * (1 + rtol))
+    capitals = [
+        bets.on_mean(values, min(mean, at_most), lowest=0.0, highest=at_most, slack=rtol * evidence)
+        for values, mean in zip(columns, means, strict=True)
+    ]
+    capital = bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
+    if capital >= -math.log(level):
+        order = sorted(range(len(names)), key=lambda place: -capitals[place])[:WORST]
+        worst = "\n".join(
+            f"  {names[place]}: {_means(columns[place], means[place])}" for place in order
+        )
+        place = order[0]
+        raise AssertionError(
+            f"the samples are not properly weighted: p <= {_p(capital)} (level {level:g}). Most off are\n"
+            f"{worst}\n{_diagnosis(columns[place], means[place], bounded=highest is not None)}"
+        )
+
+
+def _means(values: Floats, exact: float) -> str:
+    mean = float(values.mean())
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    if error < 1e-12 * abs(mean):
+        error = 0.0
+    return f"mean {mean:.6g}, exact {exact:.6g}, standard error {error:.2g}, n = {len(values)}"
+
+
+def _diagnosis(values: Floats, exact: float, *, bounded: bool) -> str:
+    """What may be wrong, in a sentence."""
+    mean = float(values.mean())
+    if float(values.max()) - float(values.min()) <= ROUNDING * abs(mean):
+        return "All are the same: a constant factor is wrong or left out."
+    if mean > exact:
+        return "Too large: a weight may be left out, or not reset where particles are resampled."
+    heaviest = float(values.max() / values.sum()) if values.sum() > 0 else 1.0
+    if not bounded and heaviest > 10 / len(values):
+        return (
+            f"Too small: one of {len(values)} runs has {heaviest:.0%} of the total. It may be that what "
+            "is missing is rare and heavy: say by highest= how heavy, or give more runs."
+        )
+    return "Too small: some texts may never come, or a weight is multiplied in twice."
+
+
+def _impossible(samples: Iterable[Any], law: Mapping[Any, float]) -> list[Any]:
+    return [sample for sample in samples if sample not in law]
+
+
+def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> None:
+    outside = ~((values >= lowest) & (values <= highest))
+    if outside.any():
+        index = int(outside.argmax())
+        raise AssertionError(
+            f"{name} {index} is {values[index]:.6g}, and must be from {lowest:.6g} to {highest:.6g}: "
+            "either it is wrong, or more than this can be; then say so by lowest= and highest="
+        )
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
+
+
+def _distribution(probabilities: Mapping[Any, float]) -> dict[Any, float]:
+    """The positive ones, likeliest first, normalised."""
+    if any(not 0 <= probability < math.inf for probability in probabilities.values()):
+        raise InvalidRequest("a probability is negative or no finite number")
+    total = math.fsum(probabilities.values())
+    if abs(total - 1) > 1e-4:
+        raise InvalidRequest(f"the probabilities add up to {total:.6g}: they must add up to 1")
+    ranked = sorted(probabilities.items(), key=lambda entry: -entry[1])
+    return {sample: probability / total for sample, probability in ranked if probability > 0}
+
+
+def _numbers(name: str, values: Iterable[float] | Floats | Tensor) -> Floats:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().double().numpy()
+    try:
+        numbers = np.array(values if isinstance(values, np.ndarray) else list(values), np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the {name} are no numbers: {error}") from error
+    if numbers.ndim != 1:
+        raise InvalidRequest(f"the {name} have the shape {numbers.shape}: give a list of numbers")
+    return numbers
+
+
+def _p(log_capital: float) -> str:
+    """The p-value of a capital, also one that is too small for a float."""
+    if log_capital < 600:
+        return f"{min(math.exp(-log_capital), 1.0):.2g}"
+    return "0" if log_capital == math.inf else f"1e-{math.floor(log_capital / math.log(10))}"

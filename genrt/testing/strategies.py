@@ -1,0 +1,289 @@
+"""What Hypothesis draws to test samplers with: small models, constraints, potentials, prompts, seeds."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from genrt.constraints import Constraint, all_of, predicate, regex, strings
+from genrt.engines.exact import NGram
+from genrt.errors import EngineNotInstalled, InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.testing import judgements
+from genrt.testing.judgements import Judgement
+from genrt.texts import Potential
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
+    from hypothesis.strategies import DrawFn, SearchStrategy
+else:
+
+    class _Strategies:
+        """``hypothesis.strategies``, imported when the first one is wanted."""
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                from hypothesis import strategies
+            except ImportError as error:
+                raise EngineNotInstalled(
+                    'Hypothesis is not installed: pip install "genrt[testing]"'
+                ) from error
+            return getattr(strategies, name)
+
+    st = _Strategies()
+
+__all__ = ["constraints", "potentials", "seeds", "small_lms", "token_sequences"]
+
+LETTERS = [b"a", b"b", b"ab", b"ba"] + [letter.encode() for letter in string.ascii_lowercase[2:]]
+"""Tokens in the order in which they are preferred: two letters, which are also spelled together."""
+
+SPLIT = [
+    (b"\xc3", b"\xa9"),
+    (b"\xe2\x82", b"\xac"),
+    (b"\xe2", b"\x82\xac"),
+    (b"\xf0\x9f", b"\x99\x82"),
+]
+"""Characters in two pieces."""
+
+NEAR_ZERO = (-75.0, -55.0)
+"""Log-weights of what hardly ever follows, about 1e-32 to 1e-24: float32 still has them."""
+
+NOTHING, EVERYTHING = "[a&&[^a]]", "(?s:.*)"
+"""Patterns."""
+
+
+def seeds() -> SearchStrategy[int]:
+    """Seeds from 0 up, which every source of random numbers takes."""
+    return st.integers(0, 2**32 - 1)
+
+
+def token_sequences(
+    vocab_size: int, *, min_size: int = 0, max_size: int = 8
+) -> SearchStrategy[list[int]]:
+    """Token ids below ``vocab_size``: prompts, contexts. They shrink to few tokens, and to token 0.
+
+    Raises:
+        InvalidRequest: sizes that leave nothing to draw.
+    """
+    if vocab_size < 1 or not 0 <= min_size <= max_size:
+        raise InvalidRequest(
+            f"vocab_size={vocab_size}, min_size={min_size}, max_size={max_size}: give at least one "
+            "token, and sizes from 0 up in order"
+        )
+    return st.lists(st.integers(0, vocab_size - 1), min_size=min_size, max_size=max_size)
+
+
+def small_lms(
+    *,
+    min_vocab_size: int = 2,
+    max_vocab_size: int = 4,
+    min_order: int = 0,
+    max_order: int = 2,
+    eos: bool = True,
+    zeros: bool = True,
+    near_zeros: bool = True,
+    duplicates: bool = False,
+    split_characters: bool = False,
+) -> SearchStrategy[NGram]:
+    """Exact models of any distribution: ``genrt.load(model, engine="exact")`` runs them, and
+    ``exact_posterior`` knows their every text.
+
+    Each row is uniform, arbitrary, or has one token alone. They shrink to two tokens, order 0 and uniform
+    rows. With few tokens and ``max_tokens`` enumeration takes milliseconds.
+
+    Args:
+        min_vocab_size: the end token counted; more if the other options take more.
+        max_order: how many tokens of context count at most; the model's table has so many dimensions,
+            and one more.
+        eos: whether there is an end token; it is the last one.
+        zeros: whether tokens may be impossible, and so whole texts, and prefixes with no end in sight.
+        near_zeros: whether they may be as good as impossible, with probabilities of about 1e-30.
+        duplicates: have two tokens of equal bytes.
+        split_characters: have two tokens that are a character only together.
+
+    Raises:
+        InvalidRequest: sizes or orders out of range, or too few tokens for what is asked of them.
+        EngineNotInstalled: Hypothesis is missing.
+    """
+    least = max(1, 2 * split_characters) + duplicates + eos
+    if not 1 <= min_vocab_size <= max_vocab_size <= len(LETTERS) or max_vocab_size < least:
+        raise InvalidRequest(
+            f"min_vocab_size={min_vocab_size} and max_vocab_size={max_vocab_size}: give sizes in order, "
+            f"the larger one from {least}, which these options take, to {len(LETTERS)}"
+        )
+    if not 0 <= min_order <= max_order or max_vocab_size ** (max_order + 1) > 4096:
+        raise InvalidRequest(
+            f"min_order={min_order} and max_order={max_order}: give orders from 0 up, so low that "
+            "max_vocab_size ** (max_order + 1) is at most 4096"
+        )
+
+    def model(shape: tuple[int, int]) -> SearchStrategy[NGram]:
+        size, order = shape
+        rows = st.lists(
+            _rows(size, zeros=zeros, near_zeros=near_zeros),
+            min_size=size**order,
+            max_size=size**order,
+        )
+        return st.builds(
+            NGram,
+            _vocabularies(size, eos=eos, duplicates=duplicates, split_characters=split_characters),
+            rows.map(lambda drawn: torch.tensor(drawn).view([size] * (order + 1))),
+            eos_token_id=st.just(size - 1 if eos else None),
+        )
+
+    sizes = st.integers(max(least, min_vocab_size), max_vocab_size)
+    return st.tuples(sizes, st.integers(min_order, max_order)).flatmap(model)
+
+
+def constraints(
+    lm: AsyncLM, *, predicates: bool = True, max_length: int = 4
+) -> SearchStrategy[Constraint]:
+    """Constraints over this runtime's texts: finite sets of strings, regular expressions, predicates,
+    and what satisfies two of them. Some are satisfied by nothing, some by everything, some by texts
+    alone that the model's tokens cannot spell. They shrink to few and short parts.
+
+    The runtime must be open, so they are drawn in the body of a test: ``data.draw(constraints(lm))``,
+    with ``data=st.data()``.
+
+    Args:
+        predicates: whether there may be predicates, which are asked token by token.
+        max_length: how many characters a string of a finite set has at most.
+
+    Raises:
+        EngineNotInstalled: Hypothesis is missing.
+    """
+    alphabet = _alphabet(lm.byte_vocab)
+    texts = st.text(st.sampled_from(alphabet), max_size=max_length)
+    kinds: list[SearchStrategy[Constraint]] = [
+        st.lists(texts, min_size=1, max_size=5, unique=True).map(lambda some: strings(some, lm)),
+        _patterns(alphabet).map(lambda pattern: regex(pattern, lm)),
+    ]
+    if predicates:
+        kinds.append(_rules(alphabet).map(lambda rule: predicate(rule, lm, name=repr(rule))))
+    each = st.one_of(kinds)
+    return st.one_of(each, st.tuples(each, each).map(lambda both: all_of(*both)))
+
+
+def potentials(
+    *, lowest: float = -6.0, highest: float = 0.0, zeros: bool = True
+) -> SearchStrategy[Potential]:
+    """Log-weights of texts, finished or not, by their bytes: plain functions and coroutine functions.
+
+    Args:
+        lowest: of the finite ones.
+        highest: 0 keeps weights below 1, as ``assert_unbiased`` supposes.
+        zeros: whether a text may have -inf. A twist should not.
+
+    Raises:
+        InvalidRequest: bounds that are not finite, or out of order.
+    """
+    if not -math.inf < lowest <= highest < math.inf:
+        raise InvalidRequest(f"lowest={lowest} and highest={highest}: give finite numbers in order")
+    value = st.one_of(st.just(highest), st.floats(lowest, highest))
+    if zeros:
+        value = st.one_of(value, st.just(-math.inf))
+    return _also_asynchronous(
+        st.lists(value, min_size=1, max_size=7).map(lambda values: judgements.tabled(*values))
+    )
+
+
+def _rules(alphabet: list[str]) -> SearchStrategy[Judgement]:
+    """Predicates; what one refuses of a prefix it refuses of all that begins with it."""
+    characters = st.sampled_from(alphabet)
+    return _also_asynchronous(
+        st.one_of(
+            st.builds(judgements.always),
+            st.builds(judgements.even_when_finished),
+            st.builds(judgements.at_most_tokens, st.integers(0, 3)),
+            st.builds(judgements.without, characters),
+            st.builds(judgements.containing, characters),
+            st.builds(judgements.hashed, st.integers(2, 4)),
+            st.builds(judgements.never_finished),
+            st.builds(judgements.never),
+        )
+    )
+
+
+def _also_asynchronous(plain: SearchStrategy[Judgement]) -> SearchStrategy[Judgement]:
+    return st.one_of(plain, plain.map(judgements.asynchronous))
+
+
+def _rows(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[float]]:
+    """Log-weights of one row: uniform, any, or one token alone."""
+    entries = [st.just(0.0), st.floats(-8, 0, width=32)]
+    if near_zeros:
+        entries.append(st.floats(*NEAR_ZERO, width=32))
+    if zeros:
+        entries.append(st.just(-math.inf))
+    kinds = [
+        st.just([0.0] * size),
+        st.lists(st.one_of(entries), min_size=size, max_size=size).map(_possible),
+    ]
+    rest = -math.inf if zeros else NEAR_ZERO[0] if near_zeros else -8.0
+    kinds.append(
+        st.integers(0, size - 1).map(
+            lambda alone: [0.0 if token == alone else rest for token in range(size)]
+        )
+    )
+    return st.one_of(kinds)
+
+
+def _possible(row: list[float]) -> list[float]:
+    """The row, or if it has no token that is possible, the first token alone."""
+    return row if max(row) > -math.inf else [0.0, *row[1:]]
+
+
+def _vocabularies(
+    size: int, *, eos: bool, duplicates: bool, split_characters: bool
+) -> SearchStrategy[list[bytes]]:
+    @st.composite
+    def vocabularies(draw: DrawFn) -> list[bytes]:
+        tokens: list[bytes] = [*draw(st.sampled_from(SPLIT))] if split_characters else []
+        others = size - eos - duplicates - len(tokens)
+        letters = st.sampled_from(LETTERS[: others + 4])
+        tokens += draw(st.lists(letters, min_size=others, max_size=others, unique=True))
+        if duplicates:
+            tokens.append(draw(st.sampled_from(tokens)))
+        if eos:
+            tokens.append(draw(st.sampled_from([b"", b"<end>"])))
+        return tokens
+
+    return vocabularies()
+
+
+def _alphabet(vocabulary: list[bytes]) -> list[str]:
+    """The characters that a token or two spell, the first tokens' first, and one that none does."""
+    found: dict[str, None] = {}
+    for first, second in product(vocabulary[:32], [b"", *vocabulary[:32]]):
+        try:
+            found.update(dict.fromkeys((first + second).decode()))
+        except UnicodeDecodeError:
+            continue
+    absent = next(letter for letter in "zyxwvutsrqponm§" if letter not in found)
+    return [*list(found)[:8], absent]
+
+
+def _patterns(alphabet: list[str]) -> SearchStrategy[str]:
+    """Regular expressions, mostly short."""
+    characters = st.sampled_from([*map(_escaped, alphabet), "(?s:.)"])
+
+    def larger(inner: SearchStrategy[str]) -> SearchStrategy[str]:
+        repeated: Callable[[tuple[str, str]], str] = lambda drawn: f"(?:{drawn[0]}){drawn[1]}"
+        return st.one_of(
+            st.lists(inner, min_size=2, max_size=3).map("".join),
+            st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+            st.tuples(inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])).map(repeated),
+        )
+
+    patterns = st.recursive(characters, larger, max_leaves=5)
+    return st.one_of(patterns, st.sampled_from([EVERYTHING, NOTHING, ""]))
+
+
+def _escaped(text: str) -> str:
+    """The pattern that matches this text alone."""
+    return "".join(f"\\{each}" if each in r"\.+*?()|[]{}^$#&-~/" else each for each in text)

@@ -1,0 +1,182 @@
+"""Exact posteriors: against sums over every text, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt import sampling
+from genrt.constraints import all_of, predicate, regex
+from genrt.engines.exact import NGram
+from genrt.errors import InvalidRequest
+from genrt.testing import ExactPosterior, exact_posterior
+from genrt.texts import Text
+
+EOS = 4
+MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], order=2, seed=3, zeros=0.25, eos_token_id=EOS)
+"""Several tokenizations of one text, tokens that never follow others, and so dead ends."""
+PROMPT = [0, 1]
+with genrt.load(MODEL, engine="exact") as runtime:
+    NEVER = regex("x", runtime)
+
+
+def by_hand(max_tokens: int, weigh: Any, *, unfinished: bool = False, model: NGram = MODEL) -> Any:
+    """Z and the probability of each text, summed over all there are."""
+    total: defaultdict[bytes, float] = defaultdict(float)
+    for ids, logprob in model.enumerate(PROMPT, max_tokens, unfinished=unfinished):
+        text = b"".join(model.vocabulary[token] for token in ids)
+        total[text] += math.exp(logprob) * weigh(text.decode())
+    evidence = sum(total.values())
+    return evidence, {text: mass / evidence for text, mass in total.items() if mass > 0}
+
+
+def expect(posterior: ExactPosterior, evidence: float, texts: dict[bytes, float]) -> None:
+    assert posterior.evidence == pytest.approx(evidence, rel=1e-5)
+    assert math.exp(posterior.log_evidence) == posterior.evidence
+    assert dict(posterior.texts) == pytest.approx(texts, rel=1e-5)
+    for mapping in (posterior.texts, posterior.token_ids):
+        probabilities = list(mapping.values())
+        assert sum(probabilities) == pytest.approx(1)
+        assert probabilities == sorted(probabilities, reverse=True)
+    by_tokens: defaultdict[bytes, float] = defaultdict(float)
+    for ids, probability in posterior.token_ids.items():
+        assert EOS not in ids
+        by_tokens[b"".join(MODEL.vocabulary[token] for token in ids)] += probability
+    assert dict(by_tokens) == pytest.approx(dict(posterior.texts))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_the_models_own_law_counts_texts_that_are_cut(max_tokens: int) -> None:
+    posterior = exact_posterior(MODEL, PROMPT, max_tokens=max_tokens)
+    expect(posterior, *by_hand(max_tokens, lambda text: 1, unfinished=True))
+    assert posterior.log_evidence == pytest.approx(0, abs=1e-12)
+    assert any(len(ids) == max_tokens for ids in posterior.token_ids)
+
+
+@pytest.mark.parametrize("pattern", ["(a|b){3,5}b", "a?", "(ab|ba)*"])
+@pytest.mark.parametrize("max_tokens", [3, 5])
+def test_a_constrained_text_ends_in_time(pattern: str, max_tokens: int) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        constraint = regex(pattern, lm)
+        found = exact_posterior(MODEL, PROMPT, max_tokens=max_tokens, constraint=constraint)
+    evidence, texts = by_hand(max_tokens, lambda text: bool(re.fullmatch(pattern, text)))
+    expect(found, evidence, texts)
+
+
+def test_a_potential_weighs_finished_texts() -> None:
+    seen: list[Text] = []
+
+    def potential(text: Text) -> float:
+        seen.append(text)
+        return -math.inf if text.bytes == b"a" else 2.0 - len(text.bytes)
+
+    found = exact_posterior(MODEL, PROMPT, max_tokens=4, potential=potential)
+    weigh = lambda text: 0 if text == "a" else math.exp(2 - len(text))
+    expect(found, *by_hand(4, weigh, unfinished=True))
+    assert all(text.finished for text in seen)
+    assert len(set(seen)) == len(seen)
+    assert b"a" not in found.texts
+
+
+async def test_an_asynchronous_potential_is_awaited_where_a_loop_runs() -> None:
+    async def potential(text: Text) -> float:
+        await asyncio.sleep(0)
+        return float(len(text.bytes))
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        found = exact_posterior(
+            MODEL, PROMPT, max_tokens=4, constraint=regex("a+", lm), potential=potential
+        )
+    expect(found, *by_hand(4, lambda text: math.exp(len(text)) * bool(re.fullmatch("a+", text))))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0, 1e-6])
+def test_a_tempered_model_is_normalised_row_by_row(temperature: float) -> None:
+    rows = sampling.truncate(MODEL.table.view(-1, 5), temperature=temperature)
+    tempered = MODEL.with_table(rows.view(5, 5, 5))
+    found = exact_posterior(MODEL, PROMPT, max_tokens=4, temperature=temperature)
+    expect(found, *by_hand(4, lambda text: 1, unfinished=True, model=tempered))
+
+
+@pytest.mark.parametrize("pattern", ["x", "(ab){9,}", "[a&&[^a]]"])
+def test_where_nothing_is_possible_there_is_no_posterior(pattern: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        found = exact_posterior(MODEL, PROMPT, max_tokens=4, constraint=regex(pattern, lm))
+    assert (found.log_evidence, found.evidence) == (-math.inf, 0.0)
+    assert (dict(found.token_ids), dict(found.texts)) == ({}, {})
+
+
+def test_predicates_and_products_are_asked() -> None:
+    texts: list[Text] = []
+
+    def even(text: Text) -> bool:
+        texts.append(text)
+        return not text.finished or len(text.bytes) % 2 == 0
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        both = all_of(regex("(ab?)*", lm), predicate(even, lm))
+        found = exact_posterior(MODEL, PROMPT, max_tokens=4, constraint=both)
+    weigh = lambda text: bool(re.fullmatch("(ab?)*", text)) and len(text) % 2 == 0
+    expect(found, *by_hand(4, weigh))
+    assert len(texts) == len(set(texts))
+
+
+def test_a_prompt_may_be_text() -> None:
+    as_text = exact_posterior(MODEL, "ba", max_tokens=3)
+    assert as_text.texts == exact_posterior(MODEL, [3], max_tokens=3).texts
+
+
+def test_a_narrow_constraint_is_enumerated_over_many_tokens() -> None:
+    model = NGram.random(20, seed=1, eos_token_id=19)
+    with genrt.load(model, engine="exact") as lm:
+        found = exact_posterior(model, [0], max_tokens=40, constraint=regex("(ab){17}c?", lm))
+        assert sorted(found.texts) == [b"ab" * 17, b"ab" * 17 + b"c"]
+        with pytest.raises(InvalidRequest, match="more than max_texts=1000 texts of up to 3"):
+            exact_posterior(
+                model, [0], max_tokens=40, constraint=regex("[a-z]*", lm), max_texts=1000
+            )
+
+
+def test_probabilities_too_small_for_a_float_still_make_a_posterior() -> None:
+    model = NGram([b"a", b"b", b""], torch.tensor([-1e-30, -900.0, -901.0]), eos_token_id=2)
+    with genrt.load(model, engine="exact") as lm:
+        found = exact_posterior(model, [0], max_tokens=3, constraint=regex("b*", lm))
+    assert found.log_evidence == pytest.approx(-901)
+    assert found.texts[b""] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"prompt": "x"}, "cannot spell the text"),
+        ({"prompt": [7]}, "token id"),
+        ({"prompt": [0.5]}, "token id"),
+        ({"constraint": "a+"}, "the constraint is a str"),
+        ({"model": "exact"}, "NGram"),
+        ({"max_texts": 10}, "max_texts=10"),
+        ({"potential": lambda text: math.nan}, "the potential gave nan for 'a*b*'"),
+        ({"potential": lambda text: math.inf}, "log-weight"),
+        ({"model": NGram.random(5), "constraint": NEVER}, "eos_token_id"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    with pytest.raises(InvalidRequest, match=message):
+        exact_posterior(**(right | options))
+
+
+def test_a_posterior_tells_how_much_there_is() -> None:
+    assert re.fullmatch(
+        r"ExactPosterior\(log_evidence=.*, \d+ texts, \d+ token sequences\)",
+        repr(exact_posterior(MODEL, PROMPT, max_tokens=2)),
+    )

@@ -1,0 +1,319 @@
+"""JSON schemas against jsonschema, grammars against what derives from them by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt.constraints import bitmasks, grammar, json_schema
+from genrt.errors import InvalidConstraint
+from genrt.lm import AsyncLM
+from tests.vocabularies import accepted, allowed, lm_over, matching, of_texts, spelt, vocabularies
+
+Schema = dict[str, Any] | bool
+
+SEPARATORS = {"compact": (",", ":"), "spaced": (", ", ": ")}
+
+
+def validates(schema: Schema, data: bytes, *, whitespace: str = "compact") -> bool:
+    """Whether the bytes are what ``json.dumps`` writes for a valid value."""
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return False
+    separators = SEPARATORS[whitespace]
+    canonical = json.dumps(value, ensure_ascii=False, separators=separators).encode() == data
+    validator = jsonschema.Draft202012Validator(schema)
+    return canonical and validator.is_valid(value)
+
+
+SCHEMAS: list[tuple[Schema, list[bytes]]] = [
+    (
+        {"type": "integer", "minimum": 2, "maximum": 12},
+        [b"-", b"0", b"1", b"2", b"12", b"3", b"01"],
+    ),
+    ({"type": "integer", "multipleOf": 3, "minimum": 1}, [b"1", b"2", b"12", b"5", b"0"]),
+    ({"enum": ["a", 1, None, "é"]}, [b'"', b"a", b"1", b"null", b"\xc3", b"\xa9", b'"\xc3', b'a"']),
+    ({"const": {"a": [1]}}, [b'{"a"', b":", b"[1", b"]", b"}", b"]}", b":[1]"]),
+    ({"type": ["boolean", "null"]}, [b"t", b"rue", b"true", b"null", b"fals", b"e"]),
+    (
+        {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+        [b"[", b"]", b"1", b",", b",1"],
+    ),
+    (
+        {
+            "type": "array",
+            "prefixItems": [{"const": 1}, {"const": 2}],
+            "items": False,
+            "minItems": 1,
+        },
+        [b"[", b"]", b"1", b"2", b",", b",2"],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        [b"{", b'"a":', b"1", b"2", b"}", b',"b"', b":", b"true", b'"b":true', b","],
+    ),
+    (
+        {
+            "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "$ref": "#/$defs/tree",
+        },
+        [b"[", b"]", b"[]", b",", b"[["],
+    ),
+    (
+        {"anyOf": [{"type": "string", "maxLength": 1}, {"const": 0}]},
+        [b'"', b"a", b"0", b'"\xc3', b"\xa9"],
+    ),
+    ({"type": "string", "pattern": "^a+$"}, [b'"', b"a", b"aa", b'"a', b"b"]),
+    (True, [b"[", b"]", b"{", b"}", b'"', b"1", b":", b"null", b'"a"']),
+]
+
+
+@pytest.mark.parametrize(("schema", "tokens"), SCHEMAS)
+def test_compact_texts_are_those_that_validate(schema: Schema, tokens: list[bytes]) -> None:
+    lm = lm_over(*tokens)
+    got = accepted(json_schema(schema, lm), 4)
+    assert got == matching(lambda data: validates(schema, data), lm, 4)
+    assert got, "no text is short enough: the test shows nothing"
+    assert accepted(json_schema(json.dumps(schema), lm), 4) == got
+
+
+OBJECT: Schema = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"const": 1}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+PARTS = [b"{", b'"a"', b":", b" ", b"[1", b",", b"1", b"]", b"}", b": [1]", b'{"a"', b", 1"]
+
+
+def test_spaced_texts_are_as_python_writes_them() -> None:
+    lm = lm_over(*PARTS)
+    got = accepted(json_schema(OBJECT, lm, whitespace="spaced"), 4)
+    assert got == matching(lambda data: validates(OBJECT, data, whitespace="spaced"), lm, 4)
+    assert b'{"a": [1, 1]}' in {
+        spelt(lm, ids) for ids in accepted(json_schema(OBJECT, lm, whitespace="spaced"), 7)
+    }
+
+
+def test_flexible_texts_have_space_between_the_parts() -> None:
+    lm = lm_over(b"{", b'"a"', b":", b" ", b"[", b"]", b"}", b":[]", b'{"a"', b"\n")
+
+    def wanted(text: str) -> bool:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return False
+        return text == text.strip() and bool(
+            jsonschema.Draft202012Validator(OBJECT).is_valid(value)
+        )
+
+    got = accepted(json_schema(OBJECT, lm, whitespace="flexible"), 4)
+    assert got == matching(of_texts(wanted), lm, 4)
+    assert b'{"a" :[]}' in {spelt(lm, ids) for ids in got}
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-20, 20) | st.text('aé"\\\n\x01', max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(values, st.sampled_from(sorted(SEPARATORS)))
+def test_any_value_is_accepted_as_python_writes_it(value: Any, whitespace: str) -> None:
+    """By ``True``, and by the schema that says it is this value."""
+    lm = lm_over(*[bytes([byte]) for byte in range(256)])
+    data = json.dumps(value, ensure_ascii=False, separators=SEPARATORS[whitespace]).encode()
+    for schema in (True, {"const": value}):
+        state = json_schema(schema, lm, whitespace=whitespace).start()  # type: ignore[arg-type]
+        for byte in data:
+            assert not state.accepting or isinstance(value, int)
+            state = state.advance(1 + byte)
+        assert state.accepting
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (False, "false, which no text satisfies"),
+        ("false", "false, which no text satisfies"),
+        ("{", "no JSON text"),
+        ("[1]", "give a dict"),
+        (3, "give a dict"),
+        (None, "give a dict"),
+        ({"const": {1, 2}}, "no JSON form"),
+        ({"const": float("nan")}, "no JSON form"),
+        ({"type": "integr"}, "Invalid type: integr"),
+        (
+            {"not": {}, "if": {}},
+            r'Unimplemented keys: \["if", "not"\]; take them out, and check them by a predicate',
+        ),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "string", "format": "bar"}, "Unknown format: bar"),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"$ref": "#/$defs/gone"}, "gone"),
+        ({"$ref": "http://localhost/schema"}, "does not fetch"),
+        ({"minimum": 3, "maximum": 2, "type": "integer"}, r"minimum \(3\) is greater than maximum"),
+        ({"x-guidance": 1}, "give an object"),
+        ({"const": "\ud800"}, "JSON schema"),
+    ],
+)
+def test_a_bad_schema_is_refused_at_the_call(schema: Any, message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message):
+        json_schema(schema, lm_over(b"a"))
+
+
+def test_an_unknown_kind_of_whitespace_is_refused() -> None:
+    with pytest.raises(InvalidConstraint, match="'compact', 'spaced', 'flexible'"):
+        json_schema(True, lm_over(b"a"), whitespace="none")  # type: ignore[arg-type]
+
+
+def test_options_of_llguidance_go_first() -> None:
+    schema = {"x-guidance": {"lenient": True, "item_separator": ";"}, "not": {}, "type": "array"}
+    lm = lm_over(b"[1", b";1]", b",1]")
+    assert accepted(json_schema(schema, lm), 2) == {(1, 2)}
+
+
+def nested(text: str) -> bool:
+    return text == "a" * (len(text) // 2) + "b" * (len(text) // 2)
+
+
+def palindrome(text: str) -> bool:
+    return letters(text) and text == text[::-1]
+
+
+def letters(text: str) -> bool:
+    return set(text) <= set("ab")
+
+
+def pairs(text: str) -> bool:
+    return not text.replace("ab", "").replace("é", "")
+
+
+def a_and_perhaps_b(text: str) -> bool:
+    return text.startswith("a") and not text.removesuffix("b").strip("a")
+
+
+GRAMMARS = [
+    ("lark", 'start: "a" start "b" | ""', nested),
+    ("lark", 'start: pair*\npair: "a" "b" | "é"', pairs),
+    ("lark", "start: WORD\nWORD: /[ab]/{2,3}", lambda text: letters(text) and len(text) in (2, 3)),
+    ("lark", 'start: "a"i "b" // "c"\n%llguidance {"no_forcing": false}', "ab".__eq__),
+    ("ebnf", 'root ::= "a" root "b" | ""', nested),
+    ("ebnf", 'root ::= "a" root "a" | "b" root "b" | [ab]?', palindrome),
+    ("ebnf", 'root ::= as "a"\nas ::= [a]+ # greedy?', lambda text: set(text) == {"a"} and len(text) > 1),
+    ("ebnf", 'root ::= Some-Thing "b"\nSome-Thing ::=\n "a" |\n "ab"', ["ab", "abb"].__contains__),
+    ("ebnf", 'root ::= root "a" | "b"', lambda text: text.startswith("b") and set(text[1:]) <= {"a"}),
+    ("ebnf", r'root ::= [^\x62-z]{2} | "\u00e9" . | "" | ("a" "b"){2,}', lambda text: (
+        (len(text) == 2 and (set(text) <= set('aé"') or text[0] == "é"))
+        or text == "" or (len(text) > 2 and text == "ab" * (len(text) // 2))
+    )),
+    ("ebnf", 'root ::= [a-]{1,} ("b" | [ab]? | ())', a_and_perhaps_b),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("syntax", "text", "wanted"), GRAMMARS)
+@settings(deadline=None, max_examples=25)
+@given(lm=vocabularies)
+def test_accepts_what_derives(syntax: Any, text: str, wanted: Any, lm: AsyncLM) -> None:
+    assert accepted(grammar(text, lm, syntax=syntax), 3) == matching(of_texts(wanted), lm, 3)
+
+
+def test_terminals_of_lark_take_the_longest_match() -> None:
+    """As the docstring says, which sends those to EBNF who want more."""
+    lm = lm_over(b"a", b"b")
+    dead = grammar('start: A "a"\nA: /a+/', lm)
+    assert accepted(dead, 4) == set()
+    assert accepted(grammar('start: ("a" | "ab") "b"', lm), 3) == {(1, 2, 2)}
+    assert accepted(grammar('root ::= ("a" | "ab") "b"', lm, syntax="ebnf"), 3) == {
+        (1, 2),
+        (1, 2, 2),
+    }
+    assert not bitmasks([grammar('start: "c"', lm).start()]).any()
+
+
+def test_a_schema_in_a_grammar() -> None:
+    lm = lm_over(b"x=", b"1", b"2")
+    assert accepted(grammar('start: "x=" %json {"enum": [1, 12]}', lm), 3) == {(1, 2), (1, 2, 3)}
+
+
+def test_markup_is_text() -> None:
+    lm = lm_over(b"<", b"b", b">")
+    text = 'start: "<b>" | /<b>b/ // <c> stop=\n# <d>\nX: "\\"<eos>"'
+    assert accepted(grammar(text, lm), 4) == {(1, 2, 3), (1, 2, 3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"start:", "as str"),
+        ("", "no start rule"),
+        ('a: "b"', "no start rule"),
+        ("start: x", r'1\(8\): unknown name: "x"'),
+        ('start: "a\n', "compile"),
+        ('start: "a" <eos>', "special token <eos>"),
+        ("start: <[3-5]>", "special token"),
+        ('start: a\na[stop="x"]: /a*/', "option stop"),
+        ("start: a\na[max_tokens = 3]: /a*/", "option max_tokens"),
+        ("start: a\na[temperature=0.5]: /a*/", "option temperature"),
+        ("start: /(?=a)/", "look-around"),
+        ('start: %json {"not": {}}', "not"),
+        ('start: "\ud800"', "lone surrogate"),
+    ],
+)
+def test_a_bad_grammar_is_refused_at_the_call(text: Any, message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message):
+        grammar(text, lm_over(b"a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no rule 'root'"),
+        ('x ::= "a"', "no rule 'root'"),
+        ("root ::= foo", "line 1, column 10, there is no rule 'foo'"),
+        ('root ::= "a"\nroot ::= "b"', "line 2, column 1, there is a second rule 'root'"),
+        ('root ::= "a', "'\"' is not expected"),
+        ('"a"', "is not expected"),
+        ('root ::= ("a"', "a group is not closed"),
+        ('root ::= ("a"\nx ::= "b"', "not closed before this rule"),
+        ('root ::= "a")', "nothing is open"),
+        ("root ::= *", r"nothing that '\*' could repeat"),
+        ('root ::= "a" | +', "could repeat"),
+        ('root ::= "a"**', "could repeat"),
+        ("root ::= [b-a]", "the range b-a is empty"),
+        ("root ::= []", "class is empty"),
+        (r'root ::= "\q"', r"escape \\q is not known"),
+        (r'root ::= "\ud800"', "no character"),
+        (r'root ::= "\UFFFFFFFF"', "no character"),
+        ('root ::= "\ud800"', "lone surrogate"),
+        ('root ::= "a"{3,2}', "compile"),
+    ],
+)
+def test_a_bad_ebnf_grammar_is_refused_at_the_call(text: str, message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message):
+        grammar(text, lm_over(b"a"), syntax="ebnf")
+
+
+def test_an_unknown_syntax_is_refused() -> None:
+    with pytest.raises(InvalidConstraint, match="'lark' or 'ebnf'"):
+        grammar("start:", lm_over(b"a"), syntax="bnf")  # type: ignore[arg-type]
+
+
+def test_a_grammar_without_end_is_a_dead_end() -> None:
+    assert allowed(grammar("root ::= root", lm_over(b"a"), syntax="ebnf").start()) == []

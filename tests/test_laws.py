@@ -1,0 +1,352 @@
+"""The assertions that hold a sampler to its laws: how often they fail a right one, and what they find.
+
+False alarms are counted at the level 0.05 over thousands of seeds, of numbers as skewed as weights get.
+The bets behind them are conservative, so that a count above the level would be a defect and no bad luck.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from genrt.errors import InvalidRequest
+from genrt.testing import assert_samples_from, assert_unbiased, assert_weighted_samples_from
+
+Draws = Callable[[Generator, int], NDArray[np.float64]]
+
+
+def alarm(check: Callable[..., None], *args: Any, **options: Any) -> str | None:
+    """What the assertion says, or ``None`` if it holds."""
+    try:
+        check(*args, **options)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def mixed(*values: float, weights: tuple[float, ...]) -> tuple[Draws, float]:
+    mean = sum(value * weight for value, weight in zip(values, weights, strict=True))
+    return lambda rng, count: rng.choice(values, size=count, p=weights), mean
+
+
+SKEWED: dict[str, tuple[Draws, float]] = {
+    "rare ones": mixed(0.0, 1.0, weights=(0.99, 0.01)),
+    "hardly ever one": mixed(0.0, 1.0, weights=(1 - 1e-9, 1e-9)),
+    "nearly always one": mixed(1.0, 0.0, weights=(0.995, 0.005)),
+    "small, and rarely large": mixed(0.01, 1.0, weights=(0.99, 0.01)),
+    "many scales": mixed(1.0, 0.1, 1e-3, 1e-6, 0.0, weights=(0.003, 0.03, 0.1, 0.3, 0.567)),
+    "beta": (lambda rng, count: rng.beta(0.05, 2, count), 0.05 / 2.05),
+    "product of masses": (
+        lambda rng, count: rng.beta(0.3, 0.3, (count, 6)).prod(axis=1),
+        2.0**-6,
+    ),
+    "constant": (lambda rng, count: np.full(count, 0.3), 0.3),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 400])
+@pytest.mark.parametrize("name", SKEWED)
+def test_right_estimates_fail_no_more_often_than_the_level(name: str, count: int) -> None:
+    draws, mean = SKEWED[name]
+    alarms = 0
+    for seed in range(500):
+        estimates = draws(np.random.default_rng(seed), count)
+        alarms += alarm(assert_unbiased, estimates, mean, level=0.05) is not None
+    assert alarms <= 0.05 * 500
+
+
+def test_too_large_a_mean_is_found_without_a_bound_at_a_level_that_holds() -> None:
+    alarms = 0
+    for seed in range(1000):
+        estimates = np.exp(2 * np.random.default_rng(seed).standard_normal(100))
+        alarms += (
+            alarm(assert_unbiased, estimates, math.exp(2), level=0.05, highest=math.inf) is not None
+        )
+    assert alarms <= 0.05 * 1000
+
+
+UNEVEN = {"common": 0.7, "rarer": 0.2, "rare": 0.0999, "seldom": 1e-4, "never": 1e-30, "zero": 0.0}
+MANY = {index: 1 / (index + 1) / 7.485471 for index in range(1000)}
+LAWS: dict[str, dict[Any, float]] = {
+    "uneven": UNEVEN,
+    "many": MANY,
+    "sure": {"x": 1.0, "y": 0.0},
+    "fair": {True: 0.5, False: 0.5},
+}
+
+
+def sampled(law: dict[Any, float], rng: Generator, count: int) -> list[Any]:
+    weights = np.array(list(law.values()))
+    return [list(law)[i] for i in rng.choice(len(law), size=count, p=weights / weights.sum())]
+
+
+@pytest.mark.parametrize("count", [1, 10, 300])
+@pytest.mark.parametrize("name", LAWS)
+def test_right_samples_fail_no_more_often_than_the_level(name: str, count: int) -> None:
+    law = LAWS[name]
+    alarms = 0
+    for seed in range(250):
+        samples = sampled(law, np.random.default_rng(seed), count)
+        alarms += alarm(assert_samples_from, samples, law, level=0.05) is not None
+    assert alarms <= 0.05 * 250
+
+
+# -- weighted samples -------------------------------------------------------------------------
+
+
+Run = tuple[list[Any], list[float]]
+
+
+def weighted(law: dict[Any, float], rng: Generator, count: int, factor: float = 1.0) -> list[Run]:
+    """Runs of three particles, proposed uniformly from ``law`` and a sample that is always dead."""
+    names = [*law, "dead"]
+    weights = {name: factor * law.get(name, 0.0) * len(names) for name in names}
+    runs = []
+    for _ in range(count):
+        samples = [names[index] for index in rng.integers(len(names), size=3)]
+        logs = [math.log(weights[x]) if weights[x] > 0 else -math.inf for x in samples]
+        runs.append((samples, logs))
+    return runs
+
+
+TARGET = {"a": 0.6, "b": 0.3, "c": 0.0999, "d": 1e-4, "e": 0.0}
+Z = 0.2
+
+
+@pytest.mark.parametrize("count", [1, 20, 200])
+def test_right_weights_fail_no_more_often_than_the_level(count: int) -> None:
+    alarms = 0
+    for seed in range(200):
+        runs = weighted(TARGET, np.random.default_rng(seed), count, Z)
+        alarms += (
+            alarm(assert_weighted_samples_from, runs, TARGET, log_evidence=math.log(Z), level=0.05)
+            is not None
+        )
+    assert alarms <= 0.05 * 200
+
+
+def test_wrong_weights_are_found() -> None:
+    rng = np.random.default_rng(0)
+    evidence = {"log_evidence": math.log(Z)}
+    assert_weighted_samples_from(weighted(TARGET, rng, 1000, Z), TARGET, **evidence)
+    too_heavy = weighted(TARGET, rng, 1000, 1.3 * Z)
+    assert "the evidence: mean 0.2" in str(
+        alarm(assert_weighted_samples_from, too_heavy, TARGET, **evidence)
+    )
+    swapped = TARGET | {"a": 0.4, "b": 0.5}
+    said = str(
+        alarm(assert_weighted_samples_from, weighted(swapped, rng, 1000, Z), TARGET, **evidence)
+    )
+    assert "p <=" in said
+    assert "the weight of 'b'" in said
+    said = str(alarm(assert_weighted_samples_from, [(["e", "a"], [-1.0, 0.0])], TARGET, **evidence))
+    assert said == "'e' has the log-weight -1, and its probability is 0"
+
+
+def test_many_rare_samples_are_judged_together() -> None:
+    law = {index: 1 / 500 for index in range(500)}
+    rng = np.random.default_rng(0)
+    assert_weighted_samples_from(weighted(law, rng, 300, Z), law, log_evidence=math.log(Z))
+    shifted = {index: (0.2 if index < 100 else 1.2) / 500 for index in range(500)}
+    said = alarm(
+        assert_weighted_samples_from,
+        weighted(shifted, rng, 4000, Z),
+        law,
+        log_evidence=math.log(Z),
+    )
+    assert "that of all others: mean" in str(said)
+
+
+def test_where_nothing_is_possible_all_are_dead() -> None:
+    nothing: dict[Any, Any] = {"probabilities": {}, "log_evidence": -math.inf}
+    assert_weighted_samples_from([(["a", "b"], [-math.inf] * 2)] * 3, **nothing)
+    with pytest.raises(AssertionError, match="'a' has the log-weight -5"):
+        assert_weighted_samples_from([(["a"], [-5.0])], **nothing)
+
+
+# -- what is found ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.8, 1.2, 1.3])
+def test_a_bias_is_found_that_is_many_standard_errors(factor: float) -> None:
+    for seed in range(20):
+        estimates = np.random.default_rng(seed).beta(3, 27, 1500)
+        assert_unbiased(estimates, 0.1)
+        said = str(alarm(assert_unbiased, factor * estimates, 0.1))
+        assert said.startswith("the estimates are biased: mean 0.")
+        assert ("Too large" in said) == (factor > 1)
+        assert ("Too small" in said) == (factor < 1)
+
+
+@pytest.mark.parametrize(
+    ("constant", "exact", "is_right"),
+    [
+        (1.0, 1.0, True),
+        (1.0 - 3e-7, 1.0, True),
+        (0.9, 1.0, False),
+        (1.0, 0.9, False),
+        (0.0, 0.0, True),
+        (1e-30, 0.0, False),
+        (0.0, 1e-30, True),
+        (0.0, 0.5, False),
+        (0.2, 0.1, False),
+    ],
+)
+def test_constant_estimates(constant: float, exact: float, is_right: bool) -> None:
+    said = alarm(assert_unbiased, [constant] * 500, exact)
+    assert (said is None) == is_right, said
+
+
+def test_a_constant_says_what_that_means() -> None:
+    said = str(alarm(assert_unbiased, [0.2] * 500, 0.1))
+    assert "All are the same: a constant factor is wrong" in said
+    assert "mean 0.2, exact 0.1, standard error 0, n = 500" in said
+
+
+def test_a_heavy_tail_without_a_bound_is_told_from_a_bias() -> None:
+    estimates = [*[0.001] * 999, 3.0]
+    assert_unbiased(estimates, 0.05, highest=100.0)
+    said = str(alarm(assert_unbiased, [*[0.01] * 999, 0.5], 0.1, highest=None))
+    assert "Too small" in said
+    assert "highest=" in str(alarm(assert_unbiased, [*[0.01] * 1999, 0.4], 0.1, highest=None))
+    assert_unbiased([0.0] * 1000, 0.5, highest=math.inf)
+    with pytest.raises(AssertionError, match="Too large"):
+        assert_unbiased([0.7] * 500 + [0.9] * 500, 0.5, highest=math.inf)
+
+
+def test_numbers_below_zero_have_bounds_too() -> None:
+    rng = np.random.default_rng(0)
+    differences = rng.uniform(-1, 1, 1000)
+    assert_unbiased(differences, 0.0, lowest=-1.0)
+    for shift in (-0.3, 0.3):
+        with pytest.raises(AssertionError, match="biased"):
+            assert_unbiased((differences + shift).clip(-1, 1), 0.0, lowest=-1.0)
+
+
+def test_estimates_may_be_anything_with_numbers() -> None:
+    numbers = [0.25, 0.75] * 50
+    for estimates in (
+        numbers,
+        tuple(numbers),
+        iter(numbers),
+        np.array(numbers),
+        torch.tensor(numbers),
+    ):
+        assert_unbiased(estimates, 0.5)
+
+
+@pytest.mark.parametrize("name", ["dropped", "merged", "tilted", "spread"])
+def test_wrong_samples_are_found(name: str) -> None:
+    law = {index: 1 / 20 for index in range(20)}
+    wrong = {
+        "dropped": {index: (index != 7) / 19 for index in range(20)},
+        "merged": law | {3: 0.1, 4: 0.0},
+        "tilted": {index: (index + 10) / 390 for index in range(20)},
+        "spread": {index: (0.65 if index % 2 else 1.35) / 20 for index in range(20)},
+    }[name]
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        assert_samples_from(sampled(law, rng, 1500), law)
+        with pytest.raises(AssertionError, match=r"n = 1500, of 20 that can come \d+ did, p <= "):
+            assert_samples_from(sampled(wrong, rng, 1500), law)
+
+
+def test_a_sample_that_should_hardly_ever_come_is_found() -> None:
+    law = {"a": 1 - 1e-30, "b": 1e-30}
+    assert_samples_from(["a"] * 1000, law)
+    with pytest.raises(AssertionError, match="'b': 1 times, expected 1e-27"):
+        assert_samples_from([*["a"] * 999, "b"], law)
+    with pytest.raises(AssertionError, match="'c' came 1 of 1000 times, and its probability is 0"):
+        assert_samples_from([*["a"] * 999, "c"], law)
+
+
+def test_the_samples_that_are_most_off_are_shown() -> None:
+    law = {"often": 0.6, "also": 0.3, "less": 0.1}
+    samples = ["often"] * 600 + ["also"] * 200 + ["less"] * 200
+    said = str(alarm(assert_samples_from, samples, law)).splitlines()
+    assert said[0].endswith("Most off are")
+    assert said[1] == "  'less': 200 times, expected 100"
+
+
+# -- wrong use --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimates": []}, "no estimates"),
+        ({"estimates": ["x"]}, "no numbers"),
+        ({"estimates": [[0.5, 0.5]]}, "shape"),
+        ({"exact": math.nan}, "exact is NaN"),
+        ({"exact": 1.5}, "exact is 1.5, which is not between"),
+        ({"exact": -0.5}, "exact is -0.5, which is not between"),
+        ({"level": 0.0}, "level is 0"),
+        ({"level": 1}, "level is 1"),
+        ({"rtol": -1.0}, "rtol is -1"),
+    ],
+)
+def test_wrong_arguments_of_the_law_of_means(options: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"estimates": [0.5], "exact": 0.5}
+    with pytest.raises(InvalidRequest, match=message):
+        assert_unbiased(**(right | options))
+
+
+@pytest.mark.parametrize("estimate", [math.nan, math.inf, -math.inf, 1.1, -0.1])
+def test_an_estimate_that_cannot_be_is_an_error_of_the_sampler(estimate: float) -> None:
+    with pytest.raises(AssertionError, match=r"estimate 1 is .*from -5e-06 to 1\.00001"):
+        assert_unbiased([0.5, estimate], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": []}, "no samples"),
+        ({"samples": [["a"]]}, "hashable"),
+        ({"probabilities": {"a": 0.5}}, "add up to 0.5"),
+        ({"probabilities": {}}, "add up to 0"),
+        ({"probabilities": {"a": 1.5, "b": -0.5}}, "negative"),
+        ({"probabilities": {"a": math.nan}}, "no finite number"),
+        ({"level": 2.0}, "level is 2"),
+    ],
+)
+def test_wrong_arguments_of_the_law_of_samples(options: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"samples": ["a"], "probabilities": {"a": 1.0}}
+    with pytest.raises(InvalidRequest, match=message):
+        assert_samples_from(**(right | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"runs": []}, "no runs"),
+        ({"runs": [(["a"], [0.0, 0.0])]}, "1 samples and 2 log-weights"),
+        ({"runs": [([], [])]}, "at least one sample"),
+        ({"runs": [(["a"], ["x"])]}, "no numbers"),
+        ({"probabilities": {}}, "add up to 0"),
+        ({"log_evidence": 1.0}, "the evidence is 2.7.*highest=1"),
+        ({"level": 2.0}, "level is 2"),
+    ],
+)
+def test_wrong_arguments_of_the_law_of_weights(options: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {
+        "runs": [(["a"], [0.0])],
+        "probabilities": {"a": 1.0},
+        "log_evidence": 0.0,
+    }
+    with pytest.raises(InvalidRequest, match=message):
+        assert_weighted_samples_from(**(right | options))
+
+
+def test_a_weight_that_cannot_be_is_an_error_of_the_sampler() -> None:
+    for weight, said in ((math.nan, "log-weight 1 is nan"), (math.inf, "mean weight 0 is inf")):
+        with pytest.raises(AssertionError, match=said):
+            assert_weighted_samples_from([(["a"] * 2, [0.0, weight])], {"a": 1.0}, log_evidence=0.0)
+    with pytest.raises(AssertionError, match=r"mean weight 0 is 2\.7"):
+        assert_weighted_samples_from([(["a"], [1.0])], {"a": 1.0}, log_evidence=0.0)

@@ -1,0 +1,400 @@
+"""Predicates: asked once about each token, off the loop or on it, and left alone by cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt.constraints import CheckedState, amasks, masks, predicate
+from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.texts import Predicate, Text
+from tests.vocabularies import EOS, led_to, lm_over, marked, sequences, spelt, vocabularies
+
+
+class Recorded:
+    """A predicate that counts what it is asked: at most one ``a``, and whole texts of even length."""
+
+    def __init__(self) -> None:
+        self.texts: list[Text] = []
+        self.threads: set[threading.Thread] = set()
+
+    def __call__(self, text: Text) -> bool:
+        self.texts.append(text)
+        self.threads.add(threading.current_thread())
+        return judge(text)
+
+
+def judge(text: Text) -> bool:
+    return text.bytes.count(b"a") < 2 and (not text.finished or len(text.bytes) % 2 == 0)
+
+
+def plain(recorded: Recorded) -> Predicate:
+    return recorded
+
+
+def coroutine(recorded: Recorded) -> Predicate:
+    async def ask(text: Text) -> bool:
+        await asyncio.sleep(0)
+        return recorded(text)
+
+    return ask
+
+
+def callable_object(recorded: Recorded) -> Predicate:
+    class Critic:
+        async def __call__(self, text: Text) -> bool:
+            return recorded(text)
+
+    return Critic()
+
+
+def returns_awaitables(recorded: Recorded) -> Predicate:
+    asked = coroutine(recorded)
+    return lambda text: asked(text)
+
+
+def partial(recorded: Recorded) -> Predicate:
+    async def asked(word: str, text: Text) -> bool:
+        return recorded(text)
+
+    return functools.partial(asked, "word")
+
+
+KINDS = [plain, coroutine, callable_object, returns_awaitables, partial]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=15)
+@given(lm=vocabularies)
+def test_masks_hold_what_the_predicate_wants(kind: Any, lm: AsyncLM) -> None:
+    async def check() -> None:
+        prefixes, whole = await led_to(predicate(kind(Recorded()), lm), 2)
+        expected = {ids for ids in sequences(lm, 2) if judge(Text(ids, spelt(lm, ids)))}
+        assert prefixes == expected
+        assert whole == {ids for ids in expected if judge(Text(ids, spelt(lm, ids), True))}
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_token_of_a_state_is_asked_about_once(kind: Any) -> None:
+    recorded = Recorded()
+    lm = lm_over(b"a", b"b", b"", b"a")
+    state = predicate(kind(recorded), lm).start()
+    assert isinstance(state, CheckedState)
+    assert await state.check([1, 1, 2]) == [True, True, True]
+    assert await state.check([]) == []
+    assert len(recorded.texts) == 2
+    (mask,) = await amasks([state])
+    assert marked(mask) == [EOS, 1, 2, 4]
+    assert await state.check([EOS, 3, 4, 1, 2]) == [True, False, True, True, True]
+    assert (await amasks([state, state])).tolist() == [mask.tolist()] * 2
+    assert sorted(recorded.texts, key=repr) == sorted(
+        [Text((1,), b"a"), Text((2,), b"b"), Text((4,), b"a"), Text((), b"", finished=True)],
+        key=repr,
+    )
+    after = state.advance(1)
+    assert await after.check([1, 2, EOS]) == [False, True, False]
+    assert recorded.texts[-3:].count(Text((1,), b"a", finished=True)) == 1
+
+
+async def test_particles_with_equal_texts_share_the_answers() -> None:
+    recorded = Recorded()
+    start = predicate(recorded, lm_over(b"a", b"b")).start()
+    parent = start.advance(2)
+    particles = [parent.advance(1) for _ in range(3)]
+    assert (await amasks(particles)).tolist() == [[True, False, True]] * 3
+    assert len(recorded.texts) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_plain_function_is_called_off_the_loop_and_others_on_it(kind: Any) -> None:
+    recorded = Recorded()
+    state: Any = predicate(kind(recorded), lm_over(b"a", b"b")).start()
+    await state.check([1, 2])
+    (thread,) = recorded.threads
+    assert (thread is threading.current_thread()) == (kind is not plain)
+
+
+async def test_no_more_calls_at_once_than_said() -> None:
+    under_way = most = 0
+
+    async def ask(text: Text) -> bool:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        under_way -= 1
+        return True
+
+    start = predicate(ask, lm_over(*[b"a"] * 20), max_concurrent=3).start()
+    await amasks([start, start.advance(1), start.advance(2)])
+    assert most == 3
+
+
+async def test_plain_functions_are_called_one_at_a_time_if_said() -> None:
+    busy = threading.Lock()
+
+    def ask(text: Text) -> bool:
+        assert busy.acquire(blocking=False)
+        try:
+            return judge(text)
+        finally:
+            busy.release()
+
+    start = predicate(ask, lm_over(*[b"b"] * 50), max_concurrent=1).start()
+    got = await amasks([start.advance(token_id) for token_id in range(1, 20)])
+    assert got[:, 1:].all()
+
+
+class Gate:
+    """A predicate that waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.open = asyncio.Event()
+        self.texts: list[Text] = []
+        self.left = 0
+
+    async def __call__(self, text: Text) -> bool:
+        self.texts.append(text)
+        self.entered.set()
+        try:
+            await self.open.wait()
+        finally:
+            self.left += 1
+        return True
+
+
+async def test_two_who_ask_at_once_get_one_answer() -> None:
+    gate = Gate()
+    state: Any = predicate(gate, lm_over(b"a", b"b", b"c")).start()
+    first = asyncio.create_task(state.check([1, 2]))
+    await gate.entered.wait()
+    second = asyncio.create_task(state.check([2, 3]))
+    gate.open.set()
+    assert await first == await second == [True, True]
+    assert Counter(text.token_ids for text in gate.texts) == {(1,): 1, (2,): 1, (3,): 1}
+
+
+async def test_a_cancelled_check_leaves_those_who_wait_for_the_same() -> None:
+    gate = Gate()
+    state: Any = predicate(gate, lm_over(b"a", b"b")).start()
+    first = asyncio.create_task(state.check([1, 2]))
+    await gate.entered.wait()
+    second = asyncio.create_task(state.check([1]))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert gate.left == len(gate.texts), "what was called has been cancelled"
+    gate.open.set()
+    assert await second == [True]
+    assert await state.check([1, 2]) == [True, True]
+    assert Counter(text.token_ids for text in gate.texts) == {(1,): 2, (2,): 2}
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_cancelled_waiter_leaves_the_one_who_asks() -> None:
+    gate = Gate()
+    state: Any = predicate(gate, lm_over(b"a", b"b")).start()
+    first = asyncio.create_task(state.check([1]))
+    await gate.entered.wait()
+    second = asyncio.create_task(state.check([1]))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    gate.open.set()
+    assert await first == [True]
+    assert len(gate.texts) == 1
+
+
+async def test_cancelled_masks_ask_nothing_more() -> None:
+    gate = Gate()
+    start = predicate(gate, lm_over(*[b"a"] * 30), max_concurrent=2).start()
+    task = asyncio.create_task(amasks([start, start.advance(1)]))
+    await gate.entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gate.left == len(gate.texts) <= 2
+    gate.open.set()
+    assert (await amasks([start])).all()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_a_plain_function_is_called_no_more_after_a_cancellation() -> None:
+    entered, opened = threading.Event(), threading.Event()
+    texts = []
+
+    def ask(text: Text) -> bool:
+        texts.append(text)
+        entered.set()
+        opened.wait()
+        return True
+
+    state: Any = predicate(ask, lm_over(*[b"a"] * 30)).start()
+
+    async def give_up() -> None:
+        task = asyncio.create_task(state.check(range(1, 30)))
+        await asyncio.to_thread(entered.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        opened.set()
+
+    asyncio.run(give_up())  # it waits for the threads of the loop
+    assert [text.token_ids for text in texts] == [(1,)]
+    assert asyncio.run(state.check([1, 2])) == [True, True]
+    assert [text.token_ids for text in texts] == [(1,), (2,)]
+
+
+class BrokenError(Exception):
+    """What a predicate of a user raises."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_the_predicate_raises_reaches_the_caller(kind: Any) -> None:
+    class Failing(Recorded):
+        def __call__(self, text: Text) -> bool:
+            if text.token_ids == (2,) and not self.threads:
+                self.threads.add(threading.current_thread())
+                raise BrokenError("by the user")
+            self.texts.append(text)
+            return True
+
+    failing = Failing()
+    state: Any = predicate(kind(failing), lm_over(b"a", b"b", b"c")).start()
+    with pytest.raises(BrokenError, match="by the user"):
+        await state.check([1, 2, 3])
+    assert await state.check([1, 2, 3]) == [True, True, True]
+    assert Counter(failing.texts)[Text((2,), b"b")] == 1
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_after_an_error_nothing_more_is_asked() -> None:
+    asked: list[Text] = []
+
+    async def ask(text: Text) -> bool:
+        asked.append(text)
+        await asyncio.sleep(0)
+        if text.token_ids == (1,):
+            raise BrokenError("by the user")
+        await asyncio.sleep(0)
+        return True
+
+    state: Any = predicate(ask, lm_over(*[b"a"] * 30), max_concurrent=2).start()
+    with pytest.raises(BrokenError):
+        await state.check(range(1, 31))
+    assert len(asked) < 5
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_even_stop_iteration_ends_a_check() -> None:
+    def exhausted(text: Text) -> bool:
+        return next(iter(()))
+
+    state: Any = predicate(exhausted, lm_over(b"a")).start()
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await state.check([1])
+
+
+@pytest.mark.parametrize("answer", [1, 0.0, None, "yes", np.float64(1), [True]])
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_anything_but_a_bool_is_refused(answer: Any, asynchronous: bool) -> None:
+    async def later(text: Text) -> Any:
+        return answer
+
+    function = later if asynchronous else lambda text: answer
+    state: Any = predicate(function, lm_over(b"a"), name="rhymes").start()
+    with pytest.raises(InvalidRequest, match=r"predicate rhymes said .* return True or False"):
+        await state.check([1])
+
+
+async def test_a_bool_of_numpy_is_one() -> None:
+    refuse: Any = np.bool_(False)
+    state: Any = predicate(lambda text: refuse, lm_over(b"a")).start()
+    (answer,) = await state.check([1])
+    assert answer is False
+
+
+async def test_advancing_by_what_may_not_follow_is_refused() -> None:
+    state = predicate(judge, lm_over(b"a", b"b", b"")).start().advance(1)
+    assert isinstance(state, CheckedState)
+    unasked = state.advance(1)
+    assert await state.check([1]) == [False]
+    for token_id, message in [
+        (1, "may not follow"),
+        (3, "may not follow"),
+        (EOS, "ends the text"),
+        (4, "not in"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            state.advance(token_id)
+    assert await unasked.check([2]) == [False]
+    with pytest.raises(InvalidRequest, match=r"not in 0 \.\. 3"):
+        await state.check([1, 4])
+    with pytest.raises(InvalidRequest, match="give an integer"):
+        await state.check(["a"])  # type: ignore[list-item]
+
+
+def test_the_synchronous_masks_send_to_the_others() -> None:
+    state: Any = predicate(judge, lm_over(b"a")).start()
+    assert state.mask().tolist() == [True, True]
+    with pytest.raises(InvalidRequest, match="await amasks"):
+        masks([state])
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 3), st.integers(1, 4))
+def test_loops_in_several_threads_share_the_answers(max_concurrent: int, loops: int) -> None:
+    recorded = Recorded()
+    lm = lm_over(*[b"a", b"b"] * 4)
+    state: Any = predicate(coroutine(recorded), lm, max_concurrent=max_concurrent).start()
+    together = threading.Barrier(loops)
+    answers: list[list[bool]] = []
+
+    def use() -> None:
+        together.wait()
+        answers.append(asyncio.run(state.check(range(9))))
+
+    threads = [threading.Thread(target=use) for _ in range(loops)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [[True] * 9] * loops
+    assert set(Counter(recorded.texts).values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"function": "a"}, "give a function of a Text"),
+        ({"max_concurrent": 0}, "at least 1"),
+        ({"max_concurrent": 1.5}, "give an integer"),
+        ({"max_concurrent": True}, "give an integer"),
+        ({"name": 3}, "give it as str"),
+        ({"lm": lm_over(b"a", eos_token_id=None)}, "eos_token_id"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_the_call(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message):
+        predicate(**{"function": judge, "lm": lm_over(b"a"), **arguments})
+
+
+def test_says_what_it_is() -> None:
+    lm = lm_over(b"a")
+    assert repr(predicate(judge, lm)) == "<constraint: predicate judge>"
+    assert repr(predicate(judge, lm, name="fair")) == "<constraint: predicate fair>"
