@@ -186,6 +186,7 @@ def _runtime(statistics: Statistics) -> Iterable[str]:
         ("cancelled", f"{batcher.cancelled:,}", "were given up"),
         ("engine steps", f"{engine.steps:,}", f"in {batcher.flushes:,} flushes"),
         ("rows", f"{engine.rows:,}", "computed"),
+        ("reads", f"{engine.reads:,}", "answered from rows that stayed on the device"),
         ("extended", f"{engine.extended:,}", "of them by a token after a resident sequence"),
         ("forked", f"{engine.forked:,}", "of them from a resident sequence"),
         ("evicted", f"{engine.evicted:,}", "resident sequences, for want of room"),
