@@ -13,6 +13,7 @@ from genrt.errors import EngineUnsupported, InvalidRequest
 
 __all__ = [
     "BytesTokenizer",
+    "all_tokens",
     "byte_vocab",
     "checked_vocabulary",
     "decode",
@@ -78,11 +79,20 @@ def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 0:
         raise InvalidRequest(f"vocab_size is {vocab_size!r}; give the length of the model's rows")
-    if isinstance(tokenizer, BytesTokenizer):
-        vocabulary = tokenizer.byte_vocab
-    else:
-        vocabulary = _transformers_bytes(tokenizer)
+    vocabulary = all_tokens(tokenizer)
     return vocabulary[:vocab_size] + [b""] * (vocab_size - len(vocabulary))
+
+
+def all_tokens(tokenizer: Any) -> list[bytes]:
+    """``byte_vocab`` up to the largest id that the tokenizer has: a model's rows may be longer, where its
+    matrices are padded, or shorter, where tokens were added that it was never given.
+
+    Raises:
+        EngineUnsupported: a tokenizer of another kind, whose tokens' bytes could only be guessed.
+    """
+    if isinstance(tokenizer, BytesTokenizer):
+        return tokenizer.byte_vocab
+    return _transformers_bytes(tokenizer)
 
 
 def str_vocab(tokenizer: Any, vocab_size: int) -> list[str]:

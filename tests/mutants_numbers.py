@@ -645,4 +645,58 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "by_bytes[text.bytes] = probability",
         ),
     ),
+    *breaks(
+        "interop/genlm.py",
+        "test_genlm.py",
+        (
+            "the rows of padded matrices are not normalised",
+            "rows[..., :missing].log_softmax(dim=-1)",
+            "rows[..., :missing]",
+        ),
+        (
+            "genlm's adapters are not heard in batches",
+            "rows = await self._lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)",
+            "rows = await self._lm.batch_next_token_logprobs(token_ids_list)",
+        ),
+        (
+            "genlm's end tokens do not end samples",
+            "stop_token_ids=eos_token_ids,",
+            "",
+        ),
+        only="not example and not process",
+    ),
+    *breaks(
+        "interop/foreign.py",
+        "test_genlm.py",
+        (
+            "the environment that genlm-backend edits stays edited",
+            "        os.environ.update(before)\n",
+            "",
+        ),
+        (
+            "what genlm-backend adds to the environment stays",
+            "            del os.environ[name]\n",
+            "            pass\n",
+        ),
+        only="process",
+    ),
+    *breaks(
+        "engines/vllm_process.py",
+        "test_vllm_process.py",
+        (
+            "a demand for the runner V2 keeps vLLM from opening on a CPU",
+            "os.environ.pop(V2, None)",
+            "None",
+        ),
+        (
+            "a demand for the runner V2 is forgotten",
+            "            os.environ[V2] = demanded\n",
+            "            pass\n",
+        ),
+        (
+            "vLLM trips over numba",
+            'object.__getattribute__(value, "__dict__")',
+            "value.__dict__",
+        ),
+    ),
 )

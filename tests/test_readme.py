@@ -58,6 +58,7 @@ async def run_block(block: str, document: str, namespace: dict[str, Any]) -> lis
 
 @pytest.mark.vllm
 @pytest.mark.embedded
+@pytest.mark.genlm
 async def test_every_example_in_the_readme_runs_and_prints_what_it_says(
     llama: Path, loras: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_the_readme_shows_the_demos_result_early() -> None:
     assert sum(shares) <= 1.0
 
 
+@pytest.mark.genlm
 def test_the_names_in_the_documents_are_there() -> None:
     text = "\n".join(map(text_of, DOCUMENTS))
     methods = set(re.findall(r"\blm\.([a-z_]+)\b", text)) - {"py"}

@@ -10,6 +10,7 @@ from vllm.v1.executor import Executor
 
 from genrt.engines.vllm_config import TURN, check_version, configure, on_loopback, translated
 from genrt.engines.vllm_engine import VLLMEngine
+from genrt.engines.vllm_process import undisturbed
 from genrt.engines.vllm_self_test import self_test
 
 __all__ = ["open_vllm"]
@@ -31,7 +32,7 @@ def open_vllm(
         EngineFailed: anything else that vLLM raised, with its message.
     """
     check_version(vllm.__version__)
-    with TURN, on_loopback():
+    with TURN, on_loopback(), undisturbed():
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         executor = Executor.get_class(config)
         try:

@@ -1,0 +1,5 @@
+"""genrt's runtimes for the users of other libraries: one file each, imported by name."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,49 @@
+"""Importing packages that change the process around them: what is not their own is put back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from genrt.errors import EngineNotInstalled
+
+__all__ = ["importing"]
+
+PREFIX = "VLLM_"
+"""Of the environment variables that vLLM reads whenever it is opened. genlm-backend sets three of them,
+for its own vLLM; what vLLM sets for itself when it is first imported has other names, and stays."""
+
+
+@contextmanager
+def importing(extra: str) -> Iterator[None]:
+    """For the import statements of packages that ``genrt[extra]`` brings.
+
+    Put back are vLLM's environment variables, the level of its logger and the filters of warnings, which
+    genlm-backend and llamppl change when they are imported. Their warnings at that time are not shown.
+
+    Raises:
+        EngineNotInstalled: a package is missing, or is not a version that genrt knows.
+    """
+    before = _settings()
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ImportError as error:
+        raise EngineNotInstalled(
+            f"{extra} cannot be imported ({error}): install it with pip install 'genrt[{extra}]'"
+        ) from error
+    finally:
+        logger.setLevel(level)
+        for name in _settings().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}

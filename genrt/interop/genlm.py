@@ -1,0 +1,204 @@
+"""genlm-backend's AsyncLM over a genrt runtime: genlm-control and genlm-bytes run on it unchanged.
+
+::
+
+    from genrt.interop.genlm import as_genlm
+    from genlm.control import AWRS, BoolFSA, PromptedLLM
+
+    llm = PromptedLLM(as_genlm(genrt.load()))
+
+The interface is that of genlm-backend 0.3. Importing this file imports genlm-backend, and puts back the
+environment variables that it sets then for its own vLLM: who imports genlm-control later meets neither
+these nor its warning. In the other order everything works too, but they stay set.
+
+Raises:
+    EngineNotInstalled: genlm-control is not installed (extra ``genlm``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from genrt import vocabulary
+from genrt.arguments import TokenIds
+from genrt.errors import InvalidRequest
+from genrt.interop.foreign import importing
+from genrt.lm import AsyncLM
+
+with importing("genlm"):
+    from genlm.backend.llm import AsyncLM as GenlmLM
+    from genlm.backend.tokenization import Token
+    from genlm.backend.tokenization.vocab import bytes_to_strs
+
+__all__ = ["GenrtLM", "as_genlm"]
+
+
+def as_genlm(lm: AsyncLM) -> GenrtLM:
+    """The runtime as a ``genlm.backend.llm.AsyncLM``, for ``PromptedLLM`` and whatever else takes one.
+
+    Any number of them share the runtime, its cache and its adapters; none closes it.
+
+    Raises:
+        InvalidRequest: ``lm`` is not a runtime, or has no tokenizer.
+        EngineUnsupported: the bytes of its tokenizer's tokens are not known.
+    """
+    if not isinstance(lm, AsyncLM):
+        raise InvalidRequest(
+            f"as_genlm takes what genrt.load returns, got {type(lm).__name__}: {lm!r:.80}"
+        )
+    tokenizer = lm.tokenizer
+    tokens = vocabulary.all_tokens(tokenizer)
+    fallback = "tokenizer" if hasattr(tokenizer, "convert_ids_to_tokens") else "replace"
+    return GenrtLM(
+        lm,
+        byte_vocab=[Token(token_id, token) for token_id, token in enumerate(tokens)],
+        str_vocab=bytes_to_strs(tokenizer, tokens, fallback),
+    )
+
+
+@GenlmLM.register
+class GenrtLM:
+    """A genrt runtime with the methods of ``genlm.backend.llm.AsyncLM``, whose instance it counts as.
+
+    Made by ``as_genlm``. Questions are batched, deduplicated and cached by the runtime, on any event loop
+    and in any thread; the ``_sync`` methods work where a loop is running, too. Errors are genrt's, of the
+    kinds that genlm-backend raises: a ``ValueError`` for a question that is wrong in itself (no token
+    ids, an unknown ``lora_name``), a ``RuntimeError`` where the engine failed or was closed.
+
+    Rows are float32 on the runtime's device, with an entry for each token of ``byte_vocab``. Where a
+    model has more, which pad its matrices, they are left out and the rest is normalised; where it has
+    fewer, the tokens that it can never give are -inf.
+
+    Attributes:
+        byte_vocab: genlm's ``Token`` for each id of the tokenizer.
+        str_vocab: the same as text; a token that is no whole characters as the tokenizer writes it.
+        tokenizer: the runtime's.
+    """
+
+    def __init__(self, lm: AsyncLM, *, byte_vocab: list[Any], str_vocab: list[str]) -> None:
+        self._lm = lm
+        self.tokenizer = lm.tokenizer
+        self.byte_vocab = byte_vocab
+        self.str_vocab = str_vocab
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._lm!r})"
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """The row after ``token_ids``: ``[len(byte_vocab)]``, the caller's own."""
+        return self._fitted(await self._lm.next_token_logprobs(token_ids, adapter=lora_name))
+
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """``next_token_logprobs``, blocking."""
+        return self._fitted(self._lm.next_token_logprobs_sync(token_ids, adapter=lora_name))
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """The rows after each of the contexts: ``[len(token_ids_list), len(byte_vocab)]``."""
+        rows = await self._lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)
+        return self._fitted(rows)
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """``batch_next_token_logprobs``, blocking."""
+        rows = self._lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
+        return self._fitted(rows)
+
+    def _fitted(self, rows: torch.Tensor) -> torch.Tensor:
+        missing = len(self.byte_vocab) - rows.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(rows, (0, missing), value=-math.inf)
+        if missing < 0:
+            return rows[..., :missing].log_softmax(dim=-1)
+        return rows
+
+    # -- samples ------------------------------------------------------------------------------
+
+    async def sample(
+        self,
+        prompt_token_ids: TokenIds,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """Up to ``max_tokens`` tokens, by the engine's own decode loop; an end token is not returned.
+
+        A seed reproduces a sample of genrt's, not one of another backend's.
+        """
+        return await self._lm.sample(
+            prompt_token_ids,
+            max_tokens=max_tokens,
+            stop_token_ids=eos_token_ids,
+            temperature=temperature,
+            seed=seed,
+            adapter=lora_name,
+        )
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Sequence[TokenIds],
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[list[int]]:
+        """A ``sample`` after each of the prompts. As in genlm-backend a ``seed`` is that of every one, so
+        equal prompts have equal samples; without one they are independent."""
+        samples = (
+            self.sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
+            for prompt in prompt_token_ids_list
+        )
+        return list(await asyncio.gather(*samples))
+
+    # -- adapters -----------------------------------------------------------------------------
+
+    def add_new_lora(self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1") -> None:
+        """Load the LoRA adapter in directory ``lora_path`` under ``lora_name``; a name that is taken is
+        bound to the new weights. The runtime must have been opened with ``enable_lora``.
+
+        Raises:
+            InvalidAdapter: no safetensors adapter that fits the model; names on a hub are not fetched.
+        """
+        self._lm.add_adapter_sync(lora_name, lora_path)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Unbind ``lora_name``; questions that were asked before are answered."""
+        self._lm.remove_adapter(lora_name)
+
+    def set_lora(self, lora_path: object = None, lora_name: object = None) -> NoReturn:
+        """Not supported, as in genlm-backend since 0.3; raises InvalidRequest."""
+        raise InvalidRequest(
+            "no adapter is set for all calls: add_new_lora(path, name), then lora_name= on each call"
+        )
+
+    def clear_lora(self) -> NoReturn:
+        """Not supported, as in genlm-backend since 0.3; raises InvalidRequest."""
+        raise InvalidRequest(
+            "no adapter is set for all calls: leave lora_name out for the base model"
+        )
+
+    # -- the runtime --------------------------------------------------------------------------
+
+    def clear_cache(self) -> None:
+        """Drop the runtime's cached rows."""
+        self._lm.clear_cache()
+
+    def cleanup(self) -> None:
+        """Does nothing: whoever loaded the runtime closes it, with ``lm.close()`` or ``with``."""

@@ -1,0 +1,57 @@
+"""llamppl's language model over a genrt runtime: its models and its inference run on it unchanged.
+
+::
+
+    from genrt.interop.llamppl import as_llamppl
+    from llamppl import LMContext, Model, smc_standard
+
+    lm = as_llamppl(genrt.load())
+
+Importing this file imports llamppl, and puts back what that changes in the process, as ``genlm.py`` does.
+
+Raises:
+    EngineNotInstalled: llamppl is not installed (extra ``llamppl``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from genrt.errors import InvalidRequest
+from genrt.interop.foreign import importing
+from genrt.interop.genlm import as_genlm
+from genrt.lm import AsyncLM
+from genrt.vocabulary import BytesTokenizer
+
+with importing("llamppl"):
+    from llamppl.llms import CachedCausalLM, Masks
+
+__all__ = ["as_llamppl"]
+
+
+def as_llamppl(lm: AsyncLM) -> Any:
+    """The runtime as a ``llamppl.CachedCausalLM``; its ``model`` is what ``as_genlm`` makes.
+
+    ``next_token_logprobs`` gives NumPy rows of ``len(str_vocab)`` entries on the host. What concerns a
+    cache of keys and values does nothing and says so in a warning, as with llamppl's vLLM backend: the
+    runtime keeps sequences resident by itself. The runtime's owner closes it.
+
+    Raises:
+        InvalidRequest: ``lm`` is not a runtime, or its tokenizer is none of transformers', whose methods
+            llamppl calls.
+    """
+    model = as_genlm(lm)
+    if isinstance(model.tokenizer, BytesTokenizer):
+        raise InvalidRequest(
+            "llamppl calls methods that transformers' tokenizers have: load a checkpoint that has one"
+        )
+    # Its constructor accepts four backends by their classes, and does no more than this.
+    made = CachedCausalLM.__new__(CachedCausalLM)
+    made.backend = "vllm"
+    made.model = model
+    made.tokenizer = model.tokenizer
+    made.byte_vocab = model.byte_vocab
+    # Its masks look at a token's first character; an id that stands for nothing has none.
+    made.str_vocab = [text or "\N{REPLACEMENT CHARACTER}" for text in model.str_vocab]
+    made.masks = Masks(made)
+    return made
