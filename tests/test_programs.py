@@ -19,7 +19,7 @@ import torch
 
 import genrt
 from genrt.constraints import regex
-from genrt.engines.exact import NGram
+from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import GenrtError, InvalidRequest, UnknownAdapter
 from genrt.inference import SMC, Execution, Program, Result, TextModel, importance_sampling
 from genrt.lm import AsyncLM
@@ -583,3 +583,22 @@ async def test_a_text_model_and_a_program_of_it_draw_alike_in_one_runtime() -> N
             await SMC(Program(lm, constrained(lm)), num_particles=9).run(1),
         )
     assert all(map(same, together, alone))
+
+
+class Mute(ExactEngine):
+    """A model whose checkpoint came without a tokenizer."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return None
+
+
+async def test_programs_run_on_a_model_without_a_tokenizer() -> None:
+    async def program(p: Execution) -> tuple[int, int]:
+        first = await p.sample([0])
+        return first, await p.sample([0, first])
+
+    async with await genrt.aload(engine=lambda: Mute(MODEL)) as lm:
+        result = await SMC(Program(lm, program), num_particles=5).run(0)
+    assert result.texts == ("",) * 5
+    assert result.token_ids == result.values

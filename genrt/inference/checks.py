@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState
 from genrt.constraints.tokens import Tokens, words_of
-from genrt.errors import InvalidRequest
+from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "prompt_ids",
     "runtime",
     "seeds_of_step",
+    "token_bytes",
 ]
 
 
@@ -60,6 +62,14 @@ def runtime(lm: Any) -> AsyncLM:
     if not isinstance(lm, AsyncLM):
         raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
     return lm
+
+
+def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
+    """``lm.byte_vocab``; of a model without a tokenizer that has one, nothing for every token."""
+    try:
+        return lm.byte_vocab
+    except (InvalidRequest, EngineUnsupported):
+        return [b""] * lm.vocab_size
 
 
 def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import finite, runtime
+from genrt.inference.checks import finite, runtime, token_bytes
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import normalised
 
@@ -294,8 +294,8 @@ class Program:
         return _Trace()
 
     def text(self, particle: _Trace) -> str:
-        """What the sampled tokens say, as UTF-8 with U+FFFD for what is not."""
-        vocabulary = self._lm.byte_vocab
+        """What the sampled tokens say, as UTF-8 with U+FFFD for what is not; ``""`` without tokenizer."""
+        vocabulary = token_bytes(self._lm)
         return b"".join(vocabulary[token_id] for token_id in particle.token_ids).decode(
             errors="replace"
         )
