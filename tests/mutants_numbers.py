@@ -176,7 +176,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
         (
             "an arrival of a token that was rejected before is waited for",
-            "        if remaining[token_id] == 0:",
+            "        if left[token_id] == 0:",
             "        if False:",
         ),
     ),

@@ -21,7 +21,7 @@ from scipy.integrate import quad
 import genrt
 from genrt.constraints import Constraint, all_of, predicate, regex
 from genrt.engines.exact import NGram
-from genrt.inference import SMC, TextModel, importance_sampling
+from genrt.inference import SMC, TextModel, awrs, importance_sampling
 from genrt.inference.awrs import draw, log_mean_rate
 from genrt.inference.model import DEAD
 from genrt.inference.text_model import Proposal
@@ -68,11 +68,13 @@ class Asked:
     def __init__(self, allowed: Collection[int]) -> None:
         self.allowed = allowed
         self.asked: list[int] = []
+        self.rounds = 0
 
-    async def __call__(self, token_id: int) -> bool:
-        assert token_id not in self.asked, "asked twice"
-        self.asked.append(token_id)
-        return token_id in self.allowed
+    async def __call__(self, token_ids: list[int]) -> list[bool]:
+        assert not set(token_ids) & set(self.asked), "asked twice"
+        self.asked += token_ids
+        self.rounds += 1
+        return [token_id in self.allowed for token_id in token_ids]
 
 
 async def drawn(
@@ -202,6 +204,28 @@ async def test_where_nothing_is_allowed_each_token_is_asked_about_once(size: int
     assert await draw(weights, check, np.random.default_rng(0)) == (DEAD, -math.inf)
     assert sorted(check.asked) == np.flatnonzero(weights).tolist()
     assert weights.tolist() == before.tolist()
+    assert check.rounds <= 2 + math.log2(size)
+
+
+async def test_draws_ahead_ask_at_most_three_times_as_much_and_in_few_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = np.random.default_rng(0).dirichlet(np.ones(1000))
+    asked, rounds = [0, 0], [0, 0]
+    ahead = awrs._ahead
+    for one_by_one in (0, 1):
+        if one_by_one:
+            monkeypatch.setattr(
+                awrs, "_ahead", lambda left, known, most, rng: ahead(left, known, 1, rng)
+            )
+        for seed in range(100):
+            check = Asked({7, 800})
+            await draw(weights, check, np.random.default_rng(seed))
+            asked[one_by_one] += len(check.asked)
+            rounds[one_by_one] += check.rounds
+    assert rounds[1] == asked[1]
+    assert asked[1] < asked[0] < 3 * asked[1]
+    assert rounds[0] < 100 * 2 * (2 + math.log2(1000))
 
 
 async def test_without_any_weight_nothing_is_asked() -> None:
@@ -238,8 +262,8 @@ async def test_a_scale_of_the_weights_is_one_of_the_estimate() -> None:
 
 
 async def test_what_the_check_raises_is_raised() -> None:
-    async def check(token_id: int) -> bool:
-        raise LookupError(token_id)
+    async def check(token_ids: list[int]) -> list[bool]:
+        raise LookupError(*token_ids)
 
     with pytest.raises(LookupError, match="0"):
         await draw(np.ones(1), check, np.random.default_rng(0))

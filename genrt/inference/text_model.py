@@ -290,7 +290,11 @@ class TextModel:
         weights = await asyncio.to_thread(self._weights, particles, rows)
         seeds = np.random.SeedSequence(seed).spawn(len(particles))
         return await together(
-            self._rejecting(particle, row, np.random.default_rng(each))
+            awrs.draw(
+                row,
+                cast("CheckedState", particle.constraint_state).check,
+                np.random.default_rng(each),
+            )
             for particle, row, each in zip(particles, weights, seeds, strict=True)
         )
 
@@ -305,17 +309,6 @@ class TextModel:
             if self._is_last(particle):
                 row[np.arange(len(row)) != self._eos_token_id] = 0.0
         return weights
-
-    async def _rejecting(
-        self, particle: TextParticle, weights: Floats, rng: np.random.Generator
-    ) -> Drawn:
-        state = cast("CheckedState", particle.constraint_state)
-
-        async def check(token_id: int) -> bool:
-            [allowed] = await state.check([token_id])
-            return allowed
-
-        return await awrs.draw(weights, check, rng)
 
     # -- what follows from a draw -------------------------------------------------------------
 
