@@ -145,6 +145,7 @@ def _runtime(done: Statistics, seconds: float) -> list[str]:
                 "joined an equal question in flight",
             ),
             ("cache hits", f"{done.cache.hits:,}", "had been answered before"),
+            ("draws", f"{done.engine.reads:,}", "made where the rows are, equal contexts from one"),
             ("engine rows", f"{done.engine.rows:,}", "were computed"),
             ("engine steps", f"{done.engine.steps:,}", "computed them"),
             ("engine time", f"{done.engine.seconds:.2f}", "seconds"),

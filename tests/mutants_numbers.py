@@ -86,8 +86,8 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "test_inference.py",
         (
             "resampling forgets the evidence so far",
-            "np.full(self._num_particles, state.log_evidence),",
-            "np.zeros(self._num_particles),",
+            "np.full(count, state.log_evidence)",
+            "np.zeros(count)",
         ),
         (
             "resampling leaves the particles where they are",
@@ -132,8 +132,8 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "test_inference.py test_text_model.py",
         (
             "a text may end at the last step where it is not complete",
-            "mask[last] &= torch.arange(mask.shape[1]) == self._eos_token_id",
-            "mask[last] = torch.arange(mask.shape[1]) == self._eos_token_id",
+            "masks[last] &= end",
+            "masks[last] = end",
         ),
         (
             "a weight grows by the token's probability, not by the mass of what may follow",
@@ -160,9 +160,9 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "inference/awrs.py",
         "test_awrs.py",
         (
-            "the second accepted token is taken",
-            "return accepted[0], ",
-            "return accepted[1], ",
+            "one accepted token is enough",
+            "while len(accepted) < 2:",
+            "while len(accepted) < 1:",
         ),
         (
             "rejected tokens still count in the rates",
@@ -173,6 +173,25 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "rejected tokens are drawn again",
             "        remaining[token_id] = 0.0\n",
             "",
+        ),
+        (
+            "an arrival of a token that was rejected before is waited for",
+            "        if left[token_id] == 0:",
+            "        if False:",
+        ),
+    ),
+    *breaks(
+        "inference/potentials.py",
+        "test_text_model.py",
+        (
+            "plain potentials go on after a cancellation",
+            "            stop.set()\n",
+            "            pass\n",
+        ),
+        (
+            "what is awaited is asked of the next text",
+            "rest, first = distinct[len(answers) :], answers.pop()",
+            "first, rest = answers.pop(), distinct[len(answers) :]",
         ),
     ),
     *breaks(
@@ -187,6 +206,16 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "all children go on with the execution of their parent",
             "execution, coroutine = particle.live.pop()",
             "execution, coroutine = particle.live[0]",
+        ),
+        (
+            "particles without weight go on to the next step",
+            " or self._log_weight == -math.inf:",
+            ":",
+        ),
+        (
+            "a program may sample in tasks of its own",
+            "if asyncio.current_task() is not self._task:",
+            "if False:",
         ),
         (
             "a mask's mass is not observed",
@@ -212,9 +241,19 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "inference/baselines.py",
         "test_baselines.py",
         (
+            "a text that was cut may be one of the constraint",
+            "len(text.token_ids) < self._model.max_steps",
+            "len(text.token_ids) <= self._model.max_steps",
+        ),
+        (
+            "texts are kept whatever the bound is",
+            "threshold <= log_weight - self._bound",
+            "threshold <= log_weight",
+        ),
+        (
             "the evidence of rejection counts the last kept text",
-            "(kept - 1, drawn - 1)",
-            "(kept, drawn)",
+            "(kept - 1) / (drawn - 1)",
+            "kept / drawn",
         ),
     ),
     *breaks(

@@ -67,11 +67,11 @@ def test_the_table_is_the_posterior(model: str, capsys: pytest.CaptureFixture[st
 def test_the_runtimes_figures_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_exact(model, "--pattern", PATTERN, "--particles", "50") == 0
     captured = capsys.readouterr()
-    asked, joined, hits, rows = (
+    asked, joined, hits, draws, rows = (
         figure(captured.out, name)
-        for name in ("questions", "deduplicated", "cache hits", "engine rows")
+        for name in ("questions", "deduplicated", "cache hits", "draws", "engine rows")
     )
-    assert asked == joined + hits + rows
+    assert asked == joined + hits + draws
     assert 50 <= asked <= 250
     assert rows <= 1 + 2 + 4 + 8 + 16
     assert 1 <= figure(captured.out, "engine steps") <= 5

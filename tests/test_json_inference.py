@@ -18,7 +18,7 @@ import pytest
 
 import genrt
 from benchmarks.smc import SCHEMA
-from genrt.constraints import Constraint, json_schema, masks
+from genrt.constraints import ConstraintState, MaskedConstraint, json_schema, masks
 from genrt.inference import SMC, TextModel, importance_sampling
 from genrt.lm import AsyncLM
 
@@ -41,12 +41,12 @@ def lm() -> Iterator[AsyncLM]:
 
 
 async def exact_masses(
-    lm: AsyncLM, prompt: list[int], constraint: Constraint, max_tokens: int
+    lm: AsyncLM, prompt: list[int], constraint: MaskedConstraint, max_tokens: int
 ) -> dict[str, float]:
     """The probability of each text of the set, over all its tokenizations of up to ``max_tokens``."""
     end = lm.tokenizer.eos_token_id
     masses: defaultdict[str, float] = defaultdict(float)
-    prefixes = [((), 0.0, constraint.start())]
+    prefixes: list[tuple[tuple[int, ...], float, ConstraintState]] = [((), 0.0, constraint.start())]
     for _ in range(max_tokens):
         rows = await lm.batch_next_token_logprobs([[*prompt, *ids] for ids, _, _ in prefixes])
         allowed = masks([state for _, _, state in prefixes])

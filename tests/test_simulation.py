@@ -61,6 +61,11 @@ def test_nothing_is_found_in_fresh_seeds() -> None:
         assert simulate(seed, operations=OPERATIONS).operations >= OPERATIONS
 
 
+def test_a_request_that_is_withdrawn_and_asked_anew_goes_behind_the_others() -> None:
+    """In this run one loses its last waiter, and gets another, between two looks at what is ready."""
+    assert simulate(1018367613380, operations=300).operations >= 300
+
+
 def test_a_seed_is_a_run() -> None:
     assert simulate(3) == simulate(3)
     assert simulate(3).trace != simulate(4).trace

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["together"]
 
+T = TypeVar("T")
 
-async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all of it at once. The first error is raised; by then, or once cancelled, none goes on."""
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do all of it at once; what each returned, in order. The first error is raised; by then, or once
+    cancelled, none goes on."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

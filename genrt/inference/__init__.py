@@ -15,7 +15,7 @@ What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they
 
 from __future__ import annotations
 
-from genrt.inference.baselines import BestOfN, Rejection
+from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
 from genrt.inference.genealogy import Genealogy
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
@@ -39,15 +39,18 @@ __all__ = [
     "SMC",
     "BestOfN",
     "Chains",
+    "Drawn",
     "Execution",
     "Genealogy",
     "Growth",
     "Info",
+    "Kept",
     "MetropolisHastings",
     "Model",
     "Moves",
     "Particle",
     "Program",
+    "Ranked",
     "Rejection",
     "Resampler",
     "Result",

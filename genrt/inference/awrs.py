@@ -41,36 +41,69 @@ rule's error is about exp(-2 pi^2 / STEP): far below the precision of a float.""
 TAIL = 40.0
 """How far beyond the smallest and largest rate, in logarithms, the integrand still counts."""
 
+AT_ONCE = 1024
+"""Rates whose terms are in memory together: there may be as many as tokens."""
+
 
 async def draw(
-    weights: Floats, check: Callable[[int], Awaitable[bool]], rng: np.random.Generator
+    weights: Floats, check: Callable[[list[int]], Awaitable[list[bool]]], rng: np.random.Generator
 ) -> tuple[int, float]:
     """A token in proportion to ``weights`` among those that ``check`` allows, and an unbiased estimate of
     the logarithm of their total weight, given that token; ``(DEAD, -inf)`` if it allows none.
+
+    Draws are made ahead, as if all were rejected, and asked about together: at first one, then as many as
+    were rejected so far. What comes after an accepted one is drawn anew. So the law is that of draws one
+    by one, in about as many rounds as the logarithm of their number; of those asked about in vain there
+    are at most as many for each of the two accepted ones as were rejected before it.
 
     Args:
         weights: ``[V]``, at least 0, normalised or not; a token of weight 0 is never asked about.
         check: asked about a token at most once.
     """
     remaining = weights.copy()
+    answers: dict[int, bool] = {}
     rates: list[float] = []
     accepted: list[int] = []
-    drawn = _Inversion(remaining)
+    rejected = 0
     while len(accepted) < 2:
-        if not drawn.total > 0:
+        ahead = _ahead(remaining, answers, max(1, rejected), rng)
+        if not ahead:
             return DEAD, -math.inf
-        token_id = drawn.token(rng)
-        if remaining[token_id] == 0:  # rejected since the sums were made: its arrival is not seen
-            continue
-        rates.append(drawn.rate)
-        if token_id in accepted or await check(token_id):
-            accepted.append(token_id)
-            continue
-        remaining[token_id] = 0.0
-        drawn.leave_out(float(weights[token_id]))
-        if drawn.is_stale:
-            drawn = _Inversion(remaining)
+        unknown = [token_id for token_id, _ in ahead if token_id not in answers]
+        if unknown:
+            answers.update(zip(unknown, await check(unknown), strict=True))
+        for token_id, rate in ahead:
+            rates.append(rate)
+            if answers[token_id]:
+                accepted.append(token_id)
+                break
+            remaining[token_id] = 0.0
+            rejected += 1
     return accepted[0], log_mean_rate(np.array(rates))
+
+
+def _ahead(
+    remaining: Floats, answers: dict[int, bool], most: int, rng: np.random.Generator
+) -> list[tuple[int, float]]:
+    """The next draws and their rates, if all that are not known are rejected: up to ``most`` such ones,
+    or up to one that is known to be accepted."""
+    left = remaining.copy()
+    drawn = _Inversion(left)
+    ahead: list[tuple[int, float]] = []
+    unknown = 0
+    while drawn.total > 0 and unknown < most:
+        token_id = drawn.token(rng)
+        if left[token_id] == 0:  # rejected since the sums were made: its arrival is not seen
+            continue
+        ahead.append((token_id, drawn.rate))
+        if answers.get(token_id, False):
+            break
+        unknown += token_id not in answers
+        drawn.leave_out(float(left[token_id]))
+        left[token_id] = 0.0
+        if drawn.is_stale:
+            drawn = _Inversion(left)
+    return ahead
 
 
 class _Inversion:
@@ -100,6 +133,8 @@ def log_mean_rate(rates: Floats) -> float:
     relative = logarithms - peak
     u = np.arange(relative.min() - TAIL, TAIL, STEP)
     # log of u prod_j l_j / (l_j + u), the u from du = u d(log u)
-    terms = u - np.logaddexp(0.0, u[:, None] - relative[None, :]).sum(axis=1)
+    terms = u.copy()
+    for start in range(0, len(relative), AT_ONCE):
+        terms -= np.logaddexp(0.0, u[:, None] - relative[start : start + AT_ONCE]).sum(axis=1)
     top = terms.max()
     return float(peak + top + math.log(np.exp(terms - top).sum() * STEP))

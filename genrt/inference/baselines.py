@@ -16,14 +16,14 @@ any posterior, but what is often compared with.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from genrt.constraints import potential
+from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import frozen, integer, seeds_of_step
+from genrt.inference.checks import finite, frozen, integer, seeds_of_step
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Floats
@@ -32,7 +32,7 @@ from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
 from genrt.texts import Potential, Text
 
-__all__ = ["BestOfN", "Drawn", "Kept", "Rejection"]
+__all__ = ["BestOfN", "Drawn", "Kept", "Ranked", "Rejection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,17 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What rejection has drawn after ``step`` batches, kept or not, in order."""
+    """Where rejection is after ``step`` batches. A value: stepping the same one again gives the same.
 
-    drawn: tuple[Drawn, ...]
+    Fields:
+        texts: those that were kept, in order.
+        drawn: how many were drawn for them.
+    """
+
+    texts: tuple[Text, ...]
+    drawn: int
     step: int
     seed: int
-
-    @property
-    def kept(self) -> tuple[Drawn, ...]:
-        """The texts that were kept."""
-        return tuple(each for each in self.drawn if each.kept)
 
 
 class Rejection:
@@ -83,7 +84,8 @@ class Rejection:
     ) -> None:
         """
         Args:
-            num_samples: how many texts to keep; the evidence has an unbiased estimate from 2 up.
+            num_samples: how many texts to keep, at least 1. From 2 up the estimate of the evidence is
+                unbiased; of 1 that was kept there is none, and it is NaN.
             max_texts: the most to draw for that.
             batch_size: how many to draw at once.
             bound: what the model's potential never exceeds.
@@ -91,13 +93,12 @@ class Rejection:
         Raises:
             InvalidRequest: an argument is out of its range.
         """
-        self._model = _text_model(model)
-        self._num_samples = integer("num_samples", num_samples, at_least=2)
+        self._plain = _Plain(model)
+        self._model = model
+        self._num_samples = integer("num_samples", num_samples, at_least=1)
         self._max_texts = integer("max_texts", max_texts, at_least=1)
         self._batch_size = integer("batch_size", batch_size, at_least=1)
-        if not math.isfinite(bound):
-            raise InvalidRequest(f"bound is {bound}: give a finite number")
-        self._bound = float(bound)
+        self._bound = finite("bound", bound)
 
     @property
     def model(self) -> TextModel:
@@ -110,14 +111,14 @@ class Rejection:
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
         """
-        return Kept((), 0, integer("seed", seed, at_least=0))
+        return Kept((), 0, 0, integer("seed", seed, at_least=0))
 
     def is_done(self, state: Kept) -> bool:
         """Whether enough was kept, or drawn."""
-        return len(state.kept) >= self._num_samples or len(state.drawn) >= self._max_texts
+        return len(state.texts) >= self._num_samples or state.drawn >= self._max_texts
 
     async def step(self, state: Kept) -> tuple[Kept, tuple[Drawn, ...]]:
-        """One batch more, up to the last text that is wanted.
+        """One batch more, up to the last text that is wanted; nothing if it is done.
 
         Cancelling it, or an error, leaves ``state`` as good as it was.
 
@@ -126,10 +127,12 @@ class Rejection:
             GenrtError: whatever the model raised.
         """
         own, models = seeds_of_step(state.seed, state.step)
-        count = min(self._batch_size, self._max_texts - len(state.drawn))
-        texts, log_weights = await _plain_texts(self._model, count, models)
+        missing = self._num_samples - len(state.texts)
+        count = min(self._batch_size, self._max_texts - state.drawn) if missing > 0 else 0
+        texts = await self._plain.texts(count, models)
+        log_weights = await self._plain.log_weights(texts, self._model.potential)
         thresholds = np.log1p(-np.random.default_rng(own).random(count))
-        batch, missing = [], self._num_samples - len(state.kept)
+        batch: list[Drawn] = []
         for text, log_weight, threshold in zip(texts, log_weights, thresholds, strict=True):
             if log_weight > self._bound:
                 raise InvalidRequest(
@@ -137,10 +140,11 @@ class Rejection:
                     "give a higher bound="
                 )
             if missing > 0:
-                kept = bool(threshold < log_weight - self._bound)
+                kept = bool(threshold <= log_weight - self._bound)
                 batch.append(Drawn(text, log_weight, kept))
                 missing -= kept
-        after = Kept(state.drawn + tuple(batch), state.step + 1, state.seed)
+        kept_now = tuple(each.text for each in batch if each.kept)
+        after = Kept(state.texts + kept_now, state.drawn + len(batch), state.step + 1, state.seed)
         return after, tuple(batch)
 
     async def steps(self, state: Kept) -> AsyncIterator[tuple[Kept, tuple[Drawn, ...]]]:
@@ -161,17 +165,37 @@ class Rejection:
         with Progress("rejection", None, shown=progress) as shown:
             async for after, batch in self.steps(state):
                 state = after
-                shown.step(kept=f"{len(state.kept)}/{self._num_samples}", drawn=len(state.drawn))
+                shown.step(kept=f"{len(state.texts)}/{self._num_samples}", drawn=state.drawn)
                 if on_step is not None:
                     on_step(state, batch)
         return replace(self.result(state), statistics=counting.statistics())
 
     def result(self, state: Kept) -> Result:
         """What was kept so far, and the estimate of the evidence."""
-        kept, drawn = len(state.kept), len(state.drawn)
-        share = (kept - 1, drawn - 1) if kept >= self._num_samples else (kept, max(drawn, 1))
-        log_share = math.log(share[0] / share[1]) if share[0] > 0 else -math.inf
-        return _result([each.text for each in state.kept], np.zeros(kept), log_share + self._bound)
+        kept, drawn = len(state.texts), state.drawn
+        if kept < self._num_samples:
+            share = kept / max(drawn, 1)
+        else:
+            share = (kept - 1) / (drawn - 1) if kept > 1 else math.nan
+        log_share = -math.inf if share == 0 else math.log(share)
+        return _result(state.texts, np.zeros(kept), log_share + self._bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Texts and their scores, -inf for those that don't satisfy the constraint. A value."""
+
+    texts: tuple[Text, ...]
+    scores: tuple[float, ...]
+    step: int
+    seed: int
+
+    @property
+    def best(self) -> int | None:
+        """The index of the first text of the highest score; ``None`` if none is above -inf."""
+        if max(self.scores, default=-math.inf) == -math.inf:
+            return None
+        return self.scores.index(max(self.scores))
 
 
 class BestOfN:
@@ -186,98 +210,111 @@ class BestOfN:
     def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
         """
         Args:
-            score: what to rank by; by default the model's potential, without one all texts are alike.
+            score: what to rank by; by default the model's potential. Without one all texts are alike, and
+                the first that satisfies the constraint is taken.
 
         Raises:
             InvalidRequest: an argument is out of its range.
         """
-        self._model = _text_model(model)
+        self._plain = _Plain(model)
+        self._model = model
         self._n = integer("n", n, at_least=1)
-        self._score = score
+        if score is not None and not callable(score):
+            raise InvalidRequest(f"the score is {score!r}: give a function of a Text")
+        self._score = model.potential if score is None else score
 
     @property
     def model(self) -> TextModel:
         """What it runs."""
         return self._model
 
-    def init(self, seed: int) -> Kept:
+    def init(self, seed: int) -> Ranked:
         """Nothing drawn yet.
 
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
         """
-        return Kept((), 0, integer("seed", seed, at_least=0))
+        return Ranked((), (), 0, integer("seed", seed, at_least=0))
 
-    async def step(self, state: Kept) -> tuple[Kept, tuple[Drawn, ...]]:
-        """All N texts, at once; ``kept`` is the best so far."""
+    async def step(self, state: Ranked) -> tuple[Ranked, tuple[Drawn, ...]]:
+        """N texts more, at once; ``kept`` is the best of all of them if that is among these.
+
+        Cancelling it, or an error, leaves ``state`` as good as it was.
+
+        Raises:
+            GenrtError: whatever the model raised.
+        """
         _, models = seeds_of_step(state.seed, state.step)
-        texts, scores = await _plain_texts(self._model, self._n, models)
-        if self._score is not None:
-            judged = await evaluated("score", self._score, texts)
-            scores = [
-                score if valid > -math.inf else valid
-                for score, valid in zip(judged, scores, strict=True)
-            ]
-        everything = [
-            *state.drawn,
-            *(Drawn(t, s, False) for t, s in zip(texts, scores, strict=True)),
-        ]
-        best = max(range(len(everything)), key=lambda place: everything[place].log_weight)
-        found = everything[best].log_weight > -math.inf
-        batch = tuple(
-            Drawn(each.text, each.log_weight, found and place == best)
-            for place, each in enumerate(everything)
+        texts = await self._plain.texts(self._n, models)
+        scores = await self._plain.log_weights(texts, self._score)
+        after = Ranked((*state.texts, *texts), (*state.scores, *scores), state.step + 1, state.seed)
+        first = len(state.texts)
+        return after, tuple(
+            Drawn(text, score, first + place == after.best)
+            for place, (text, score) in enumerate(zip(texts, scores, strict=True))
         )
-        return Kept(batch, state.step + 1, state.seed), batch[len(state.drawn) :]
 
     async def run(self, seed: int) -> Result:
-        """The best text as the only one of positive weight, all N of them in order; the log evidence is
-        NaN. The same seed gives the same."""
+        """One step: the best text as the only one of positive weight, all N of them in order; the log
+        evidence is NaN. The same seed gives the same."""
         counting = Counting(self._model)
         state, _ = await self.step(self.init(seed))
-        weights = np.array([0.0 if each.kept else -math.inf for each in state.drawn])
-        result = _result([each.text for each in state.drawn], weights, math.nan)
-        return replace(result, statistics=counting.statistics())
+        return replace(self.result(state), statistics=counting.statistics())
+
+    def result(self, state: Ranked) -> Result:
+        """All texts so far, of which the best alone has a weight."""
+        log_weights = np.full(len(state.texts), -math.inf)
+        if state.best is not None:
+            log_weights[state.best] = 0.0
+        return _result(state.texts, log_weights, math.nan)
 
 
-def _text_model(model: TextModel) -> TextModel:
-    if not isinstance(model, TextModel):
-        raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
-    return model
+class _Plain:
+    """Whole texts of a model's language model, without its constraint and twist."""
 
+    def __init__(self, model: TextModel) -> None:
+        if not isinstance(model, TextModel):
+            raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
+        self._model = model
+        constraint = model.constraint
+        self._indicator = None if constraint is None else indicator(constraint, lm=model.lm)
 
-async def _plain_texts(model: TextModel, count: int, seed: int) -> tuple[list[Text], list[float]]:
-    """Texts of the language model without constraint and twist, and their log-weights in the target."""
-    end = model.eos_token_id
-    sampled = await model.lm.batch_sample(
-        [model.prompt] * count,
-        max_tokens=model.max_steps,
-        stop_token_ids=() if end is None else (end,),
-        temperature=model.temperature,
-        seed=seed >> 1,  # leaves room for the places that are added to it
-        adapter=model.adapter,
-    )
-    vocabulary = model.lm.byte_vocab
-    texts = [
-        Text(tuple(token_ids), b"".join(map(vocabulary.__getitem__, token_ids)), True)
-        for token_ids in sampled
-    ]
-    valid = [len(text.token_ids) < model.max_steps for text in texts]
-    log_weights = [0.0] * count
-    if model.constraint is not None:
-        log_weights = await evaluated("constraint", potential(model.constraint), texts)
-        log_weights = [
-            weight if ended else -math.inf for weight, ended in zip(log_weights, valid, strict=True)
+    async def texts(self, count: int, seed: int) -> list[Text]:
+        """As many, independent."""
+        model = self._model
+        end = model.eos_token_id
+        sampled = await model.lm.batch_sample(
+            [model.prompt] * count,
+            max_tokens=model.max_steps,
+            stop_token_ids=() if end is None else (end,),
+            temperature=model.temperature,
+            seed=seed >> 1,  # leaves room for the places that are added to it
+            adapter=model.adapter,
+        )
+        vocabulary = model.lm.byte_vocab
+        return [
+            Text(tuple(token_ids), b"".join(map(vocabulary.__getitem__, token_ids)), True)
+            for token_ids in sampled
         ]
-    if model.potential is not None:
-        places = [place for place, weight in enumerate(log_weights) if weight > -math.inf]
-        judged = await evaluated("potential", model.potential, [texts[place] for place in places])
-        for place, value in zip(places, judged, strict=True):
-            log_weights[place] = value
-    return texts, log_weights
+
+    async def log_weights(self, texts: Sequence[Text], potential: Potential | None) -> list[float]:
+        """What the potential says of each; -inf for those that don't satisfy the constraint."""
+        log_weights = [0.0] * len(texts)
+        if self._indicator is not None:
+            # One that was cut at max_tokens has not ended, and is no text of the constraint.
+            ended = [len(text.token_ids) < self._model.max_steps for text in texts]
+            asked = [text for text, whole in zip(texts, ended, strict=True) if whole]
+            answers = iter(await evaluated("constraint", self._indicator, asked))
+            log_weights = [next(answers) if whole else -math.inf for whole in ended]
+        if potential is not None:
+            places = [place for place, weight in enumerate(log_weights) if weight > -math.inf]
+            judged = await evaluated("potential", potential, [texts[place] for place in places])
+            for place, value in zip(places, judged, strict=True):
+                log_weights[place] = value
+        return log_weights
 
 
-def _result(texts: list[Text], log_weights: Floats, log_evidence: float) -> Result:
+def _result(texts: Sequence[Text], log_weights: Floats, log_evidence: float) -> Result:
     strings = tuple(text.bytes.decode(errors="replace") for text in texts)
     return Result(
         texts=strings,

@@ -1,16 +1,30 @@
-"""Arguments of algorithms, checked; the seeds of their steps."""
+"""Arguments of models and algorithms, checked; the seeds of their steps."""
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genrt.errors import InvalidRequest
+from genrt.constraints import CheckedState, Constraint, ConstraintState
+from genrt.constraints.tokens import Tokens, words_of
+from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.lm import AsyncLM
 
-__all__ = ["frozen", "integer", "seeds_of_step"]
+__all__ = [
+    "constraint_start",
+    "finite",
+    "frozen",
+    "integer",
+    "prompt_ids",
+    "runtime",
+    "seeds_of_step",
+    "token_bytes",
+]
 
 
 def integer(name: str, value: Any, *, at_least: int) -> int:
@@ -26,6 +40,84 @@ def integer(name: str, value: Any, *, at_least: int) -> int:
     if number < at_least:
         raise InvalidRequest(f"{name} is {value}: give an integer of at least {at_least}")
     return number
+
+
+def finite(name: str, value: Any) -> float:
+    """It as a float.
+
+    Raises:
+        InvalidRequest: it is no number, or not a finite one.
+    """
+    if isinstance(value, int | float | np.number) and math.isfinite(value):
+        return float(value)
+    raise InvalidRequest(f"{name} is {value!r}: give a finite number")
+
+
+def runtime(lm: Any) -> AsyncLM:
+    """It.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(lm, AsyncLM):
+        raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
+    return lm
+
+
+def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
+    """``lm.byte_vocab``; of a model without a tokenizer that has one, nothing for every token."""
+    try:
+        return lm.byte_vocab
+    except (InvalidRequest, EngineUnsupported):
+        return [b""] * lm.vocab_size
+
+
+def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:
+    """A prompt's token ids, from a text or from ids.
+
+    Raises:
+        InvalidRequest: it is neither, empty, or has ids outside the vocabulary.
+    """
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest(f"the prompt is {prompt!r}: give a str, or token ids")
+    try:
+        given = lm.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    except TypeError as error:
+        raise InvalidRequest(f"the prompt is {prompt!r}: give a str, or token ids") from error
+    ids = tuple(integer("a token id", each, at_least=0) for each in given)
+    if not ids:
+        raise InvalidRequest("the prompt is empty: give at least one token")
+    if max(ids) >= lm.vocab_size:
+        raise InvalidRequest(
+            f"the prompt's token id {max(ids)} is not in 0 .. {lm.vocab_size - 1}: encode it "
+            "with lm.encode"
+        )
+    return ids
+
+
+def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:
+    """The state before any text of a constraint over the runtime's tokens.
+
+    Raises:
+        InvalidRequest: it is no constraint, or over another vocabulary.
+    """
+    start = None
+    if isinstance(constraint, Constraint) and not isinstance(constraint, type):
+        start = constraint.start()
+    if not isinstance(start, ConstraintState | CheckedState):
+        raise InvalidRequest(
+            f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints, such as "
+            "regex(pattern, lm) or predicate(function, lm), or an object whose start() is a state"
+        )
+    tokens, (_, vocab_size) = getattr(constraint, "tokens", None), words_of(start)
+    if vocab_size != lm.vocab_size or (
+        isinstance(tokens, Tokens) and not tokens.same(Tokens.of(lm))
+    ):
+        raise InvalidRequest(
+            f"the constraint is over another vocabulary, of {vocab_size} tokens, and the model's has "
+            f"{lm.vocab_size}: make it with the lm of the model"
+        )
+    return start
 
 
 def frozen(array: NDArray[np.generic]) -> Any:

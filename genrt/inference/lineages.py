@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genrt.inference.model import DEAD
 from genrt.inference.resampling import Ancestors, Floats
 from genrt.inference.state import Info
 
 __all__ = ["Branch", "End", "Tree", "lineage", "tree_of"]
+
+Nodes: TypeAlias = NDArray[np.int64]
+"""``[n, 2]``: steps and particles."""
+
+NOBODY: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 End: TypeAlias = Literal["survived", "died", "dropped", "forked"]
 """How a branch ends: at the last step; by dying; without children; or by having several."""
@@ -97,23 +103,24 @@ def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
     )
 
 
-def _leaves(infos: Sequence[Info]) -> dict[End, list[_Node]]:
-    found: dict[End, list[_Node]] = {"survived": [], "died": [], "dropped": []}
+def _leaves(infos: Sequence[Info]) -> dict[End, Nodes]:
+    """All there are, in the order of their steps."""
+    found: dict[End, list[Nodes]] = {"survived": [], "died": [], "dropped": []}
     for step, info in enumerate(infos):
         alive = info.log_weights > -math.inf
-        died = ~alive & (info.log_increments == -math.inf)
-        found["died"] += [_Node(step, int(each)) for each in np.flatnonzero(died)]
+        ended = {"died": ~alive & (info.log_increments == -math.inf)}
         if step + 1 < len(infos):
             children = np.bincount(infos[step + 1].ancestors, minlength=len(alive))
-            end: End = "dropped"
-            ended = alive & (children == 0)
+            ended["dropped"] = alive & (children == 0)
         else:
-            end, ended = "survived", alive
-        found[end] += [_Node(step, int(each)) for each in np.flatnonzero(ended)]
-    return found
+            ended["survived"] = alive
+        for end, nodes in found.items():
+            [particles] = np.nonzero(ended[end]) if end in ended else [NOBODY]
+            nodes.append(np.column_stack([np.full(len(particles), step), particles]))
+    return {end: np.concatenate(nodes) for end, nodes in found.items()}
 
 
-def _ranked(infos: Sequence[Info], survivors: list[_Node]) -> list[_Node]:
+def _ranked(infos: Sequence[Info], survivors: Nodes) -> Nodes:
     """Heaviest first, but the second of equal texts after all the first ones, and so on."""
     hashes = np.zeros(len(infos[0].ancestors), dtype=np.uint64)
     for info in infos:
@@ -121,38 +128,38 @@ def _ranked(infos: Sequence[Info], survivors: list[_Node]) -> list[_Node]:
         with np.errstate(over="ignore"):
             longer = parents * FACTOR + info.token_ids.astype(np.uint64) + np.uint64(1)
         hashes = np.where(info.token_ids == DEAD, parents, longer)
-    weights = infos[-1].log_weights
+    particles = survivors[:, 1]
+    order = np.argsort(-infos[-1].log_weights[particles], kind="stable")
     seen: defaultdict[int, int] = defaultdict(int)
-    order = []
-    for node in sorted(survivors, key=lambda node: -weights[node.particle]):
-        same = int(hashes[node.particle])
-        order.append((seen[same], node))
+    ranks = []
+    for same in hashes[particles[order]].tolist():
+        ranks.append(seen[same])
         seen[same] += 1
-    return [node for _, node in sorted(order, key=lambda each: each[0])]
+    return survivors[order[np.argsort(ranks, kind="stable")]]
 
 
-def _chosen(
-    leaves: dict[End, list[_Node]], ranked: list[_Node], lineages: int
-) -> dict[End, list[_Node]]:
-    ended = leaves["died"] + leaves["dropped"]
-    room = lineages - min(len(ended), lineages - math.ceil(SURVIVORS * lineages))
-    survivors = ranked[:room]
-    room = lineages - len(survivors)
-    # In proportion, but at least one of each kind.
+def _chosen(leaves: dict[End, Nodes], ranked: Nodes, lineages: int) -> dict[End, list[_Node]]:
     died, dropped = leaves["died"], leaves["dropped"]
-    share = round(room * len(died) / max(len(ended), 1))
-    share = min(max(share, min(1, len(died)), room - len(dropped)), room - min(1, len(dropped)))
-    return {
+    ended = len(died) + len(dropped)
+    survivors = ranked[: lineages - min(ended, lineages - math.ceil(SURVIVORS * lineages))]
+    room = min(lineages - len(survivors), ended)
+    # In proportion, but at least one of each kind if there is room for two.
+    share = round(room * len(died) / max(ended, 1))
+    least, most = max(room - len(dropped), 0), min(room, len(died))
+    if room > 1:
+        least, most = max(least, min(1, len(died))), min(most, room - min(1, len(dropped)))
+    share = min(max(share, least), most)
+    chosen: dict[End, Nodes] = {
         "survived": survivors,
-        "died": _spread(died, max(share, 0)),
-        "dropped": _spread(dropped, room - max(share, 0)),
+        "died": _spread(died, share),
+        "dropped": _spread(dropped, room - share),
     }
+    return {end: [_Node(*node) for node in nodes.tolist()] for end, nodes in chosen.items()}
 
 
-def _spread(nodes: list[_Node], count: int) -> list[_Node]:
-    if len(nodes) <= count:
-        return nodes
-    return [nodes[int((place + 0.5) * len(nodes) / count)] for place in range(count)]
+def _spread(nodes: Nodes, count: int) -> Nodes:
+    """So many of them, evenly."""
+    return nodes[((np.arange(count) + 0.5) * len(nodes) / max(count, 1)).astype(np.int64)]
 
 
 def _trace(

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import frozen, integer, seeds_of_step
-from genrt.inference.model import Growth, Model
+from genrt.inference.model import Growth, Model, checked_model
 from genrt.inference.progress import Progress
 from genrt.inference.result import Result
 from genrt.inference.runtime import Counting
@@ -111,11 +111,7 @@ class MetropolisHastings:
         Raises:
             InvalidRequest: an argument is out of its range.
         """
-        if not isinstance(model, Model):
-            raise InvalidRequest(
-                f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
-            )
-        self._model = model
+        self._model = checked_model(model)
         self._num_chains = integer("num_chains", num_chains, at_least=1)
         self._num_steps = integer("num_steps", num_steps, at_least=1)
         self._warm_up = integer("warm_up", warm_up, at_least=0)
@@ -161,7 +157,7 @@ class MetropolisHastings:
                 for chain, new, cut in zip(here, moved, cuts, strict=True)
             ]
         )
-        taken = thresholds < ratios
+        taken = thresholds <= ratios
         after = iter(
             [
                 Chain(new) if accepted else chain

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["DEAD", "Growth", "Model", "Particle"]
+from genrt.errors import InvalidRequest
+
+__all__ = ["DEAD", "Growth", "Model", "Particle", "checked_model"]
 
 DEAD = -1
 """In place of a token: none could be drawn."""
@@ -70,3 +72,16 @@ class Model(Protocol):
     def value(self, particle: Any) -> Any:
         """What a posterior is over: the text, or what a program returned."""
         ...
+
+
+def checked_model(model: Any) -> Model:
+    """The model.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if isinstance(model, type) or not isinstance(model, Model):
+        raise InvalidRequest(
+            f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
+        )
+    return model

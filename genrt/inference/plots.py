@@ -33,27 +33,35 @@ def figure_of(summary: Summary) -> Figure:
     Raises:
         ExtraNotInstalled: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-
-        if "ipykernel" in sys.modules:
-            # Its import is what teaches a notebook to show figures.
-            import matplotlib.pyplot  # noqa: F401
-    except ImportError as error:
-        raise ExtraNotInstalled(
-            'drawing needs matplotlib, which is not installed: pip install "genrt[plot]"'
-        ) from error
     bars = 0.9 + 0.28 * max(len(summary.entries) + bool(summary.others), 2)
     if summary.curves is None:
-        figure = Figure(figsize=(9.0, bars), layout="constrained")
+        figure = _empty_figure(9.0, bars)
         _draw_posterior(figure.add_subplot(), summary)
         return figure
-    figure = Figure(figsize=(11.0, 2.8 + bars), layout="constrained")
+    figure = _empty_figure(11.0, 2.8 + bars)
     parts: Any = figure.subfigures(2, 1, height_ratios=[2.8, bars])
     above, below = parts
     _draw_curves(above.subplots(1, 3), summary.curves, summary)
     _draw_posterior(below.add_subplot(), summary)
     return figure
+
+
+def _empty_figure(wide: float, high: float) -> Figure:
+    try:
+        if "ipykernel" in sys.modules:
+            # Only a figure of pyplot's makes a notebook ready to show figures. It is closed, so that it
+            # is shown where it is returned, and not once more at the end of the cell.
+            from matplotlib import pyplot
+
+            made: Figure = pyplot.figure(figsize=(wide, high), layout="constrained")
+            pyplot.close(made)
+            return made
+        from matplotlib import figure
+    except ImportError as error:
+        raise ExtraNotInstalled(
+            'drawing needs matplotlib, which is not installed: pip install "genrt[plot]"'
+        ) from error
+    return figure.Figure(figsize=(wide, high), layout="constrained")
 
 
 def _draw_curves(axes: Iterable[Axes], curves: Curves, summary: Summary) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from genrt.constraints.asking import together
 from genrt.errors import InvalidRequest
 from genrt.texts import Potential, Text
 
@@ -17,21 +21,31 @@ __all__ = ["evaluated"]
 async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
     """The log-weights of these texts; equal texts are judged once. ``name`` is for messages.
 
-    A plain function is called in another thread, for all texts in turn, a coroutine function on the
-    running loop, for all at once; whatever one of them raises is raised, and the others are cancelled.
+    A plain function is called in another thread, for one text after the other, a coroutine function on
+    the running loop, for all at once. What one of them raises is raised; by then, or once cancelled, none
+    of them goes on but a plain call under way, which ends by itself.
 
     Raises:
         InvalidRequest: a log-weight is not a number, NaN or +inf.
     """
     distinct = list(dict.fromkeys(texts))
     if _is_async(potential):
-        answers: list[Any] = [potential(text) for text in distinct]
+        answers: list[Any] = await together([_asked(potential, text) for text in distinct])
     else:
-        answers = await asyncio.to_thread(lambda: [potential(text) for text in distinct])
-    if any(map(inspect.isawaitable, answers)):
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_awaited(answer)) for answer in answers]
-        answers = [task.result() for task in tasks]
+        stop = threading.Event()
+        try:
+            answers, error = await asyncio.to_thread(_called, potential, distinct, stop)
+        finally:
+            stop.set()
+        if error is not None:
+            raise error
+        if answers and inspect.isawaitable(
+            answers[-1]
+        ):  # then all that were not asked yet are, too
+            rest, first = distinct[len(answers) :], answers.pop()
+            answers += await together(
+                [_awaited(first), *(_asked(potential, text) for text in rest)]
+            )
     by_text = {
         text: _log_weight(name, text, answer)
         for text, answer in zip(distinct, answers, strict=True)
@@ -39,18 +53,51 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
     return [by_text[text] for text in texts]
 
 
+def _called(
+    potential: Potential, texts: Sequence[Text], stop: threading.Event
+) -> tuple[list[Any], BaseException | None]:
+    """The answers up to the first that is to be awaited, and the error that came instead of another.
+
+    An error is handed over as a value: a future can't hold StopIteration.
+    """
+    answers: list[Any] = []
+    for text in texts:
+        if stop.is_set():
+            break
+        try:
+            answers.append(potential(text))
+        except BaseException as error:
+            return answers, error
+        if inspect.isawaitable(answers[-1]):
+            break
+    return answers, None
+
+
+async def _asked(potential: Potential, text: Text) -> Any:
+    answer = potential(text)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
 def _is_async(function: Any) -> bool:
+    # An object with an ``async def __call__`` is a coroutine function in all but name.
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )
 
 
-async def _awaited(answer: Any) -> Any:
-    return await answer if inspect.isawaitable(answer) else answer
-
-
 def _log_weight(name: str, text: Text, answer: Any) -> float:
+    if isinstance(answer, bool | np.bool_):
+        raise InvalidRequest(
+            f"the {name} gave {answer} for {str(text)!r}: give a log-weight, 0.0 or -math.inf for a "
+            "condition, or make the condition a constraint"
+        )
     try:
+        if isinstance(answer, str | bytes):
+            raise TypeError("a string is no number")
         log_weight = float(answer)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(

@@ -22,7 +22,8 @@ a particle in between, and a coroutine cannot be copied. So a particle is the li
 child goes on where its parent stopped, the others run from the beginning with the choices that were made,
 without asking anybody for them, before they go on by themselves. Therefore a program has to be a function
 of its choices: all randomness comes from ``p``, and what it changes outside of itself it changes again.
-``asyncio.timeout`` and task groups may not be open around a ``sample``: another task goes on after it.
+``sample`` is awaited by the program itself and not by tasks that it starts, and ``asyncio.timeout`` and
+task groups may not be open around it: another task goes on after it.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
@@ -39,14 +40,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+import torch
 
 from genrt.errors import InvalidRequest
+from genrt.inference.checks import finite, runtime, token_bytes
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import normalised
-from genrt.lm import AsyncLM
 
 if TYPE_CHECKING:
-    from genrt.arguments import Mask
+    from genrt.arguments import Mask, TokenIds
+    from genrt.lm import AsyncLM
 
 __all__ = ["Execution", "Program"]
 
@@ -72,18 +75,19 @@ class Execution:
         self._to_replay = len(choices)
         self._replayed = 0
         self._is_live = not choices
-        self._begin(np.random.default_rng(0))
+        self._task: asyncio.Task[Any] | None = None
 
     def _begin(self, rng: np.random.Generator) -> None:
-        """A step begins, with this randomness."""
+        """A step begins in the running task, with this randomness."""
         self._rng = rng
+        self._task = asyncio.current_task()
         self._may_draw = True
         self._log_weight = 0.0
         self._drawn = DEAD
 
     async def sample(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         *,
         mask: Mask | None = None,
         temperature: float = 1.0,
@@ -101,16 +105,26 @@ class Execution:
             adapter: by name.
 
         Raises:
-            InvalidRequest: a temperature with a mask, or what ``AsyncLM.draw`` refuses; also
-                ContextTooLong, UnknownAdapter, EngineFailed, Closed, as there.
+            InvalidRequest: a temperature with a mask, one that is not above 0, a ``sample`` in another
+                task than the program's, or what ``AsyncLM.draw`` refuses; also ContextTooLong,
+                UnknownAdapter, EngineFailed, Closed, as there.
         """
-        if mask is not None and temperature != 1:
+        if asyncio.current_task() is not self._task:
+            raise InvalidRequest(
+                "sample was awaited in another task than the program's, as gather, wait_for and "
+                "create_task do: await it in the program itself, one after the other"
+            )
+        if finite("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
-        asked = ("sample", len(token_ids), hash(tuple(token_ids)), temperature, adapter)
+        if temperature <= 0:
+            raise InvalidRequest(
+                f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
+            )
+        asked = ("sample", _fingerprint(token_ids), float(temperature), adapter)
         if self._replayed < self._to_replay:
             return cast("int", self._replay(asked))
         self._is_live = True
-        if not self._may_draw:
+        if not self._may_draw or self._log_weight == -math.inf:
             await _Pause()
         self._may_draw = False
         drawn = await self.lm.draw(
@@ -130,8 +144,8 @@ class Execution:
 
     async def condition(
         self,
-        token_ids: Sequence[int],
-        continuation: Sequence[int],
+        token_ids: TokenIds,
+        continuation: TokenIds,
         *,
         adapter: str | None = None,
     ) -> None:
@@ -151,9 +165,13 @@ class Execution:
             InvalidRequest: NaN, +inf, or not a number.
         """
         try:
+            if isinstance(log_weight, bool | np.bool_ | str | bytes):
+                raise TypeError("no log-weight is a bool or a string")
             number = float(log_weight)
         except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"observe takes a log-weight, not {log_weight!r}") from error
+            raise InvalidRequest(
+                f"observe takes a log-weight, not {log_weight!r}: for a condition 0.0 or -math.inf"
+            ) from error
         if math.isnan(number) or number == math.inf:
             raise InvalidRequest(f"observe takes a finite log-weight, or -inf, not {number}")
         if self._is_live:
@@ -167,17 +185,31 @@ class Execution:
         """One of these, uniformly, or in proportion to the exponentials of ``log_weights``.
 
         Raises:
-            InvalidRequest: there is no value, there are not as many log-weights, or none is above -inf.
+            InvalidRequest: there is no value, there are not as many log-weights, none is above -inf, or
+                one is NaN or +inf.
         """
-        if not values or (log_weights is not None and len(log_weights) != len(values)):
-            weights = "none" if log_weights is None else len(log_weights)
+        count = len(values)
+        if not count or (log_weights is not None and len(log_weights) != count):
+            weights = "no" if log_weights is None else len(log_weights)
             raise InvalidRequest(
-                f"choice got {len(values)} values and {weights} log-weights: give at least one value, "
-                "and a log-weight for each or none at all"
+                f"choice got {count} values and {weights} log-weights: give at least one value, and a "
+                "log-weight for each or none at all"
             )
-        shares = None if log_weights is None else normalised(np.array(log_weights, np.float64))
-        asked = ("choice", len(values))
-        place: int = self._chosen(asked, lambda: int(self._rng.choice(len(values), p=shares)))
+        shares = None
+        if log_weights is not None:
+            try:
+                weighed = np.array(log_weights, np.float64)
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(
+                    f"choice got the log-weights {log_weights!r}: give numbers"
+                ) from error
+            if not np.all(weighed < np.inf) or np.all(weighed == -np.inf):
+                raise InvalidRequest(
+                    f"choice got the log-weights {weighed}: they are finite, or -inf but for one"
+                )
+            shares = normalised(weighed)
+        asked = ("choice", count)
+        place: int = self._chosen(asked, lambda: int(self._rng.choice(count, p=shares)))
         return values[place]
 
     def _chosen(self, asked: tuple[Any, ...], choose: Callable[[], Any]) -> Any:
@@ -195,6 +227,17 @@ class Execution:
             raise _changed(choice.asked, asked)
         self._replayed += 1
         return choice.chosen
+
+
+def _fingerprint(token_ids: TokenIds) -> int:
+    if isinstance(token_ids, np.ndarray | torch.Tensor):
+        token_ids = token_ids.tolist()
+    try:
+        return hash(tuple(token_ids))
+    except TypeError as error:
+        raise InvalidRequest(
+            f"sample was given {token_ids!r}: give a flat sequence of token ids"
+        ) from error
 
 
 def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:
@@ -227,15 +270,13 @@ class Program:
     ) -> None:
         """
         Raises:
-            InvalidRequest: the function is no ``async def``.
+            InvalidRequest: the function is none; from the first step, it is no ``async def``.
         """
-        if not isinstance(lm, AsyncLM):
-            raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
         if not callable(function):
             raise InvalidRequest(
                 f"the program is {function!r}: give an async function of an execution"
             )
-        self._lm = lm
+        self._lm = runtime(lm)
         self._function = function
 
     @property
@@ -253,8 +294,8 @@ class Program:
         return _Trace()
 
     def text(self, particle: _Trace) -> str:
-        """What the sampled tokens say, as UTF-8 with U+FFFD for what is not."""
-        vocabulary = self._lm.byte_vocab
+        """What the sampled tokens say, as UTF-8 with U+FFFD for what is not; ``""`` without tokenizer."""
+        vocabulary = token_bytes(self._lm)
         return b"".join(vocabulary[token_id] for token_id in particle.token_ids).decode(
             errors="replace"
         )
@@ -289,7 +330,10 @@ class Program:
                     f"the program returned a {type(coroutine).__name__}: make it an async def"
                 ) from None
         execution._begin(rng)
-        finished, value = await _UntilPause(coroutine)
+        try:
+            finished, value = await _UntilPause(coroutine)
+        finally:
+            execution._task = None  # which will hold what comes of it, and so itself
         if not execution._is_live:
             raise _changed(("sample",), ("nothing",))
         log_weight, token_id = execution._log_weight, execution._drawn

@@ -56,8 +56,8 @@ STYLE = f"""
 def one_line(summary: Summary) -> str:
     """For ``repr``: the figures, and the heaviest value."""
     parts = [count_of(summary.particles, "particle"), f"{summary.alive:,} alive"]
-    if summary.curves is not None:
-        parts.append(count_of(len(summary.curves.steps), "step"))
+    if summary.steps:
+        parts.append(count_of(summary.steps, "step"))
     parts.append(f"log_evidence={summary.log_evidence:.3f}, ess={summary.ess:.1f}")
     if summary.entries:
         first = summary.entries[0]
@@ -122,18 +122,18 @@ def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Name, figure, note."""
     alive = ""
     if summary.alive < summary.particles:
-        what = "of positive weight" if summary.curves is None else "of them alive"
+        what = "of them alive" if summary.steps else "of positive weight"
         alive = f"{summary.alive:,} {what}"
     yield "particles", f"{summary.particles:,}", alive
     if not math.isnan(summary.log_evidence):
         note = f"Z = {math.exp(summary.log_evidence):.3g}" if summary.log_evidence < 700 else ""
         yield "log evidence", number(summary.log_evidence), note
     yield "ESS", f"{summary.ess:,.1f}", ""
-    if summary.curves is not None:
-        resampled, steps = int(summary.curves.resampled.sum()), len(summary.curves.steps)
+    if summary.steps:
+        resampled = summary.resampled
         yield (
             "steps",
-            f"{steps:,}",
+            f"{summary.steps:,}",
             f"resampled before {resampled:,} of them" if resampled else "never resampled",
         )
 
@@ -186,6 +186,7 @@ def _runtime(statistics: Statistics) -> Iterable[str]:
         ("cancelled", f"{batcher.cancelled:,}", "were given up"),
         ("engine steps", f"{engine.steps:,}", f"in {batcher.flushes:,} flushes"),
         ("rows", f"{engine.rows:,}", "computed"),
+        ("reads", f"{engine.reads:,}", "answered from rows that stayed on the device"),
         ("extended", f"{engine.extended:,}", "of them by a token after a resident sequence"),
         ("forked", f"{engine.forked:,}", "of them from a resident sequence"),
         ("evicted", f"{engine.evicted:,}", "resident sequences, for want of room"),

@@ -166,10 +166,10 @@ class Result:
         )
 
     def __repr__(self) -> str:
-        return rendering.one_line(self._summary())
+        return rendering.one_line(self._summary(with_curves=False))
 
     def __str__(self) -> str:
-        return rendering.text(self._summary())
+        return rendering.text(self._summary(with_curves=False))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What IPython shows in a terminal."""
@@ -178,7 +178,12 @@ class Result:
     def _repr_html_(self) -> str:
         return rendering.html(self._summary(), self.genealogy() if self.infos else None)
 
-    def _summary(self) -> Summary:
+    def _summary(self, *, with_curves: bool = True) -> Summary:
         return summarised(
-            self.values, self.log_weights, self.log_evidence, self.infos, self.statistics
+            self.values,
+            self.log_weights,
+            self.log_evidence,
+            self.infos,
+            self.statistics,
+            with_curves=with_curves,
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from genrt.inference.checks import token_bytes
 from genrt.inference.model import DEAD
 from genrt.inference.state import Info
 from genrt.lm import AsyncLM
@@ -37,7 +38,7 @@ def drawn_tokens(model: Any, infos: Iterable[Info]) -> dict[int, bytes]:
     drawn: set[int] = set()
     for info in infos:
         drawn.update(np.unique(info.token_ids).tolist())
-    vocabulary: Sequence[bytes] = lm.byte_vocab
+    vocabulary = token_bytes(lm)
     return {each: vocabulary[each] for each in sorted(drawn - {DEAD})}
 
 

@@ -19,6 +19,7 @@ large language models via sequential Monte Carlo*.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -27,7 +28,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import frozen, integer, seeds_of_step
-from genrt.inference.model import DEAD, Model
+from genrt.inference.model import DEAD, Growth, Model, checked_model
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
@@ -67,16 +68,12 @@ class SMC:
             resample_when: resample when the effective sample size is under this share of N: 0 is
                 importance sampling, 1 resamples whenever weights differ. Or a rule of your own, which
                 is asked before every step; when no particle is alive nothing is resampled.
-            resample: how; ``partial`` keeps the weights of most particles.
+            resample: how; ``partial`` keeps the weights of most particles. Or a ``Resampler`` of yours.
 
         Raises:
             InvalidRequest: an argument is out of its range.
         """
-        if not isinstance(model, Model):
-            raise InvalidRequest(
-                f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
-            )
-        self._model = model
+        self._model = checked_model(model)
         self._num_particles = integer("num_particles", num_particles, at_least=1)
         if not callable(resample_when) and not (
             isinstance(resample_when, int | float) and 0 <= resample_when <= 1
@@ -130,6 +127,7 @@ class SMC:
         token_ids = np.full(len(before), DEAD)
         if unfinished:
             grown = await self._model.grow([particles[index] for index in unfinished], for_tokens)
+            _check_gains(grown)
             new = dict(zip(unfinished, grown, strict=True))
             particles = tuple(
                 new[index].particle if index in new else old for index, old in enumerate(particles)
@@ -202,14 +200,36 @@ class SMC:
 
     def _resampled(self, rng: np.random.Generator, state: State) -> tuple[Ancestors, Floats]:
         """The ancestors of the next particles, and their log-weights."""
+        count = len(state.log_weights)
         chosen = self._resample(rng, state.log_weights)
-        if isinstance(chosen, tuple):
-            ancestors, log_weights = chosen
-            return np.array(ancestors, dtype=np.int64), np.array(log_weights, dtype=np.float64)
-        return (
-            np.array(chosen, dtype=np.int64),
-            np.full(self._num_particles, state.log_evidence),
-        )
+        if isinstance(chosen, tuple) and len(chosen) == 2:
+            ancestors, log_weights = np.array(chosen[0]), np.array(chosen[1], dtype=np.float64)
+        else:
+            ancestors, log_weights = np.array(chosen), np.full(count, state.log_evidence)
+        if ancestors.shape != (count,) or ancestors.dtype.kind not in "iu":
+            raise InvalidRequest(
+                f"the resampler gave ancestors {list(ancestors.shape)} of {ancestors.dtype}: give "
+                f"{count} integers, or those and as many log-weights"
+            )
+        if ancestors.min() < 0 or ancestors.max() >= count:
+            raise InvalidRequest(
+                f"the resampler gave ancestors from {ancestors.min()} to {ancestors.max()}: they are the "
+                f"indices of {count} particles"
+            )
+        if log_weights.shape != (count,) or not (log_weights < np.inf).all():
+            raise InvalidRequest(
+                f"the resampler gave log-weights {log_weights}: give {count}, finite or -inf"
+            )
+        return ancestors.astype(np.int64), log_weights
+
+
+def _check_gains(grown: Sequence[Growth]) -> None:
+    for each in grown:
+        if not each.log_weight < math.inf:
+            raise InvalidRequest(
+                f"the model says that a particle gained {each.log_weight}: log-weights are finite, "
+                "or -inf"
+            )
 
 
 def importance_sampling(model: Model, *, num_particles: int) -> SMC:

@@ -69,7 +69,9 @@ class Summary:
         entries: the heaviest distinct values, of any that weigh something.
         others: how many distinct values more there are.
         others_weight: what these weigh together.
-        curves: ``None`` without steps.
+        steps: how many there were; 0 from algorithms without particles that grow.
+        resampled: how many of them began by resampling.
+        curves: ``None`` without steps, or if they were not asked for.
         statistics: what the runtime did; ``None`` if that is not known.
     """
 
@@ -80,6 +82,8 @@ class Summary:
     entries: tuple[Entry, ...]
     others: int
     others_weight: float
+    steps: int
+    resampled: int
     curves: Curves | None
     statistics: Statistics | None
 
@@ -90,8 +94,11 @@ def summarised(
     log_evidence: float,
     infos: Sequence[Info],
     statistics: Statistics | None,
+    *,
+    with_curves: bool,
 ) -> Summary:
-    """A result in short. Values that cannot be hashed are told apart by how Python writes them."""
+    """A result in short, which is cheap without the curves. Values that cannot be hashed are told apart
+    by how Python writes them."""
     alive = int((log_weights > -math.inf).sum())
     weights = normalised(log_weights) if alive else np.zeros(len(log_weights))
     total: dict[Any, list[Any]] = {}
@@ -112,7 +119,9 @@ def summarised(
         entries=tuple(Entry(label(value), *rest) for value, *rest in heaviest[:SHOWN]),
         others=len(heaviest[SHOWN:]),
         others_weight=sum(weight for _, weight, _ in heaviest[SHOWN:]),
-        curves=_curves(infos) if infos else None,
+        steps=len(infos),
+        resampled=sum(info.resampled for info in infos),
+        curves=_curves(infos) if infos and with_curves else None,
         statistics=statistics,
     )
 

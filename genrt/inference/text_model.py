@@ -44,9 +44,10 @@ from torch import Tensor
 
 from genrt import sampling
 from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
+from genrt.constraints.asking import together
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import awrs
-from genrt.inference.checks import integer
+from genrt.inference.checks import constraint_start, finite, integer, prompt_ids, runtime
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
@@ -126,19 +127,16 @@ class TextModel:
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step; the adapter is bound at every one.
         """
-        if not isinstance(lm, AsyncLM):
-            raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
-        self._lm = lm
-        self._prompt = tuple(
-            lm.encode(prompt)
-            if isinstance(prompt, str)
-            else (integer("a token id", each, at_least=0) for each in prompt)
-        )
+        self._lm = runtime(lm)
+        self._prompt = prompt_ids(lm, prompt)
         self._max_tokens = integer("max_tokens", max_tokens, at_least=1)
-        if not self._prompt:
-            raise InvalidRequest("the prompt is empty: give at least one token")
-        if not 0 < temperature < math.inf:
-            raise InvalidRequest(f"temperature is {temperature}: give a positive, finite number")
+        self._temperature = finite("temperature", temperature)
+        if self._temperature <= 0:
+            raise InvalidRequest(
+                f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
+            )
+        if adapter is not None and not isinstance(adapter, str):
+            raise InvalidRequest(f"the adapter is {adapter!r}: give its name")
         if proposal not in (None, "mask", "awrs"):
             raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs"')
         for name, function in {"potential": potential, "twist": twist}.items():
@@ -156,12 +154,7 @@ class TextModel:
                 "a constrained text ends with the end token, and the model's tokenizer names none: "
                 "set its eos_token_id"
             )
-        if constraint is not None and not isinstance(constraint, Constraint):
-            raise InvalidRequest(
-                f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints, such "
-                "as regex(pattern, lm)"
-            )
-        self._start = None if constraint is None else constraint.start()
+        self._start = None if constraint is None else constraint_start(lm, constraint)
         dear = isinstance(self._start, CheckedState)
         if proposal == "awrs" and self._start is not None and not dear:
             raise InvalidRequest(
@@ -172,7 +165,6 @@ class TextModel:
         self._constraint = constraint
         self._potential = potential
         self._twist = twist
-        self._temperature = float(temperature)
         self._adapter = adapter
         self._byte_vocab = lm.byte_vocab
 
@@ -295,31 +287,28 @@ class TextModel:
     async def _by_rejection(
         self, particles: Sequence[TextParticle], rows: Tensor, seed: int
     ) -> list[Drawn]:
-        weights = await asyncio.to_thread(lambda: self._tempered(rows).cpu().double().exp().numpy())
+        weights = await asyncio.to_thread(self._weights, particles, rows)
         seeds = np.random.SeedSequence(seed).spawn(len(particles))
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._rejecting(particle, row, np.random.default_rng(each)))
-                for particle, row, each in zip(particles, weights, seeds, strict=True)
-            ]
-        return [task.result() for task in tasks]
+        return await together(
+            awrs.draw(
+                row,
+                cast("CheckedState", particle.constraint_state).check,
+                np.random.default_rng(each),
+            )
+            for particle, row, each in zip(particles, weights, seeds, strict=True)
+        )
 
-    async def _rejecting(
-        self, particle: TextParticle, weights: Floats, rng: np.random.Generator
-    ) -> Drawn:
-        state = cast("CheckedState", particle.constraint_state)
-
-        async def check(token_id: int) -> bool:
-            [allowed] = await state.check([token_id])
-            return allowed
-
-        allowed = (await asyncio.to_thread(state.mask)).numpy()
-        if not self._is_last(particle):
-            return await awrs.draw(np.where(allowed, weights, 0.0), check, rng)
-        end = cast("int", self._eos_token_id)
-        if not allowed[end] or not weights[end] > 0 or not await check(end):
-            return DEAD, -math.inf
-        return end, math.log(weights[end])
+    def _weights(self, particles: Sequence[TextParticle], rows: Tensor) -> Floats:
+        """``[n, V]``: the probabilities of the tokens, 0 where the constraint need not be asked."""
+        weights: Floats = self._tempered(rows).cpu().double().exp().numpy()
+        states = [cast("CheckedState", particle.constraint_state) for particle in particles]
+        distinct = {id(state): state for state in states}
+        masks = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
+        for particle, state, row in zip(particles, states, weights, strict=True):
+            row[~masks[id(state)]] = 0.0
+            if self._is_last(particle):
+                row[np.arange(len(row)) != self._eos_token_id] = 0.0
+        return weights
 
     # -- what follows from a draw -------------------------------------------------------------
 

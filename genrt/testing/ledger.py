@@ -284,9 +284,10 @@ class Ledger:
             (since for entry, since in self._ready_since.items() if entry.request in sent),
             default=0,
         )
+        waiting = self._batcher._ready  # one that was withdrawn and asked anew is another entry
         for entry, since in self._ready_since.items():
             life = self._lives.get(entry.request)
-            if life is not None and life.is_wanted and not life.sent and since < newest:
+            if entry in waiting and life is not None and life.is_wanted and since < newest:
                 self.violated(f"{entry.request} was passed over by younger ones")
 
     def submitted(self, flush: Sequence[Request]) -> None:

@@ -1,0 +1,270 @@
+"""Every algorithm on models, constraints and potentials that Hypothesis draws, against enumeration.
+
+The first thing that must hold of inference: evidence unbiased and posterior right, zeros and dead ends
+included; seeds reproduce; cache and batches make no difference. The examples are the same in every run.
+Each assertion has a level of 1e-7 and each test makes at most 30 of them, so that all of them together
+fail for right algorithms with probability under 1e-4, had the seeds been drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import genrt
+from genrt.constraints import CheckedState, amasks
+from genrt.engines.exact import NGram
+from genrt.inference import (
+    SMC,
+    Execution,
+    MetropolisHastings,
+    Program,
+    Rejection,
+    Resampler,
+    TextModel,
+    importance_sampling,
+    multinomial,
+    partial,
+    residual,
+    stratified,
+    systematic,
+)
+from genrt.lm import AsyncLM
+from genrt.testing import (
+    ExactPosterior,
+    assert_samples_from,
+    assert_unbiased,
+    assert_weighted_samples_from,
+    exact_posterior,
+)
+from genrt.testing.strategies import constraints, potentials, small_lms
+
+LEVEL = 1e-7
+MAX_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is drawn: a model, and the options of a ``TextModel`` over its runtime."""
+
+    ngram: NGram
+    lm: AsyncLM
+    options: dict[str, Any]
+    twist: Any
+
+    def text_model(self, **more: Any) -> TextModel:
+        return TextModel(self.lm, [0], **self.options, **more)
+
+    @property
+    def exact(self) -> ExactPosterior:
+        return exact_posterior(self.ngram, [0], **self.options)
+
+
+Check: TypeAlias = Callable[[Case], Awaitable[None]]
+
+
+def weighs(runs: Any, exact: ExactPosterior, *, highest: float | None = 1.0) -> None:
+    assert_weighted_samples_from(
+        runs, exact.token_ids, log_evidence=exact.log_evidence, highest=highest, level=LEVEL
+    )
+
+
+async def importance(case: Case) -> None:
+    result = await importance_sampling(case.text_model(), num_particles=250).run(0)
+    weights = zip(result.token_ids, result.log_weights, strict=True)
+    weighs([([token_ids], [weight]) for token_ids, weight in weights], case.exact)
+
+
+def smc(resample: Resampler, **options: Any) -> Check:
+    async def check(case: Case) -> None:
+        twisted = options.get("twist") is not None
+        more = options | ({"twist": case.twist} if twisted else {})
+        sampler = SMC(
+            case.text_model(**more), num_particles=5, resample_when=0.9, resample=resample
+        )
+        results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
+        weighs(
+            [(result.token_ids, result.log_weights) for result in results],
+            case.exact,
+            highest=None if twisted else 1.0,
+        )
+
+    return check
+
+
+def by_hand(case: Case) -> Program:
+    """The ``TextModel`` of the case as a program."""
+    eos = case.ngram.eos_token_id
+    constraint, potential = case.options.get("constraint"), case.options.get("potential")
+
+    async def program(p: Execution) -> tuple[int, ...]:
+        tokens: list[int] = []
+        state = None if constraint is None else constraint.start()
+        while len(tokens) < MAX_TOKENS:
+            mask = None
+            if state is not None:
+                mask = (await amasks([state]))[0]
+                if len(tokens) == MAX_TOKENS - 1:
+                    mask &= torch.arange(len(mask)) == eos
+            token = await p.sample([0, *tokens], mask=mask)
+            if token == eos:
+                break
+            tokens.append(token)
+            state = None if state is None else state.advance(token)
+        if potential is not None:
+            text = genrt.texts.Text(
+                tuple(tokens), b"".join(case.lm.byte_vocab[i] for i in tokens), True
+            )
+            weight = potential(text)
+            p.observe(await weight if asyncio.iscoroutine(weight) else weight)
+        return tuple(tokens)
+
+    return Program(case.lm, program)
+
+
+async def program(case: Case) -> None:
+    sampler = SMC(by_hand(case), num_particles=5, resample_when=0.9)
+    results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
+    weighs([(result.values, result.log_weights) for result in results], case.exact)
+
+
+async def metropolis(case: Case) -> None:
+    """Chains begin with a draw from their proposal; 15 moves forget it, or these 60 do not show it."""
+    exact = case.exact
+    sampler = MetropolisHastings(
+        case.text_model(), num_chains=60, num_steps=15, warm_up=14, attempts=20
+    )
+    result = await sampler.run(0)
+    if exact.evidence > 0.3:
+        assert len(result.texts) == 60
+        assert_samples_from(result.token_ids, exact.token_ids, level=LEVEL)
+    assert set(result.token_ids) <= set(exact.token_ids)
+
+
+async def rejection(case: Case) -> None:
+    exact = case.exact
+    sampler = Rejection(case.text_model(), num_samples=3, max_texts=12, batch_size=6)
+    results = await asyncio.gather(*(sampler.run(seed) for seed in range(60)))
+    evidence = [math.exp(result.log_evidence) for result in results]
+    assert_unbiased(evidence, exact.evidence, level=LEVEL)
+    if kept := [token_ids for result in results for token_ids in result.token_ids]:
+        assert_samples_from(kept, exact.token_ids, level=LEVEL)
+
+
+ALGORITHMS: dict[str, Check] = {
+    "importance sampling": importance,
+    "SMC, multinomial": smc(multinomial),
+    "SMC, stratified": smc(stratified),
+    "SMC, systematic": smc(systematic),
+    "SMC, residual": smc(residual),
+    "SMC, partial": smc(partial),
+    "SMC, twisted": smc(systematic, twist=True),
+    "program": program,
+    "Metropolis-Hastings": metropolis,
+    "rejection": rejection,
+}
+
+
+def drawn(data: st.DataObject, ngram: NGram, lm: AsyncLM) -> Case:
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS}
+    if data.draw(st.booleans(), "constrained"):
+        options["constraint"] = data.draw(constraints(lm), "constraint")
+    if data.draw(st.booleans(), "weighted"):
+        options["potential"] = data.draw(potentials(lowest=-2.0), "potential")
+    return Case(ngram, lm, options, data.draw(potentials(lowest=-2.0, zeros=False), "twist"))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(ngram=small_lms(max_vocab_size=4, max_order=1), data=st.data())
+def test_evidence_and_posterior_are_right(name: str, ngram: NGram, data: st.DataObject) -> None:
+    with genrt.load(ngram, engine="exact") as lm:
+        case = drawn(data, ngram, lm)
+        asyncio.run(ALGORITHMS[name](case))  # type: ignore[arg-type]
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(ngram=small_lms(max_vocab_size=4, max_order=1), data=st.data(), seed=st.integers(0, 2**64))
+def test_a_seed_makes_a_run_whatever_is_cached_or_batched(
+    ngram: NGram, data: st.DataObject, seed: int
+) -> None:
+    def samplers(case: Case) -> list[Any]:
+        model = case.text_model()
+        return [
+            SMC(model, num_particles=6),
+            SMC(case.text_model(twist=case.twist), num_particles=6, resample=partial),
+            SMC(by_hand(case), num_particles=6),
+            MetropolisHastings(model, num_chains=3, num_steps=3),
+            Rejection(model, num_samples=3, max_texts=9),
+        ]
+
+    async def runs(case: Case) -> list[Any]:
+        results = [await sampler.run(seed) for sampler in samplers(case)]
+        return [
+            (result.token_ids, result.log_weights.tolist(), repr(result.log_evidence))
+            for result in results
+        ]
+
+    with (
+        genrt.load(ngram, engine="exact") as lm,
+        genrt.load(ngram, engine="exact", cache_bytes=0, max_batch_size=1) as other,
+    ):
+        case = drawn(data, ngram, lm)
+        first = asyncio.run(runs(case))
+        assert asyncio.run(runs(case)) == first
+        if "constraint" not in case.options:
+            assert asyncio.run(runs(Case(ngram, other, case.options, case.twist))) == first
+
+
+def test_the_cases_have_dead_ends_and_checked_constraints() -> None:
+    """What is drawn above is worth drawing: the same strategies, with the same options."""
+    seen: set[str] = set()
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(ngram=small_lms(max_vocab_size=4, max_order=1), data=st.data())
+    def look(ngram: NGram, data: st.DataObject) -> None:
+        with genrt.load(ngram, engine="exact") as lm:
+            case = drawn(data, ngram, lm)
+            exact = case.exact
+            seen.add("nothing" if exact.log_evidence == -math.inf else "something")
+            if 0 < exact.evidence < 0.99:
+                seen.add("rejects")
+            if "constraint" in case.options:
+                start = case.options["constraint"].start()
+                seen.add("checked" if isinstance(start, CheckedState) else "masked")
+            if bool((ngram.table == -math.inf).any()):
+                seen.add("zeros")
+            if np.any((ngram.table < -30).numpy() & (ngram.table > -math.inf).numpy()):
+                seen.add("near zeros")
+
+    look()
+    assert seen == {
+        "nothing", "something", "rejects", "checked", "masked", "zeros", "near zeros",
+    }  # fmt: skip

@@ -1,0 +1,388 @@
+"""Adaptive weighted rejection sampling: its law and its weights by enumeration, what it asks, and in SMC.
+
+A draw asks in turn until two tokens were accepted, so that all it can do is a finite tree: ``outcomes``
+walks it, and every law here follows from that. Statistical tests have fixed seeds and a level of 1e-6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.integrate import quad
+
+import genrt
+from genrt.constraints import Constraint, all_of, predicate, regex
+from genrt.engines.exact import NGram
+from genrt.inference import SMC, TextModel, awrs, importance_sampling
+from genrt.inference.awrs import draw, log_mean_rate
+from genrt.inference.model import DEAD
+from genrt.inference.text_model import Proposal
+from genrt.lm import AsyncLM
+from genrt.testing import (
+    ExactPosterior,
+    assert_samples_from,
+    assert_unbiased,
+    assert_weighted_samples_from,
+    exact_posterior,
+)
+from genrt.texts import Text
+
+Floats = NDArray[np.float64]
+Outcome = tuple[int, tuple[float, ...]]
+"""The token that was taken, and the rates at which draws were waited for."""
+
+
+def outcomes(weights: Collection[float], allowed: Collection[int]) -> dict[Outcome, float]:
+    """Everything that a draw may do, with its probability."""
+    found: defaultdict[Outcome, float] = defaultdict(float)
+
+    def walk(left: dict[int, float], taken: int, rates: tuple[float, ...], p: float) -> None:
+        total = math.fsum(left.values())
+        if not total:
+            found[DEAD, ()] += p
+        for token_id, weight in left.items():
+            share, after = p * weight / total, (*rates, total)
+            if token_id not in allowed:
+                rest = {other: w for other, w in left.items() if other != token_id}
+                walk(rest, taken, after, share)
+            elif taken == DEAD:
+                walk(left, token_id, after, share)
+            else:
+                found[taken, after] += share
+
+    walk({i: w for i, w in enumerate(weights) if w > 0}, DEAD, (), 1.0)
+    return found
+
+
+class Asked:
+    """A check that knows what is allowed, and will not be asked twice."""
+
+    def __init__(self, allowed: Collection[int]) -> None:
+        self.allowed = allowed
+        self.asked: list[int] = []
+        self.rounds = 0
+
+    async def __call__(self, token_ids: list[int]) -> list[bool]:
+        assert not set(token_ids) & set(self.asked), "asked twice"
+        self.asked += token_ids
+        self.rounds += 1
+        return [token_id in self.allowed for token_id in token_ids]
+
+
+async def drawn(
+    weights: Collection[float], allowed: Collection[int], *, seed: int
+) -> tuple[int, float]:
+    return await draw(np.array(list(weights)), Asked(allowed), np.random.default_rng(seed))
+
+
+# -- the weight -------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.one_of(st.just(0.0), st.floats(1e-12, 1.0), st.floats(-28, 0).map(math.exp)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sets(st.integers(0, 4)),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_weight_is_unbiased_given_the_token(weights: list[float], allowed: set[int]) -> None:
+    mass = math.fsum(weight for i, weight in enumerate(weights) if i in allowed)
+    total: defaultdict[int, float] = defaultdict(float)
+    mean: defaultdict[int, float] = defaultdict(float)
+    for (taken, rates), probability in outcomes(weights, allowed).items():
+        total[taken] += probability
+        if rates:
+            mean[taken] += probability * math.exp(log_mean_rate(np.array(rates)))
+    if not mass:
+        assert set(total) == {DEAD}
+        return
+    for token_id, probability in total.items():
+        assert probability == pytest.approx(weights[token_id] / mass, rel=1e-9)
+        assert mean[token_id] / probability == pytest.approx(mass, rel=1e-9)
+    assert set(total) == {i for i in allowed if i < len(weights) and weights[i] > 0}
+
+
+@pytest.mark.parametrize(
+    ("weights", "allowed"),
+    [
+        ([0.5, 0.2, 0.2, 0.1], {0, 2}),
+        ([0.5, 0.2, 0.2, 0.1], {3}),
+        ([0.1, 0.2, 0.0, 0.3], {1, 2}),
+        ([0.3, 0.3, 0.4], {0, 1, 2}),
+        ([2.0, 5.0, 3.0], {0, 1}),
+        ([1.0, 1e-12, 3e-12, 1e-12], {1, 2}),
+        ([0.0, 0.7, 0.0], {1}),
+    ],
+    ids=str,
+)
+async def test_a_draw_follows_the_law_that_was_enumerated(
+    weights: list[float], allowed: set[int]
+) -> None:
+    law: defaultdict[tuple[int, float], float] = defaultdict(float)
+    for (taken, rates), probability in outcomes(weights, allowed).items():
+        law[taken, round(log_mean_rate(np.array(rates)), 6)] += probability
+    samples = []
+    for seed in range(1500):
+        token_id, log_weight = await drawn(weights, allowed, seed=seed)
+        samples.append((token_id, round(log_weight, 6)))
+    assert_samples_from(samples, law)
+
+
+@pytest.mark.parametrize("mass", [0.9, 0.5, 0.05])
+async def test_over_a_large_vocabulary_it_is_unbiased_too(mass: float) -> None:
+    rng = np.random.default_rng(1)
+    weights = rng.dirichlet(np.full(400, 0.3))
+    order = rng.permutation(400)
+    count = int(np.searchsorted(np.cumsum(weights[order]), mass)) + 1
+    allowed = set(order[:count].tolist())
+    within = weights[sorted(allowed)].sum()
+    draws = [await drawn(weights, allowed, seed=seed) for seed in range(600)]
+    assert_unbiased([math.exp(log_weight) for _, log_weight in draws], within)
+    likely = {i: weights[i] / within for i in allowed if weights[i] > 0.02 * within}
+    law = {**likely, DEAD: 1 - sum(likely.values())}
+    assert_samples_from([i if i in likely else DEAD for i, _ in draws], law)
+
+
+# -- the mean rate ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 3000])
+@pytest.mark.parametrize("rate", [1.0, 1e-12, 40.0])
+def test_equal_rates_have_the_mean_of_an_inverse_gamma(count: int, rate: float) -> None:
+    found = log_mean_rate(np.full(count, rate))
+    assert found == pytest.approx(math.log(rate / (count - 1)), abs=1e-11)
+
+
+@pytest.mark.parametrize("small", [0.9, 0.5, 1e-3, 1e-12, 1e-200])
+def test_two_rates_have_their_partial_fractions(small: float) -> None:
+    expected = math.log(small * -math.log(small) / (1 - small))
+    assert log_mean_rate(np.array([1.0, small])) == pytest.approx(expected, abs=1e-11)
+
+
+@pytest.mark.parametrize("rates", [[1.0, 0.6, 0.5], [1.0, 0.999, 0.2, 0.2], [5.0, 1.0, 1.0, 1e-3]])
+def test_other_rates_agree_with_quadrature(rates: list[float]) -> None:
+    expected, _ = quad(
+        lambda t: math.exp(t + sum(math.log(r / (r + math.exp(t))) for r in rates)),
+        -60,
+        60,
+        limit=500,
+        epsabs=1e-14,
+    )
+    assert math.exp(log_mean_rate(np.array(rates))) == pytest.approx(expected, rel=1e-10)
+
+
+@given(st.lists(st.floats(-30, 5), min_size=2, max_size=12), st.floats(-50, 50))
+@settings(deadline=None)
+def test_the_mean_rate_scales_and_lies_between_its_bounds(logs: list[float], by: float) -> None:
+    found = log_mean_rate(np.exp(logs))
+    assert log_mean_rate(np.exp(np.array(logs) + by)) == pytest.approx(found + by, abs=1e-9)
+    # By Jensen E[1 / T] >= 1 / E[T]; and T is at least the sum of its two longest waits.
+    assert found >= -np.logaddexp.reduce(-np.array(logs)) - 1e-9
+    first, second = sorted(logs)[:2]
+    assert found <= log_mean_rate(np.exp([first, second])) + 1e-9
+
+
+# -- what is asked ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 5, 2000])
+async def test_where_nothing_is_allowed_each_token_is_asked_about_once(size: int) -> None:
+    weights = np.random.default_rng(0).dirichlet(np.full(size, 0.1))
+    weights[::3] = 0.0
+    check = Asked(())
+    before = weights.copy()
+    assert await draw(weights, check, np.random.default_rng(0)) == (DEAD, -math.inf)
+    assert sorted(check.asked) == np.flatnonzero(weights).tolist()
+    assert weights.tolist() == before.tolist()
+    assert check.rounds <= 2 + math.log2(size)
+
+
+async def test_draws_ahead_ask_at_most_three_times_as_much_and_in_few_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = np.random.default_rng(0).dirichlet(np.ones(1000))
+    asked, rounds = [0, 0], [0, 0]
+    ahead = awrs._ahead
+    for one_by_one in (0, 1):
+        if one_by_one:
+            monkeypatch.setattr(
+                awrs, "_ahead", lambda left, known, most, rng: ahead(left, known, 1, rng)
+            )
+        for seed in range(100):
+            check = Asked({7, 800})
+            await draw(weights, check, np.random.default_rng(seed))
+            asked[one_by_one] += len(check.asked)
+            rounds[one_by_one] += check.rounds
+    assert rounds[1] == asked[1]
+    assert asked[1] < asked[0] < 3 * asked[1]
+    assert rounds[0] < 100 * 2 * (2 + math.log2(1000))
+
+
+async def test_without_any_weight_nothing_is_asked() -> None:
+    check = Asked({0, 1})
+    assert await draw(np.zeros(2), check, np.random.default_rng(0)) == (DEAD, -math.inf)
+    assert check.asked == []
+
+
+async def test_where_everything_is_allowed_two_questions_are_the_most() -> None:
+    weights = np.random.default_rng(0).dirichlet(np.ones(500))
+    counts: Counter[int] = Counter()
+    for seed in range(200):
+        check = Asked(range(500))
+        _, log_weight = await draw(weights, check, np.random.default_rng(seed))
+        assert log_weight == pytest.approx(0.0, abs=1e-9)
+        counts[len(check.asked)] += 1
+    assert set(counts) <= {1, 2}
+
+
+async def test_one_that_is_almost_certain_and_refused_leaves_the_rest_as_it_is() -> None:
+    weights = [1.0, *[1e-18] * 4]
+    draws = [await drawn(weights, {2, 4}, seed=seed) for seed in range(300)]
+    assert_samples_from([token_id for token_id, _ in draws], {2: 0.5, 4: 0.5})
+    assert_unbiased([math.exp(w) * 1e18 for _, w in draws], 2.0, highest=4.0)
+
+
+async def test_a_scale_of_the_weights_is_one_of_the_estimate() -> None:
+    weights = np.random.default_rng(0).dirichlet(np.ones(20))
+    for seed in range(20):
+        token_id, log_weight = await drawn(weights, {3, 4, 5}, seed=seed)
+        again, scaled = await drawn(weights * 2.0**-40, {3, 4, 5}, seed=seed)
+        assert again == token_id
+        assert scaled == pytest.approx(log_weight - 40 * math.log(2), abs=1e-9)
+
+
+async def test_what_the_check_raises_is_raised() -> None:
+    async def check(token_ids: list[int]) -> list[bool]:
+        raise LookupError(*token_ids)
+
+    with pytest.raises(LookupError, match="0"):
+        await draw(np.ones(1), check, np.random.default_rng(0))
+
+
+# -- in a sampler -----------------------------------------------------------------------------
+
+MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)
+
+
+def few_as(text: Text) -> bool:
+    return text.bytes.count(b"a") <= 3 and (not text.finished or text.bytes.endswith(b"b"))
+
+
+async def few_as_later(text: Text) -> bool:
+    await asyncio.sleep(0)
+    return few_as(text)
+
+
+def judged(lm: AsyncLM) -> Constraint:
+    return predicate(few_as, lm)
+
+
+def judged_later(lm: AsyncLM) -> Constraint:
+    return predicate(few_as_later, lm)
+
+
+def both(lm: AsyncLM) -> Constraint:
+    return all_of(regex("[ab]{2,}", lm), predicate(few_as, lm))
+
+
+def never(lm: AsyncLM) -> Constraint:
+    return predicate(lambda text: not text.finished, lm, name="never")
+
+
+async def runs_of(smc: SMC, count: int) -> list[tuple[tuple[tuple[int, ...], ...], Floats]]:
+    results = await asyncio.gather(*(smc.run(seed) for seed in range(count)))
+    return [(result.token_ids, result.log_weights) for result in results]
+
+
+def expect(runs: list[tuple[tuple[tuple[int, ...], ...], Floats]], exact: ExactPosterior) -> None:
+    assert_weighted_samples_from(
+        runs, exact.token_ids, log_evidence=exact.log_evidence, highest=None
+    )
+
+
+@pytest.mark.parametrize("make", [judged, judged_later, both])
+async def test_smc_with_it_is_unbiased(make: Callable[[AsyncLM], Constraint]) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = TextModel(lm, [0], max_tokens=5, constraint=make(lm))
+        exact = exact_posterior(MODEL, [0], max_tokens=5, constraint=make(lm))
+        runs = await runs_of(SMC(model, num_particles=8, resample_when=0.8), 120)
+    expect(runs, exact)
+    assert any(-math.inf in log_weights for _, log_weights in runs), "dead ends are to be included"
+
+
+async def test_particles_that_can_only_die_do() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = TextModel(lm, [0], max_tokens=3, constraint=never(lm))
+        result = await SMC(model, num_particles=5).run(0)
+    assert result.log_evidence == -math.inf
+    assert result.posterior() == []
+
+
+async def test_tempered_rows_are_its_law() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = TextModel(lm, [0], max_tokens=4, constraint=judged(lm), temperature=2.0)
+        exact = exact_posterior(MODEL, [0], max_tokens=4, constraint=judged(lm), temperature=2.0)
+        [(texts, log_weights)] = await runs_of(importance_sampling(model, num_particles=1500), 1)
+    expect([((text,), w[None]) for text, w in zip(texts, log_weights, strict=True)], exact)
+
+
+LARGE = NGram.random([*(f"{i:x} ".encode() for i in range(399)), b""], seed=8, eos_token_id=399)
+WANTED = np.arange(399) * 40503 % 1009 > 500
+"""Half of the words."""
+
+
+class Counting:
+    """Texts of wanted words alone; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, text: Text) -> bool:
+        self.calls += 1
+        return bool(WANTED[list(text.token_ids)].all())
+
+
+def classes_of_two() -> tuple[float, dict[int, float]]:
+    """The probability that a text of up to two words has wanted ones alone, and, given that, the law of
+    the sum of its token ids modulo 7."""
+    rows = np.exp(LARGE.table.double().numpy())
+    words, first = np.flatnonzero(WANTED), rows[0][:399][WANTED]
+    second = first[:, None] * rows[np.ix_(words, words)]
+    weights = np.concatenate(
+        [rows[0, 399:], first * rows[words, 399], (second * rows[words, 399]).ravel()]
+    )
+    sums = np.concatenate([[0], words, (words[:, None] + words).ravel()])
+    by_class = np.bincount(sums % 7, weights=weights)
+    return by_class.sum(), dict(enumerate(by_class / by_class.sum()))
+
+
+async def test_it_asks_ten_times_less_than_masks_do_and_finds_the_same_posterior() -> None:
+    """Must-hold 3 of the issue: calls of the predicate, and both laws against enumeration."""
+    evidence, law = classes_of_two()
+    calls: dict[Proposal, int] = {}
+    proposals: tuple[Proposal, ...] = ("mask", "awrs")
+    with genrt.load(LARGE, engine="exact") as lm:
+        for proposal in proposals:
+            counting = Counting()
+            model = TextModel(
+                lm, [0], max_tokens=3, constraint=predicate(counting, lm), proposal=proposal
+            )
+            result = await importance_sampling(model, num_particles=500).run(0)
+            calls[proposal] = counting.calls
+            sums = [sum(token_ids) % 7 for token_ids in result.token_ids]
+            assert_weighted_samples_from(
+                [([each], [weight]) for each, weight in zip(sums, result.log_weights, strict=True)],
+                law,
+                log_evidence=math.log(evidence),
+            )
+    assert calls["mask"] > 10 * calls["awrs"], calls

@@ -1,0 +1,179 @@
+"""Figures and tables: they hold the result's own numbers, and say what is missing."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from genrt.errors import ExtraNotInstalled, InvalidRequest
+from genrt.inference import Result
+from tests import runs
+from tests.test_rendering import Rude, result_of
+
+
+class Recorded:
+    """A function, and what it returned."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.returned: list[Any] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.returned.append(self._function(*args, **options))
+        return self.returned[-1]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return runs.run(tmp_path_factory.mktemp("runs") / "model")
+
+
+def test_a_figure_draws_the_infos_and_the_posterior(real: Result) -> None:
+    from matplotlib.patches import Rectangle
+
+    ess, evidence, weights, posterior = real.plot().axes
+    steps = [info.step for info in real.infos]
+    lines = {str(line.get_label()): line for line in (*ess.lines, *evidence.lines, *weights.lines)}
+    for label, values in {
+        "ESS": [info.ess for info in real.infos],
+        "alive": [np.isfinite(info.log_weights).sum() for info in real.infos],
+        "log evidence": [info.log_evidence for info in real.infos],
+        "heaviest": [info.log_weights.max() - info.log_evidence for info in real.infos],
+        "median": [
+            np.median(info.log_weights[np.isfinite(info.log_weights)]) - info.log_evidence
+            for info in real.infos
+        ],
+    }.items():
+        assert lines[label].get_xdata() == pytest.approx(steps)
+        assert lines[label].get_ydata() == pytest.approx(values)
+    resampled = [info.step - 0.5 for info in real.infos if info.resampled]
+    for axes in (ess, evidence, weights):
+        dotted = [line for line in axes.lines if line.get_linestyle() == ":"]
+        marks = [float(np.asarray(line.get_xdata())[0]) for line in dotted]
+        assert marks == resampled
+    bars = [bar.get_width() for bar in posterior.patches if isinstance(bar, Rectangle)]
+    assert bars == pytest.approx([weight for _, weight in real.posterior()])
+    assert len(posterior.get_yticklabels()) == len(bars)
+
+
+def test_texts_of_any_content_are_drawn_without_a_warning(tmp_path: Path) -> None:
+    texts = ["$\\frac{$", "\N{CJK UNIFIED IDEOGRAPH-65E5}", "\x1b[2J", "", "x" * 500, "<&>", "$a$"]
+    figure = result_of(texts, [1.0] * len(texts)).plot()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    [axes] = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == texts[0]
+    assert labels[1:4] == ["\N{REPLACEMENT CHARACTER}", r"\x1b[2J", "(empty)"]
+    assert max(map(len, labels)) <= 48
+
+
+@pytest.mark.parametrize(
+    ("result", "panels"),
+    [
+        (runs.drawn(20, 4, dying=1.0), 4),
+        (runs.drawn(1, 1, dying=0.0), 4),
+        (runs.drawn(200, 30), 4),
+        (result_of(["a"], [1.0]), 1),
+        (result_of([], []), 1),
+        (result_of([Rude()], [1.0]), 1),
+    ],
+    ids=["all dead", "one step", "many", "without steps", "without particles", "rude"],
+)
+def test_a_figure_of_any_result_is_drawn(result: Result, panels: int, tmp_path: Path) -> None:
+    figure = result.plot()
+    figure.savefig(tmp_path / "figure.svg")
+    assert len(figure.axes) == panels
+    assert (tmp_path / "figure.svg").stat().st_size > 1000
+
+
+def test_a_figure_is_none_of_pyplots(real: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert len(real.plot().axes) == 4
+
+
+def test_a_notebook_shows_the_figure_where_it_is_returned_and_once(
+    real: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    monkeypatch.setattr(pyplot, "figure", made := Recorded(pyplot.figure))
+    assert real.plot() is made.returned[0]
+    assert len(made.returned) == 1
+    assert pyplot.get_fignums() == []
+
+
+def test_a_table_has_a_row_for_each_particle(real: Result) -> None:
+    table = real.to_pandas()
+    assert list(table.columns) == ["text", "tokens", "value", "log_weight", "weight", "alive"]
+    assert tuple(table.text) == real.texts
+    assert tuple(table.tokens) == real.token_ids
+    assert tuple(table.value) == real.values
+    assert table.log_weight.tolist() == real.log_weights.tolist()
+    assert table.weight.tolist() == real.weights.tolist()
+    assert table.alive.tolist() == np.isfinite(real.log_weights).tolist()
+    assert table.index.name == "particle"
+    by_value = table.groupby("value").weight.sum()
+    assert {value: by_value[value] for value, _ in real.posterior()} == pytest.approx(
+        dict(real.posterior())
+    )
+
+
+def test_changing_a_table_leaves_the_result_as_it_was(real: Result) -> None:
+    before = real.log_weights.copy()
+    table = real.to_pandas()
+    table["log_weight"] = 0.0
+    table.loc[0, "weight"] = 7.0
+    assert np.array_equal(real.log_weights, before)
+
+
+def test_a_table_has_a_row_for_each_step(real: Result) -> None:
+    table = real.to_pandas(steps=True)
+    assert table.index.tolist() == [info.step for info in real.infos]
+    assert table.index.name == "step"
+    for name in ("resampled", "ess", "log_evidence", "unfinished"):
+        assert table[name].tolist() == [getattr(info, name) for info in real.infos]
+    assert table.ancestors.tolist() == [len(set(info.ancestors)) for info in real.infos]
+    assert table.alive.tolist() == [np.isfinite(i.log_weights).sum() for i in real.infos]
+    assert table.ancestors[table.resampled].max() < len(real.texts)
+
+
+@pytest.mark.parametrize(
+    "values", [[(1, 2), (3, 4)], [[1], [2, 3]], [{"a": 1}, None], [np.ones(2), np.ones(2)]]
+)
+def test_a_value_stays_one_cell(values: list[object]) -> None:
+    table = result_of(values, [1.0, 3.0]).to_pandas()
+    assert [value is again for value, again in zip(values, table.value, strict=True)] == [True] * 2
+
+
+def test_numbers_can_be_counted_with() -> None:
+    table = result_of([2, 4], [1.0, 3.0]).to_pandas()
+    assert (table.value * table.weight).sum() == pytest.approx(3.5)
+    assert table.value.dtype.kind == "i"
+
+
+def test_without_steps_there_is_no_table_of_them() -> None:
+    with pytest.raises(InvalidRequest, match="no steps"):
+        result_of(["a"], [1.0], math.nan).to_pandas(steps=True)
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "pandas"])
+def test_what_is_missing_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    result = result_of(["a"], [1.0])
+    with pytest.raises(ExtraNotInstalled, match=rf'{package}.*pip install "genrt\[plot\]"'):
+        result.plot() if package == "matplotlib" else result.to_pandas()

@@ -1,0 +1,604 @@
+"""Particle programs: the law of what users write, under replay and going on alike, and how it fails.
+
+Statistical tests have fixed seeds and a level of 1e-6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genrt
+from genrt.constraints import regex
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import GenrtError, InvalidRequest, UnknownAdapter
+from genrt.inference import SMC, Execution, Program, Result, TextModel, importance_sampling
+from genrt.lm import AsyncLM
+from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
+
+PROMPT = [0]
+EOS = 4
+MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=EOS)
+PATTERN = "(a|b){3,5}b"
+
+
+def constrained(lm: AsyncLM, *, max_tokens: int = 5) -> Any:
+    """A constrained text written by hand, as ``TextModel`` has it."""
+    start = regex(PATTERN, lm).start()
+
+    async def program(p: Execution) -> tuple[int, ...]:
+        state, tokens = start, list[int]()
+        while True:
+            mask = state.mask()
+            if len(tokens) == max_tokens - 1:
+                mask &= torch.arange(5) == EOS
+            token = await p.sample([*PROMPT, *tokens], mask=mask)
+            if token == EOS:
+                return tuple(tokens)
+            tokens.append(token)
+            state = state.advance(token)
+
+    return program
+
+
+def every_step(state: Any) -> bool:
+    return True
+
+
+def values_of(result: Result) -> list[Any]:
+    return [([value], [w]) for value, w in zip(result.values, result.log_weights, strict=True)]
+
+
+def same(first: Result, second: Result) -> bool:
+    return (
+        first.values == second.values
+        and first.token_ids == second.token_ids
+        and first.log_weights.tolist() == second.log_weights.tolist()
+    )
+
+
+class Forgetful:
+    """A program whose executions never go on: every step of every particle is a replay."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.max_steps = program.max_steps
+        self.start, self.text, self.value = program.start, program.text, program.value
+
+    async def grow(self, particles: Any, seed: int) -> Any:
+        for particle in particles:
+            for _, coroutine in particle.live:
+                coroutine.close()
+            particle.live.clear()
+        return await self.program.grow(particles, seed)
+
+
+# -- the law ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resample_when", [0.0, every_step])
+async def test_a_text_written_by_hand_has_the_law_of_a_text_model(resample_when: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        exact = exact_posterior(MODEL, PROMPT, max_tokens=5, constraint=regex(PATTERN, lm))
+        smc = SMC(Program(lm, constrained(lm)), num_particles=8, resample_when=resample_when)
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(120)))
+    assert_weighted_samples_from(
+        [(result.values, result.log_weights) for result in results],
+        exact.token_ids,
+        log_evidence=exact.log_evidence,
+    )
+    assert any(-math.inf in result.log_weights for result in results)
+
+
+async def mixed(p: Execution) -> Any:
+    """Everything that an execution offers, in every order."""
+    scale = p.uniform()
+    p.observe(-scale)
+    kind = p.choice(["short", "long"], log_weights=[0.0, -1.0])
+    tokens = [0]
+    for _ in range(1 if kind == "short" else 3):
+        tokens.append(await p.sample(tokens, mask=[0, 1, 2]))
+        p.observe(-0.5 * p.choice([0, 1]))
+        p.observe(-p.uniform())
+    await p.condition(tokens, [3])
+    row = await p.lm.next_token_logprobs(tokens)
+    last = await p.sample(tokens, temperature=2.0)
+    await asyncio.sleep(0)
+    p.observe(float(row[last]) / 4)
+    return kind, tuple(tokens[1:]), last
+
+
+async def test_going_on_and_running_again_are_the_same_to_the_last_bit() -> None:
+    for resample_when in (0.0, 0.7, every_step):
+        with genrt.load(MODEL, engine="exact") as lm:
+            goes_on, runs_again = Program(lm, mixed), Forgetful(Program(lm, mixed))
+            for seed in range(4):
+                smc = SMC(goes_on, num_particles=20, resample_when=resample_when)
+                replayed = SMC(runs_again, num_particles=20, resample_when=resample_when)
+                assert same(await smc.run(seed), await replayed.run(seed))
+
+
+async def test_the_mixed_program_has_the_evidence_that_its_observations_say() -> None:
+    """E[w] by the sums that the program stands for, one factor after the other."""
+    rows = MODEL.table.double().exp()
+    heat = MODEL.table.double().div(2).softmax(dim=-1)
+    inner = (1 - math.exp(-1)) * (1 + math.exp(-0.5)) / 2
+    posterior: defaultdict[Any, float] = defaultdict(float)
+    for kind, length in (("short", 1), ("long", 3)):
+        prior = 1 / (1 + math.exp(-1 if kind == "short" else 1)) * (1 - math.exp(-1))
+        texts: list[tuple[tuple[int, ...], int, float]] = [((), 0, prior)]
+        for _ in range(length):
+            texts = [
+                ((*text, token), token, p * float(rows[at, token]) * inner)
+                for text, at, p in texts
+                for token in range(3)
+            ]
+        for text, at, p in texts:
+            for last in range(5):
+                posterior[kind, text, last] += p * float(
+                    rows[at, 3] * heat[at, last] * rows[at, last] ** 0.25
+                )
+    evidence = sum(posterior.values())
+    law = {value: weight / evidence for value, weight in posterior.items()}
+    with genrt.load(MODEL, engine="exact") as lm:
+        once = await importance_sampling(Program(lm, mixed), num_particles=1500).run(0)
+        smc = SMC(Program(lm, mixed), num_particles=6, resample_when=every_step)
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(120)))
+    assert_weighted_samples_from(values_of(once), law, log_evidence=math.log(evidence))
+    runs = [(result.values, result.log_weights) for result in results]
+    assert_weighted_samples_from(runs, law, log_evidence=math.log(evidence))
+
+
+async def test_chance_without_a_language_model_has_its_laws() -> None:
+    async def program(p: Execution) -> tuple[int, str, str]:
+        letter = p.choice("xyz", log_weights=[0.0, -math.inf, math.log(3)])
+        return int(4 * p.uniform()), letter, p.choice(["l", "r"])
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await importance_sampling(Program(lm, program), num_particles=2000).run(1)
+    law = {
+        (quarter, letter, side): share / 8
+        for quarter in range(4)
+        for letter, share in {"x": 0.25, "z": 0.75}.items()
+        for side in "lr"
+    }
+    assert_samples_from(result.values, law)
+    assert result.log_evidence == 0
+    assert result.token_ids == ((),) * 2000
+
+
+# -- steps ------------------------------------------------------------------------------------
+
+
+async def test_a_step_is_one_sample_and_one_flush() -> None:
+    async def program(p: Execution) -> int:
+        tokens = [0]
+        for _ in range(3):
+            tokens.append(await p.sample(tokens))
+        return len(tokens)
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = importance_sampling(Program(lm, program), num_particles=40)
+        steps, finished = 0, list[Any]()
+        async for state, info in smc.steps(smc.init(0)):
+            steps, finished = steps + 1, list(state.particles)
+            assert all(len(each.token_ids) == steps for each in state.particles)
+            assert [each.token_ids[-1] for each in state.particles] == info.token_ids.tolist()
+            assert state.done == (steps == 3)
+            assert lm.statistics().batcher.flushes == steps
+    assert {smc.model.value(each) for each in finished} == {4}
+
+
+async def test_a_state_may_be_stepped_again_and_gives_the_same() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(Program(lm, mixed), num_particles=12, resample_when=0.9)
+        expected, state, infos = await smc.run(3), smc.init(3), []
+        while not state.done:
+            (first, info), (second, _), (third, _) = await asyncio.gather(
+                smc.step(state), smc.step(state), smc.step(state)
+            )
+            for other in (second, third):
+                assert other.log_weights.tolist() == first.log_weights.tolist()
+                assert [p.token_ids for p in other.particles] == [
+                    p.token_ids for p in first.particles
+                ]
+            infos.append(info)
+            state = second
+    assert same(smc.result(state, infos=infos), expected)
+
+
+async def test_nothing_is_asked_again_where_a_child_runs_again() -> None:
+    asked = 0
+
+    async def program(p: Execution) -> None:
+        nonlocal asked
+        tokens = [0]
+        for _ in range(4):
+            asked += 1
+            tokens.append(await p.sample(tokens))
+            await p.condition(tokens, [1])
+
+    with genrt.load(MODEL, engine="exact", cache_bytes=0) as lm:
+        await SMC(Program(lm, program), num_particles=1, resample_when=0.0).run(0)
+        once, calls = lm.statistics().batcher.questions, asked
+        model: Any = Forgetful(Program(lm, program))
+        await SMC(model, num_particles=1, resample_when=0.0).run(0)
+        assert lm.statistics().batcher.questions == 2 * once
+    assert asked > 2 * calls
+
+
+async def test_cancelling_a_step_leaves_the_state_good() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(Program(lm, mixed), num_particles=8, resample_when=0.9)
+        expected = await smc.run(5)
+        state, infos = smc.init(5), []
+        for turns in range(200):
+            if state.done:
+                break
+            step = asyncio.ensure_future(smc.step(state))
+            for _ in range(turns % 9):
+                await asyncio.sleep(0)
+            step.cancel()
+            await asyncio.gather(step, return_exceptions=True)
+            state, info = await smc.step(state)
+            infos.append(info)
+        assert same(smc.result(state, infos=infos), expected)
+
+
+def test_a_state_goes_on_on_another_event_loop() -> None:
+    async def some(smc: SMC, count: int, state: Any) -> Any:
+        for _ in range(count):
+            state, _ = await smc.step(state)
+        return state
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(Program(lm, mixed), num_particles=6)
+        expected = asyncio.run(smc.run(2))
+        state = smc.init(2)
+        while not state.done:
+            state = asyncio.run(some(smc, 1, state))
+        assert same(smc.result(state), expected)
+
+
+# -- ends -------------------------------------------------------------------------------------
+
+
+async def test_minus_infinity_ends_a_particle_before_it_asks_anything_more() -> None:
+    went_on = 0
+
+    async def program(p: Execution) -> str:
+        nonlocal went_on
+        token = await p.sample([0])
+        if token == 1:
+            p.observe(-math.inf)
+            await p.sample([0, 1])
+            went_on += 1
+        return "good"
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await importance_sampling(Program(lm, program), num_particles=60).run(0)
+        assert {request for request in (lm.statistics().engine.rows,)} == {1}
+    dead = result.log_weights == -math.inf
+    assert 0 < dead.sum() < 60
+    assert went_on == 0
+    [(value, weight)] = result.posterior()
+    assert value == "good"
+    assert weight == pytest.approx(1)
+    assert [value for value, d in zip(result.values, dead, strict=True) if d] == [None] * dead.sum()
+
+
+async def test_minus_infinity_before_the_first_sample_asks_nothing() -> None:
+    async def program(p: Execution) -> int:
+        p.observe(-math.inf)
+        return await p.sample([0])
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await importance_sampling(Program(lm, program), num_particles=3).run(0)
+        assert lm.statistics().batcher.questions == 0
+    assert result.log_evidence == -math.inf
+
+
+async def test_a_mask_without_mass_is_the_end() -> None:
+    [impossible] = (MODEL.row([0]) == -math.inf).nonzero()[:, 0].tolist()
+
+    async def program(p: Execution) -> int:
+        return await p.sample([0], mask=[impossible])
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(Program(lm, program), num_particles=3).run(0)
+    assert result.log_evidence == -math.inf
+    assert result.values == (None,) * 3
+
+
+class Unhashable:
+    """Any value that a program may return."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+async def test_values_are_of_any_type_and_posteriors_of_what_is_hashable() -> None:
+    async def program(p: Execution) -> Any:
+        return Unhashable(p.choice("ab")), {"tokens": [await p.sample([0])]}
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await importance_sampling(Program(lm, program), num_particles=30).run(0)
+    with pytest.raises(InvalidRequest, match="give of="):
+        result.posterior()
+    names = result.posterior(of=lambda value: value[0].name)
+    assert {name for name, _ in names} == {"a", "b"}
+    assert sum(weight for _, weight in names) == pytest.approx(1)
+    assert {type(value) for value in result.values} == {tuple}
+    for value, token_ids, text in zip(result.values, result.token_ids, result.texts, strict=True):
+        assert list(token_ids) == value[1]["tokens"]
+        assert text == lm.decode(list(token_ids))
+
+
+# -- errors -----------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+async def test_an_exception_reaches_the_caller_and_cancels_the_others() -> None:
+    cancelled = 0
+
+    async def program(p: Execution) -> None:
+        nonlocal cancelled
+        if p.choice([True, False]):
+            await p.lm.next_token_logprobs([0])
+            raise Broken("in the middle")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        with pytest.raises(Broken, match="in the middle"):
+            await SMC(Program(lm, program), num_particles=20).run(0)
+        assert cancelled > 0
+        assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_nothing_is_left_behind_when_states_are_dropped() -> None:
+    closed = 0
+
+    async def program(p: Execution) -> None:
+        nonlocal closed
+        try:
+            await p.sample([0])
+            await p.sample([0, 1])
+        finally:
+            closed += 1
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(Program(lm, program), num_particles=5)
+        state, _ = await smc.step(smc.init(0))
+        gc.collect()
+        assert closed == 0
+        del state
+        await asyncio.sleep(0)
+        gc.collect()
+        assert closed == 5
+
+
+async def test_a_program_that_is_no_function_of_its_choices_is_refused() -> None:
+    ran = Counter[str]()
+
+    async def longer_contexts(p: Execution) -> None:
+        ran["longer"] += 1
+        for _ in range(3):
+            await p.sample([0] * ran["longer"])
+
+    async def another_kind(p: Execution) -> None:
+        ran["kind"] += 1
+        if ran["kind"] > 3:
+            p.uniform()
+        for _ in range(3):
+            await p.sample([0])
+
+    async def too_soon(p: Execution) -> None:
+        ran["soon"] += 1
+        for _ in range(3 if ran["soon"] <= 3 else 1):
+            await p.sample([0])
+
+    async def uniform_later(p: Execution) -> None:
+        ran["later"] += 1
+        await p.sample([0])
+        if ran["later"] > 3:
+            p.choice("ab")
+        for _ in range(3):
+            await p.sample([0])
+
+    async def another_temperature(p: Execution) -> None:
+        ran["temperature"] += 1
+        for _ in range(3):
+            await p.sample([0], temperature=1.0 + (ran["temperature"] > 3))
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        for program in (
+            longer_contexts,
+            another_kind,
+            too_soon,
+            uniform_later,
+            another_temperature,
+        ):
+            model: Any = Forgetful(Program(lm, program))
+            with pytest.raises(InvalidRequest, match="function of its choices"):
+                await SMC(model, num_particles=3).run(0)
+
+
+async def in_a_task(p: Execution) -> None:
+    await asyncio.gather(p.sample([0]), p.sample([1]))
+
+
+async def in_wait_for(p: Execution) -> None:
+    await asyncio.wait_for(p.sample([0]), 60)
+
+
+@pytest.mark.parametrize("program", [in_a_task, in_wait_for])
+async def test_samples_of_other_tasks_are_refused(program: Any) -> None:
+    with (
+        genrt.load(MODEL, engine="exact") as lm,
+        pytest.raises(InvalidRequest, match="another task"),
+    ):
+        await SMC(Program(lm, program), num_particles=2).run(0)
+
+
+async def test_other_awaits_are_as_anywhere() -> None:
+    async def program(p: Execution) -> float:
+        async with asyncio.timeout(60):
+            rows = await asyncio.gather(*(p.lm.next_token_logprobs([i]) for i in range(3)))
+        token = await p.sample([0])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await asyncio.gather(p.condition([token], [1]), p.condition([token], [2]))
+        more = await asyncio.to_thread(lambda: float(rows[0][0]))
+        await p.sample([0, token])
+        return more
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(Program(lm, program), num_particles=6, resample_when=1.0).run(0)
+        rows = MODEL.table.double()
+        assert set(result.values) == {float(MODEL.row([0])[0])}
+        weights = {token: float(rows[token, 1] + rows[token, 2]) for token in range(5)}
+        one = await importance_sampling(Program(lm, program), num_particles=6).run(0)
+    for token_ids, log_weight in zip(one.token_ids, one.log_weights, strict=True):
+        assert log_weight == pytest.approx(weights[token_ids[0]], abs=1e-5)
+
+
+def offering(act: Callable[[Execution], Any]) -> Any:
+    async def program(p: Execution) -> None:
+        answer = act(p)
+        if asyncio.iscoroutine(answer):
+            await answer
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda p: p.sample([0], mask=[1], temperature=2.0), InvalidRequest, "not both"),
+        (lambda p: p.sample([0], temperature=0), InvalidRequest, "greedy"),
+        (lambda p: p.sample([0], temperature="hot"), InvalidRequest, "temperature is 'hot'"),
+        (lambda p: p.sample([]), InvalidRequest, "empty prompt"),
+        (lambda p: p.sample([9]), InvalidRequest, "vocabulary"),
+        (lambda p: p.sample(["a"]), InvalidRequest, "int"),
+        (lambda p: p.sample("ab"), InvalidRequest, "token ids"),
+        (lambda p: p.sample(0), InvalidRequest, "sequence"),
+        (lambda p: p.sample([0], mask=[9]), InvalidRequest, "mask"),
+        (lambda p: p.sample([0], adapter="absent"), UnknownAdapter, "absent"),
+        (lambda p: p.condition([0], [9]), InvalidRequest, "vocabulary"),
+        (lambda p: p.observe(math.nan), InvalidRequest, "finite log-weight, or -inf, not nan"),
+        (lambda p: p.observe(math.inf), InvalidRequest, "not inf"),
+        (lambda p: p.observe("1"), InvalidRequest, "not '1'"),
+        (lambda p: p.observe(None), InvalidRequest, "not None"),
+        (lambda p: p.observe(True), InvalidRequest, "for a condition"),
+        (lambda p: p.choice([]), InvalidRequest, "0 values and no log-weights"),
+        (lambda p: p.choice("ab", log_weights=[0.0]), InvalidRequest, "2 values and 1 log-weights"),
+        (lambda p: p.choice("ab", log_weights=[-math.inf] * 2), InvalidRequest, "choice got the"),
+        (lambda p: p.choice("ab", log_weights=[0.0, math.nan]), InvalidRequest, "choice got the"),
+        (lambda p: p.choice("ab", log_weights=[0.0, math.inf]), InvalidRequest, "choice got the"),
+        (lambda p: p.choice("ab", log_weights=["x", "y"]), InvalidRequest, "numbers"),
+    ],
+)
+async def test_wrong_use_of_an_execution_is_refused(
+    act: Any, error: type[GenrtError], message: str
+) -> None:
+    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(error, match=message):
+        await SMC(Program(lm, offering(act)), num_particles=2).run(0)
+
+
+async def test_contexts_may_be_arrays_and_may_be_changed_by_the_program() -> None:
+    async def program(p: Execution) -> tuple[int, ...]:
+        array, tensor, tokens = np.array([0, 1]), torch.tensor([0, 1]), [0]
+        first = await p.sample(array)
+        second = await p.sample(tensor)
+        tokens.append(await p.sample(tokens))
+        tokens.append(await p.sample(tokens))
+        return (first, second, *tokens)
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(Program(lm, program), num_particles=6, resample_when=every_step)
+        result = await smc.run(0)
+    assert all(
+        value[:2] + value[3:] == ids
+        for value, ids in zip(result.values, result.token_ids, strict=True)
+    )
+
+
+def test_what_is_no_program_is_refused() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        with pytest.raises(InvalidRequest, match="lm is a NGram"):
+            Program(MODEL, mixed)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="the program is 'mixed'"):
+            Program(lm, "mixed")  # type: ignore[arg-type]
+        for function in (lambda p: 1, lambda p: None):
+            with pytest.raises(InvalidRequest, match="make it an async def"):
+                asyncio.run(SMC(Program(lm, function), num_particles=2).run(0))  # type: ignore[arg-type]
+
+
+async def test_whatever_makes_coroutines_is_a_program() -> None:
+    async def with_options(p: Execution, *, extra: int) -> int:
+        return extra + (await p.sample([0])) * 0
+
+    class Callable_:
+        async def __call__(self, p: Execution) -> int:
+            return await with_options(p, extra=2)
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        for program in (
+            functools.partial(with_options, extra=2),
+            lambda p: with_options(p, extra=2),
+            Callable_(),
+        ):
+            result = await SMC(Program(lm, program), num_particles=3).run(0)
+            assert result.values == (2, 2, 2)
+
+
+async def test_a_text_model_and_a_program_of_it_draw_alike_in_one_runtime() -> None:
+    """Rows are shared by both; so are none of their random numbers."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        text = TextModel(lm, PROMPT, max_tokens=5, constraint=regex(PATTERN, lm))
+        together = await asyncio.gather(
+            SMC(text, num_particles=9).run(1),
+            SMC(Program(lm, constrained(lm)), num_particles=9).run(1),
+        )
+        alone = (
+            await SMC(text, num_particles=9).run(1),
+            await SMC(Program(lm, constrained(lm)), num_particles=9).run(1),
+        )
+    assert all(map(same, together, alone))
+
+
+class Mute(ExactEngine):
+    """A model whose checkpoint came without a tokenizer."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return None
+
+
+async def test_programs_run_on_a_model_without_a_tokenizer() -> None:
+    async def program(p: Execution) -> tuple[int, int]:
+        first = await p.sample([0])
+        return first, await p.sample([0, first])
+
+    async with await genrt.aload(engine=lambda: Mute(MODEL)) as lm:
+        result = await SMC(Program(lm, program), num_particles=5).run(0)
+    assert result.texts == ("",) * 5
+    assert result.token_ids == result.values

@@ -1,0 +1,131 @@
+"""Progress bars: silent unless asked for, whole at the end, where they were after an interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt.errors import ExtraNotInstalled
+from genrt.inference import SMC, TextModel
+from genrt.inference.progress import Progress
+from tests import runs
+
+
+def smc_of(directory: Path) -> SMC:
+    runs.MODEL.save(directory)
+    lm = genrt.load(str(directory), engine="exact")
+    return SMC(TextModel(lm, [0], max_tokens=30), num_particles=4)
+
+
+def test_a_run_is_silent_unless_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(smc_of(tmp_path / "model").run(0))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_ends_full_with_the_figures_of_the_last_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = asyncio.run(smc_of(tmp_path / "model").run(0, progress=True))
+    steps = len(result.infos)
+    assert 0 < steps < 30
+    out, err = capfd.readouterr()
+    assert out == ""
+    last = err.rstrip().rsplit("\r", 1)[-1]
+    assert "SMC: 100%" in last
+    assert f"{steps}/{steps}" in last
+    assert f"going=0/4, ESS={result.ess:.1f}" in last
+    assert err.endswith("\n")
+
+
+def test_an_interrupt_leaves_the_bar_where_it_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(state: Any, info: Any) -> None:
+        if info.step == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(smc_of(tmp_path / "model").run(0, progress=True, on_step=interrupt))
+    err = capfd.readouterr().err
+    assert "2/30" in err.rstrip().rsplit("\r", 1)[-1]
+    assert "100%" not in err
+    assert err.endswith("\n")
+
+
+class NotebookBar:
+    """tqdm's bar in a notebook, whose widget has a total and a style of its own."""
+
+    def __init__(self, *, total: int | None, **_: Any) -> None:
+        self.total, self.n, self.closed = total, 0, False
+        bar = types.SimpleNamespace(max=total or 1, bar_style="")
+        self.container = types.SimpleNamespace(children=(None, bar, None))
+
+    def set_postfix(self, *_: Any, **__: Any) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def update(self) -> None:
+        self.n += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("total", [None, 10])
+def test_a_notebooks_bar_is_full_at_the_end_and_red_after_an_error(
+    total: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=NotebookBar))
+    with Progress("SMC", total, shown=True) as progress:
+        progress.step(ESS=1)
+        progress.step(ESS=2)
+    bar: NotebookBar = progress._bar
+    widget = bar.container.children[1]
+    assert (bar.total, widget.max, widget.bar_style, bar.closed) == (2, 2, "", True)
+
+    def interrupted(progress: Progress) -> None:
+        with progress:
+            progress.step()
+            raise KeyboardInterrupt
+
+    progress = Progress("SMC", total, shown=True)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(progress)
+    bar = progress._bar
+    widget = bar.container.children[1]
+    assert (bar.total, widget.max, widget.bar_style, bar.closed) == (
+        total,
+        total or 1,
+        "danger",
+        True,
+    )
+
+
+def test_that_widgets_are_missing_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Warning_(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name == "tqdm":
+                warnings.warn("IProgress not found", UserWarning, stacklevel=2)
+                return NotebookBar
+            raise AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "tqdm.auto", Warning_("tqdm.auto"))
+    with Progress("SMC", 1, shown=True) as progress:
+        progress.step()
+    assert progress._bar.closed
+
+
+def test_a_bar_without_tqdm_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ExtraNotInstalled, match="pip install tqdm"):
+        Progress("SMC", 1, shown=True)
+    with Progress("SMC", 1, shown=False) as progress:
+        progress.step()
+    assert progress._bar is None

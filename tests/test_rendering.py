@@ -1,0 +1,333 @@
+"""Results shown: well-formed, escaped, bounded in size, and with what the result holds."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import genrt
+from genrt.inference import (
+    SMC,
+    BestOfN,
+    Execution,
+    Genealogy,
+    MetropolisHastings,
+    Program,
+    Rejection,
+    Result,
+    TextModel,
+    importance_sampling,
+)
+from genrt.inference.charts import MOST_POINTS, thinned
+from genrt.inference.legible import abbreviated, escaped_attribute, label, printable, width
+from genrt.lm import AsyncLM
+from tests import runs
+
+LARGEST = 300_000
+"""Bytes of a result in a notebook."""
+
+
+def result_of(values: list[Any], weights: list[float], log_evidence: float = math.nan) -> Result:
+    with np.errstate(divide="ignore"):
+        log_weights = np.log(np.array(weights, dtype=np.float64))
+    texts = tuple(map(label, values))
+    return Result(texts, ((),) * len(values), tuple(values), log_weights, log_evidence)
+
+
+def parsed(result: Result) -> ET.Element:
+    """The HTML, which is well-formed XML too."""
+    return ET.fromstring(result._repr_html_())
+
+
+def cells(root: ET.Element, name: str) -> list[str]:
+    return ["".join(cell.itertext()) for cell in root.iter("td") if cell.get("class") == name]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return runs.run(tmp_path_factory.mktemp("runs") / "model")
+
+
+def test_the_table_is_the_posterior(real: Result) -> None:
+    root = parsed(real)
+    posterior = real.posterior()
+    assert len(posterior) <= 10
+    shown = dict(zip(cells(root, "text"), cells(root, "weight")[::2], strict=False))
+    assert shown == {abbreviated(label(text), 100): f"{weight:.4f}" for text, weight in posterior}
+    counts = [int(count) for count in cells(root, "weight")[1 : 2 * len(posterior) : 2]]
+    assert sum(counts) == np.isfinite(real.log_weights).sum()
+
+
+def test_bars_are_as_long_as_the_weights() -> None:
+    root = parsed(result_of(["a", "b"], [0.8, 0.2]))
+    lengths = re.findall(r"width:([\d.]+)%", ET.tostring(root, encoding="unicode"))
+    assert [float(each) for each in lengths] == [100.0, 25.0]
+
+
+def test_what_is_no_longer_shown_is_summed() -> None:
+    values = [f"value {index}" for index in range(25)]
+    result = result_of(values, [30.0 - index for index in range(25)])
+    hidden = sum(weight for _, weight in result.posterior()[10:])
+    for text in (result._repr_html_(), str(result)):
+        assert "value 9" in text
+        assert "value 10" not in text
+        assert "15 values more" in text
+        assert f"{hidden:.4f}" in text
+
+
+def test_texts_are_escaped_and_no_control_character_is_left(real: Result) -> None:
+    html, text = real._repr_html_(), str(real)
+    assert "<script>&" in "".join(real.texts)
+    assert "<script" not in html
+    for shown in (html, text, repr(real)):
+        assert all(character.isprintable() or character == "\n" for character in shown)
+    assert "http://www.w3.org/2000/svg" in html
+    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize(
+    ("particles", "steps"), [(1, 1), (1, 1000), (300, 1000), (10_000, 1), (10_000, 40)]
+)
+def test_a_result_of_any_size_is_bounded(particles: int, steps: int) -> None:
+    result = runs.drawn(particles, steps, dying=0.0 if particles == 1 else 0.01)
+    html = result._repr_html_()
+    ET.fromstring(html)
+    assert len(html.encode()) < LARGEST
+    assert len(str(result)) < 2000
+    assert len(repr(result)) < 200
+
+
+def test_values_of_a_megabyte_are_bounded_and_short_ones_of_a_screen_are_whole_in_a_title() -> None:
+    values = [character * 1_000_000 for character in '<&"\x1b\N{GRINNING FACE}\N{COMBINING TILDE}']
+    html = result_of(values, [1.0] * len(values))._repr_html_()
+    ET.fromstring(html)
+    assert len(html.encode()) < LARGEST
+    long = "one & two " * 40
+    root = parsed(result_of([long], [1.0]))
+    [cell] = [cell for cell in root.iter("td") if cell.get("class") == "text"]
+    assert cell.get("title") == long
+    assert len("".join(cell.itertext())) == 100
+
+
+def test_figures_are_those_of_the_result(real: Result) -> None:
+    resampled = sum(info.resampled for info in real.infos)
+    alive = int(np.isfinite(real.log_weights).sum())
+    for shown in ("".join(parsed(real).itertext()), str(real)):
+        plain = shown.replace("\N{MINUS SIGN}", "-")
+        assert f"{real.log_evidence:.3f}" in plain
+        assert f"{real.ess:.1f}" in plain
+        assert f"resampled before {resampled} of them" in plain
+        assert (f"{alive} of them alive" in plain) == (alive < len(real.texts))
+    assert f"log_evidence={real.log_evidence:.3f}, ess={real.ess:.1f}" in repr(real)
+    assert f"{len(real.infos)} steps" in repr(real)
+
+
+def test_curves_go_through_the_infos() -> None:
+    result = runs.drawn(16, 30, seed=2)
+    svg = next(
+        each for each in parsed(result).iter() if each.get("aria-label", "").startswith("eff")
+    )
+    *_, curve = [each for each in svg.iter() if each.get("stroke-linejoin")]
+    points = [
+        tuple(map(float, point.split()))
+        for point in (curve.get("d") or "").removeprefix("M").split("L")
+    ]
+    ess = [info.ess for info in result.infos]
+    heights = [108 - each / 16 * (108 - 26) for each in ess]
+    assert [y for _, y in points] == pytest.approx(heights, abs=0.06)
+    assert [x for x, _ in points] == pytest.approx(np.linspace(40, 302, 30), abs=0.06)
+
+
+def test_a_thinned_curve_keeps_its_ends_and_extremes() -> None:
+    rng = np.random.default_rng(0)
+    for length in (1, MOST_POINTS, MOST_POINTS + 1, 12_345):
+        y = rng.normal(size=length)
+        places = thinned(y)
+        assert len(places) <= MOST_POINTS
+        assert np.all(np.diff(places) > 0)
+        assert {0, length - 1, int(y.argmin()), int(y.argmax())} <= set(places.tolist())
+
+
+def test_a_run_in_which_everything_died_says_so() -> None:
+    result = runs.drawn(20, 4, dying=1.0)
+    assert result.ess == 0
+    for shown in ("".join(parsed(result).itertext()), str(result)):
+        assert "Every particle died" in shown
+        assert "\N{MINUS SIGN}\N{INFINITY}" in shown
+    assert "died: 20" in result._repr_html_()
+    assert repr(result) == "Result(20 particles, 0 alive, 4 steps, log_evidence=-inf, ess=0.0)"
+
+
+def test_nothing_at_all_is_shown_as_such() -> None:
+    result = result_of([], [], -math.inf)
+    assert "There are no particles" in "".join(parsed(result).itertext())
+    assert "There are no particles" in str(result)
+    assert repr(result) == "Result(0 particles, 0 alive, log_evidence=-inf, ess=0.0)"
+
+
+class Rude:
+    """A value that will not be looked at."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_values_of_any_type_are_shown() -> None:
+    values = [[1, 2], [1, 2], {"a": np.arange(2)}, None, Rude(), 1, True, "", "1"]
+    result = result_of(values, [1.0] * len(values))
+    shown = cells(parsed(result), "text")
+    assert shown[0] == "[1, 2]"
+    assert sorted(shown[1:]) == sorted(
+        [
+            "{'a': array([0, 1])}",
+            "None",
+            "<Rude, whose repr raised RuntimeError>",
+            "1",
+            "True",
+            "(empty)",
+            "1",
+        ]
+    )
+    assert "0.2222  [1, 2]" in str(result)
+
+
+async def counted(p: Execution) -> dict[str, Any]:
+    token_ids = [0, await p.sample([0])]
+    p.observe(-0.1 * token_ids[1])
+    return {"drawn": token_ids[1:], "twice": p.uniform() < 0.5}
+
+
+@pytest.fixture
+def lm(tmp_path: Path) -> AsyncLM:
+    runs.MODEL.save(tmp_path / "model")
+    return genrt.load(str(tmp_path / "model"), engine="exact")
+
+
+def test_results_of_every_algorithm_are_shown_and_count_what_was_asked(lm: AsyncLM) -> None:
+    text = TextModel(lm, [0], max_tokens=4)
+    algorithms: dict[str, Any] = {
+        "SMC": SMC(text, num_particles=4),
+        "importance": importance_sampling(text, num_particles=4),
+        "program": SMC(Program(lm, counted), num_particles=4),
+        "MH": MetropolisHastings(text, num_chains=2, num_steps=3),
+        "rejection": Rejection(text, num_samples=3, max_texts=30),
+        "best": BestOfN(text, n=3),
+    }
+    with lm:
+        results: dict[str, Result] = {}
+        for name, algorithm in algorithms.items():
+            before = lm.statistics()
+            results[name] = asyncio.run(algorithm.run(0))
+            assert results[name].statistics == lm.statistics().since(before)
+    for name, result in results.items():
+        root = parsed(result)
+        assert result.statistics is not None
+        shown = "".join(root.itertext())
+        assert f"{result.statistics.batcher.questions:,}asked" in shown
+        assert ("genealogy" in shown) == (name in ("SMC", "importance", "program"))
+        assert ("log evidence" in shown) == (name not in ("MH", "best"))
+        assert "nan" not in shown
+        assert str(result)
+
+
+def test_a_result_is_plain_data_that_outlives_its_runtime(real: Result) -> None:
+    again = pickle.loads(pickle.dumps(real))  # noqa: S301
+    assert again._repr_html_() == real._repr_html_()
+    assert str(again) == str(real)
+
+
+class Own:
+    """A model of the user's own, without a runtime: one step, and two values."""
+
+    max_steps = 1
+
+    def __init__(self, lm: AsyncLM) -> None:
+        self._model = TextModel(lm, [0], max_tokens=1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "lm":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+
+def test_a_model_without_a_runtime_has_no_statistics_and_tokens_without_names(lm: AsyncLM) -> None:
+    with lm:
+        result = asyncio.run(SMC(Own(lm), num_particles=3).run(0))
+    assert result.statistics is None
+    assert "runtime" not in result._repr_html_()
+    assert f"⟨{result.infos[0].token_ids[0]}⟩" in result.genealogy().svg
+
+
+def test_a_state_on_its_way_is_shown_too(lm: AsyncLM) -> None:
+    async def two_steps() -> Result:
+        smc, infos = SMC(TextModel(lm, [0], max_tokens=9), num_particles=4), []
+        state = smc.init(0)
+        for _ in range(2):
+            state, info = await smc.step(state)
+            infos.append(info)
+        return smc.result(state, infos=infos)
+
+    with lm:
+        result = asyncio.run(two_steps())
+    assert result.statistics is None
+    assert "genealogy" in "".join(parsed(result).itertext())
+
+
+class Printer:
+    def __init__(self) -> None:
+        self.said = ""
+
+    def text(self, text: str) -> None:
+        self.said += text
+
+
+def test_ipython_prints_the_table_and_notebooks_a_genealogy(real: Result) -> None:
+    printer = Printer()
+    real._repr_pretty_(printer, False)
+    assert printer.said == str(real)
+    assert isinstance(real.genealogy(), Genealogy)
+
+
+def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() -> None:
+    wide = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 30
+    assert width(wide) == 60
+    short = abbreviated(wide, 21)
+    assert width(short) <= 21
+    assert short.count("\N{HORIZONTAL ELLIPSIS}") == 1
+    assert abbreviated("a" * 21, 21) == "a" * 21
+    assert len(abbreviated("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
+
+
+@pytest.mark.parametrize("text", ["<" * 99, "é" * 99, "\N{GRINNING FACE}" * 99, "&lt;" * 30])
+@pytest.mark.parametrize("most", [10, 50, 400, 10_000])
+def test_attributes_are_bounded_in_bytes_and_never_cut_an_entity(text: str, most: int) -> None:
+    shown = escaped_attribute(text, most=most)
+    assert len(shown.encode()) <= most
+    value = ET.fromstring(f'<a b="{shown}"/>').get("b")
+    assert value is not None
+    assert text.startswith(value.removesuffix("\N{HORIZONTAL ELLIPSIS}"))
+    assert (value == text) == (len(escaped_attribute(text, most=10**6).encode()) <= most)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain", "plain"),
+        ("a\tb\n", r"a\tb\n"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("\u202eabc", r"\u202eabc"),
+        ("\ud800", r"\ud800"),
+        ("\N{NO-BREAK SPACE}", r"\xa0"),
+        ("né 日", "né 日"),
+    ],
+)
+def test_printable_text_is_what_python_would_escape(text: str, shown: str) -> None:
+    assert printable(text) == shown
