@@ -1,4 +1,4 @@
-"""What `make docs` makes pages of beside docs/: notebooks with their outputs, documents of the checkout.
+"""What `make docs` makes pages of beside docs/: the notebooks with their outputs, other documents.
 
 Formulas become MathML, which browsers draw by themselves: the site needs no script and no network.
 """
@@ -76,8 +76,8 @@ def _output(output: dict[str, Any]) -> str:
         lines = "".join(data["text/html"]).splitlines()
         return "<div>\n" + "\n".join(line for line in lines if line.strip()) + "\n</div>"
     if "image/png" in data:
-        encoded = html.escape("".join(data["image/png"]).strip())
-        return f'<img alt="" src="data:image/png;base64,{encoded}">'
+        source = html.escape("".join(data["image/png"]).strip())
+        return f'<img alt="" src="data:image/png;base64,{source}">'
     return f"```text\n{''.join(data['text/plain'])}\n```"
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import genrt
 from genrt import errors
@@ -41,14 +40,6 @@ WITH_A_MODEL = [page for page in WITH_A_MODEL if page not in (*SIMPLE, "guide/ad
 
 def text_of(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8")
-
-
-def entries(nav: Any) -> list[str]:
-    """The pages of a navigation, in order."""
-    if isinstance(nav, str):
-        return [nav]
-    parts = nav.values() if isinstance(nav, dict) else nav
-    return [page for part in parts for page in entries(part)]
 
 
 async def examples_of(page: str, namespace: dict[str, Any]) -> None:
@@ -94,7 +85,7 @@ async def test_the_examples_with_adapters_run(
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    nav = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    nav = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
     assert sorted(nav) == sorted({*PAGES, *GENERATED})
 
 

@@ -1,8 +1,11 @@
 """A runtime on vLLM in a Jupyter kernel: the stop button in the middle of a long run, of blocking calls
-and of awaits, and a restart. Nothing is timed: a cell says that it is going, and is then interrupted."""
+and of awaits, and a restart; both in the middle of a notebook's SMC, which then runs from top to bottom.
+Nothing is timed: a cell says that it is going, and is then interrupted."""
 
 from __future__ import annotations
 
+import json
+import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,9 +60,9 @@ print(same, s.queued, s.in_flight, working)
 class Kernel:
     """A kernel of its own, and what its cells wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(env=children.environment(), cwd=str(children.ROOT))
+        self.manager.start_kernel(env=children.environment() | environment, cwd=str(children.ROOT))
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=PATIENCE_SECONDS)
@@ -70,8 +73,9 @@ class Kernel:
         provisioner: Any = self.manager.provisioner
         return int(provisioner.pid)
 
-    def run(self, cell: str, *, interrupt: bool = False) -> tuple[str, str]:
-        """Run a cell, and interrupt it once it is going; the name of its error, and what it wrote."""
+    def run(self, cell: str, *, interrupt: bool = False, leave: bool = False) -> tuple[str, str]:
+        """Run a cell, and interrupt or leave it once it is going; the name of its error, and what it
+        wrote."""
         parent = self.client.execute(cell)
         error, text = "", ""
         while True:
@@ -85,6 +89,8 @@ class Kernel:
                 error = content["ename"]
             if kind == "stream" and content["name"] == "stdout":
                 text += content["text"]
+                if leave and GOING in text:
+                    return error, text
                 if interrupt and GOING in text:
                     self.manager.interrupt_kernel()
                     interrupt = False
@@ -127,3 +133,60 @@ def test_a_restart_in_a_call_leaves_no_process_behind_and_loads_again(
     assert children.in_session(before) == []
     assert kernel.run(OPEN.format(model=str(llama)))[0] == ""
     assert kernel.run(CHECK) == ("", "True 0 0 0\n")
+
+
+ENDLESS = """
+def going(state, info):
+    print("going", flush=True)
+
+while True:
+    await smc.run(seed=0, on_step=going)
+"""
+
+NOTHING_LEFT = """
+s = lm.statistics()
+working = lm._thread.call(lambda _: len(lm._engine._in_progress)).result()
+print(s.batcher.queued, s.batcher.in_flight, working)
+"""
+
+
+def cells_of(notebook: str) -> list[str]:
+    """The code of a notebook, cell by cell."""
+    path = children.ROOT / "notebooks" / notebook
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.embedded
+@pytest.mark.promise(number=21)
+def test_a_notebook_interrupted_and_restarted_in_its_smc_leaves_nothing_and_runs_again(
+    tmp_path: Path,
+) -> None:
+    """The cells up to the one that runs SMC, that one over and over until the stop button, once more
+    until the kernel is restarted, and then the whole notebook."""
+    cells = cells_of("first_smc.ipynb")
+    [first] = [number for number, cell in enumerate(cells) if "smc = SMC(" in cell]
+    kernel = Kernel(TMPDIR=str(tmp_path))
+    try:
+        shared = shared_memory()
+        for cell in cells[: first + 1]:
+            assert kernel.run(cell)[0] == ""
+        error, _ = kernel.run(ENDLESS, interrupt=True)
+        assert error in ("KeyboardInterrupt", "CancelledError")
+        assert kernel.run(NOTHING_LEFT) == ("", "0 0 0\n")
+        kernel.run(ENDLESS, leave=True)
+        before = kernel.session
+        kernel.manager.restart_kernel(now=True)
+        kernel.client.wait_for_ready(timeout=PATIENCE_SECONDS)
+        assert kernel.session != before
+        assert children.in_session(before) == []
+        assert list(tmp_path.iterdir()) == []
+        assert shared_memory() <= shared
+        for cell in cells:
+            assert kernel.run(cell)[0] == ""
+    finally:
+        kernel.close()

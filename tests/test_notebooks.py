@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -89,3 +90,58 @@ def test_the_first_notebook_arrives_at_its_result() -> None:
     mean, error = map(float, re.findall(r"8 runs: +(\S+) \+- (\S+)", text)[0])
     # Eight runs, fixed seeds, one comparison at five standard errors.
     assert abs(mean - exact) < 5 * error
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_notebook_on_constraints_shows_the_bias_and_repairs_it() -> None:
+    text = printed(executed("constraints.ipynb"))
+    [(exact, smc, importance, masked)] = re.findall(
+        r"^ Shakespeare\.\s+(\S+)\s+(\S+)\s+(\S+) \|\s+(\S+)$", text, re.M
+    )
+    # Fixed seeds, 400 particles: the standard error of a share of 0.9 is 0.015 if all are effective.
+    assert float(smc) == pytest.approx(float(exact), abs=0.1)
+    assert float(importance) == pytest.approx(float(exact), abs=0.1)
+    assert float(masked) < float(exact) / 2
+    assert "takes ' William'" in text
+    records = re.findall(r"^0\.\d+  (\{.*\})$", text, re.M)
+    assert records
+    assert all(list(json.loads(record))[:2] == ["country", "continent"] for record in records)
+    [(calls, drawn)] = re.findall(r"([\d,]+) calls of the predicate for (\d+) tokens drawn", text)
+    assert int(calls.replace(",", "")) < 100 * int(drawn)
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_notebook_on_samplers_finds_the_bug_and_nothing_else() -> None:
+    text = printed(executed("your_own_sampler.ipynb"))
+    assert text.count("the estimates are biased") == 1
+    assert len(re.findall("^passed$", text, re.M)) == 2
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_notebook_on_twists_shows_what_one_is_worth() -> None:
+    text = printed(executed("twist_and_critic.ipynb"))
+    means = dict(re.findall(r"^(with\S*) the twist +log of the mean +(\S+)", text, re.M))
+    assert float(means["with"]) > float(means["without"]) + 1
+    assert re.search("mother tongue is Hindi +India ", text)
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_notebook_on_adapters_mixes_them_in_a_step() -> None:
+    text = printed(executed("adapters.ipynb"))
+    assert "3 rows in 1 engine step" in text
+    assert text.endswith("('kitchen',)\n")
+
+
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_notebook_on_tuning_counts_what_it_says() -> None:
+    text = printed(executed("tuning.ipynb"))
+    steps = dict(re.findall(r"^(\w.*?)  +\d+ asked.* (\d+) steps", text, re.M))
+    assert (steps["one_by_one"], steps["together"], steps["as_one_question"]) == ("32", "1", "1")
+    assert int(steps["64 particles"]) > int(steps["32 particles"])
+    tokens = dict(re.findall(r"^(\w.*?)  +\d+ asked.* (\d+) tokens", text, re.M))
+    assert int(tokens["changed in front"]) > 2 * int(tokens["growing at the end"])
