@@ -1,7 +1,8 @@
 """What else is in the process where vLLM for CPUs is opened, and would keep it from opening.
 
-Private to vLLM and touched here: the builtin ``vars`` as ``vllm.triton_utils.dispatcher`` calls it. Both
-hindrances were seen with vLLM 0.32: whoever imports genlm-backend before loading a model meets both.
+Private and touched here: the builtin ``vars`` as ``vllm.triton_utils.dispatcher`` calls it, and
+``torch.cpu._init_amx``. All hindrances were seen with vLLM 0.32: whoever imports genlm-backend before
+loading a model meets the first two.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.triton_utils import HAS_TRITON
 
 __all__ = ["undisturbed"]
@@ -27,12 +29,17 @@ def undisturbed() -> Iterator[None]:
 
     And vLLM looks for its kernels in every value of every module there is. It takes for granted that
     ``vars`` is a dictionary; an object that answers to any name, as numba's library does, makes one up.
+
+    And its attention in bfloat16 uses a processor's AMX tiles without asking Linux for them, which kills
+    the process, unless a large product of matrices has asked before.
     """
     if HAS_TRITON:
         yield
         return
     from vllm.triton_utils import dispatcher
 
+    if hasattr(torch.cpu, "_init_amx"):
+        torch.cpu._init_amx()  # False where there are none
     demanded = os.environ.pop(V2, None)
     dispatcher.vars = _attributes
     try:
