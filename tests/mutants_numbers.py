@@ -57,13 +57,23 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "test_resampling.py",
         (
             "systematic resampling draws a uniform for each stratum",
-            "rng.random()) / n)",
-            "rng.random(n)) / n)",
+            "return _by_strata(log_weights, rng.random())",
+            "return _by_strata(log_weights, rng.random(len(log_weights)))",
         ),
         (
             "a weight of 0 has children",
             'below_one, side="right")',
             'below_one, side="left")',
+        ),
+        (
+            "what is a whole number of children but for rounding is not one",
+            "return _whole(normalised(log_weights) * len(log_weights), log_weights)",
+            "return normalised(log_weights) * len(log_weights)",
+        ),
+        (
+            "a stratum's point reaches the next stratum",
+            "np.minimum(np.arange(count) + uniforms, np.nextafter(np.arange(1.0, count + 1), 0.0))",
+            "np.arange(count) + uniforms",
         ),
         (
             "the remainders count what is certain a second time",

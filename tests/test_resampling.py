@@ -129,12 +129,58 @@ def test_no_ancestors_without_weights(resample: Equal, values: list[float]) -> N
         resample(np.random.default_rng(0), np.array(values))
 
 
+@pytest.mark.parametrize("shift", [0.0, 700.0, -700.0, 1e-3, -12_345.678])
+@pytest.mark.parametrize("resample", [stratified, systematic, residual])
+def test_equal_weights_have_one_child_each(resample: Equal, shift: float) -> None:
+    for n in (*range(1, 2001), 49_999, 100_000):
+        ancestors = resample(np.random.default_rng(n), np.full(n, shift))
+        assert np.array_equal(ancestors, np.arange(n)), n
+
+
 @pytest.mark.parametrize("resample", [stratified, systematic])
-def test_equal_weights_have_one_child_each(resample: Equal) -> None:
-    for n in (1, 2, 3, 10, 64, 1000):
-        ancestors = resample(np.random.default_rng(n), np.full(n, -3.7))
-        counts = np.bincount(ancestors, minlength=n)
-        assert abs(counts - 1).sum() <= 2
+@pytest.mark.parametrize("uniform", [0.0, 0.5, float(np.nextafter(1.0, 0.0))])
+def test_equal_weights_have_one_child_each_whatever_is_drawn(
+    resample: Equal, uniform: float
+) -> None:
+    for n in range(1, 2001):
+        assert np.array_equal(resample(Constant(uniform), np.full(n, -3.7)), np.arange(n)), n
+
+
+@pytest.mark.parametrize("shift", [0.0, 700.0, -700.0])
+@pytest.mark.parametrize("resample", [stratified, systematic, residual])
+def test_weights_that_are_whole_numbers_of_children_have_these(
+    resample: Equal, shift: float
+) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        n = int(rng.integers(1, 300))
+        children = rng.multinomial(n, rng.dirichlet(np.full(n, 0.3)))
+        with np.errstate(divide="ignore"):
+            log_weights = np.log(children) + shift
+        assert np.array_equal(np.bincount(resample(rng, log_weights), minlength=n), children)
+
+
+@pytest.mark.parametrize("shift", [0.0, 700.0, -700.0])
+def test_what_residual_gives_for_certain_is_the_whole_part(shift: float) -> None:
+    """Of weights k / m with k and N integers the whole part of N k / m is known exactly."""
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        n = int(rng.integers(1, 200))
+        parts = rng.integers(0, 12, n)
+        parts[rng.integers(n)] += 1
+        with np.errstate(divide="ignore"):
+            log_weights = np.log(parts) + shift
+        counts = np.bincount(residual(rng, log_weights), minlength=n)
+        assert np.all(counts >= n * parts // parts.sum())
+
+
+@pytest.mark.parametrize("resample", RESAMPLERS)
+def test_enormous_log_weights_leave_the_number_of_children_what_it_is(resample: Equal) -> None:
+    rng = np.random.default_rng(2)
+    for scale in (1e3, 1e9, 1e15, 1e300):
+        for n in (1, 2, 7, 100):
+            log_weights = -scale * (1 + rng.integers(0, 3, n) * 1e-15)
+            assert len(resample(rng, log_weights)) == n
 
 
 @given(st.lists(st.floats(-700, 700), min_size=1, max_size=30))
@@ -196,6 +242,16 @@ def test_partial_is_unbiased(weights: list[float]) -> None:
     varying = totals.std(axis=0) > 1e-12
     np.testing.assert_allclose(totals[0, ~varying], np.array(weights)[~varying], atol=1e-12)
     expect_means(totals[:, varying], np.array(weights)[varying])
+
+
+def test_partial_keeps_weights_of_exactly_half_and_twice_the_mean() -> None:
+    for n in range(3, 300):
+        shares = np.full(n, 0.5)
+        shares[-1] = n - 0.5 * (n - 1)
+        for scale in (1.0, 1 / 3, 1e-100):
+            ancestors, after = partial(np.random.default_rng(n), np.log(shares * scale))
+            assert np.array_equal(ancestors, np.arange(n)), n
+            np.testing.assert_allclose(after, np.log(shares * scale), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("values", [[-math.inf] * 3, [0.0, math.nan], [0.0, math.inf], []], ids=str)

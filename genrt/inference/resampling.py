@@ -36,6 +36,8 @@ above -inf, N indices, index i in expectation N w_i / sum_j w_j times; every chi
 Or ``-> (ancestors, log_weights)`` of the children, whose weights add up to those of their parent in
 expectation. Weights of 0 have no children that weigh anything."""
 
+EPSILON = float(np.finfo(np.float64).eps)
+
 BAND = 2.0
 """``partial`` keeps a weight that is at most so many times more, or less, than the mean."""
 
@@ -55,8 +57,7 @@ def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
     """
-    n = len(log_weights)
-    return _inverse(normalised(log_weights), (np.arange(n) + rng.random(n)) / n)
+    return _by_strata(log_weights, rng.random(len(log_weights)))
 
 
 def systematic(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
@@ -66,8 +67,7 @@ def systematic(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
     """
-    n = len(log_weights)
-    return _inverse(normalised(log_weights), (np.arange(n) + rng.random()) / n)
+    return _by_strata(log_weights, rng.random())
 
 
 def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
@@ -76,7 +76,7 @@ def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
     """
-    expected = normalised(log_weights) * len(log_weights)
+    expected = _expected(log_weights)
     certain = np.floor(expected)
     ancestors = np.repeat(np.arange(len(expected)), certain.astype(np.int64))
     missing = len(expected) - len(ancestors)
@@ -94,8 +94,8 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
     """
-    relative = normalised(log_weights) * len(log_weights)
-    [others] = np.nonzero((relative * BAND < 1) | (relative > BAND))
+    relative = _expected(log_weights)
+    [others] = np.nonzero((_whole(relative * BAND, log_weights) < 1) | (relative > BAND))
     ancestors, weights = np.arange(len(log_weights)), log_weights.copy()
     if relative[others].sum() > 0:
         ancestors[others] = others[systematic(rng, log_weights[others])]
@@ -134,6 +134,38 @@ def normalised(log_weights: Floats) -> Floats:
     weights: Floats = np.exp(log_weights - peak)
     weights /= weights.sum()
     return weights
+
+
+def _expected(log_weights: Floats) -> Floats:
+    """How many of N children each index has in expectation, which is N times its normalised weight."""
+    return _whole(normalised(log_weights) * len(log_weights), log_weights)
+
+
+def _whole(counts: Floats, log_weights: Floats) -> Floats:
+    """Counts made of these weights, with those that are whole numbers but for rounding made whole.
+
+    A log-weight l is a float, so its weight has a relative error of about ``EPSILON * abs(l)`` however
+    it is computed, and exponentials, sums and products add a few units of ``EPSILON``. Without this 49
+    equal weights would expect 0.9999999999999998 children each, which is none for certain.
+    """
+    count = len(log_weights)
+    error = 4 * EPSILON * (abs(float(log_weights.max())) + math.log2(count) + 4)
+    nearest: Floats = np.rint(counts)
+    # Bounded so that N counts together gain less than one, however large the log-weights are.
+    is_whole = abs(counts - nearest) <= min(error, 0.25 / count) * nearest
+    return np.where(is_whole, nearest, counts)
+
+
+def _by_strata(log_weights: Floats, uniforms: Floats | float) -> Ancestors:
+    """The indices at which the cumulative weights pass ``k + uniforms`` for k from 0 to N - 1, in units
+    of which all weights together are N."""
+    count = len(log_weights)
+    cumulative = np.cumsum(_expected(log_weights))
+    cumulative = _whole(cumulative * (count / cumulative[-1]), log_weights)
+    # Rounding may bring k and a uniform below 1 up to k + 1.
+    points = np.minimum(np.arange(count) + uniforms, np.nextafter(np.arange(1.0, count + 1), 0.0))
+    indices: Ancestors = np.searchsorted(cumulative, points, side="right")
+    return indices
 
 
 def _inverse(weights: Floats, uniforms: Floats) -> Ancestors:
