@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -17,6 +18,8 @@ from genrt.inference.lineages import Branch, Tree, lineage, tree_of
 from tests import runs
 
 EVERYTHING = 10_000
+WIDEST_LETTER = 6.0
+"""Pixels, on the average over a text of ten pixels' size, in the widest of the usual fonts."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -211,6 +214,27 @@ def test_everything_is_inside_the_picture(result: Result) -> None:
     for x, y in re.findall(r"[MC ]([\d.]+) ([\d.]+)", " ".join(re.findall(r' d="([^"]*)"', svg))):
         assert float(x) <= wide
         assert float(y) <= high
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=IDS)
+@pytest.mark.parametrize("lineages", [1, 2, 20])
+def test_the_legend_is_inside_the_picture_and_its_entries_are_apart(
+    result: Result, lineages: int
+) -> None:
+    root = drawing(result.genealogy(lineages=lineages).svg)
+    wide, high = float(root.get("width", "nan")), float(root.get("height", "nan"))
+    lowest = max(float(text.get("y", 0)) for text in root.iter(f"{SVG}text"))
+    entries = []
+    for group in root.iter(f"{SVG}g"):
+        for x, y in re.findall(r"translate\(([\d.]+) ([\d.]+)\)", group.get("transform", "")):
+            [words] = ["".join(text.itertext()) for text in group.iter(f"{SVG}text")]
+            entries.append((float(y), float(x), float(x) + 20 + WIDEST_LETTER * len(words)))
+    assert entries
+    for y, _, end in entries:
+        assert lowest < y < high
+        assert end <= wide
+    for (y, _, end), (next_y, start, _) in itertools.pairwise(sorted(entries)):
+        assert y < next_y or end < start
 
 
 def test_a_genealogy_is_saved_as_a_document_and_shown_in_the_colours_of_the_page(

@@ -46,6 +46,10 @@ NARROWEST, WIDEST = 16.0, 96.0
 COMPRESSED = 2400.0
 """How wide the columns of a longer run are together, at most."""
 
+LEGEND_LEFT, LEGEND_ROW = 12.0, 18.0
+LETTER = 6.0
+"""How wide a letter of the legend is on the average, in the widest of the usual fonts, in pixels."""
+
 TITLE = 900
 """The most bytes of a title's text."""
 
@@ -111,7 +115,10 @@ class Genealogy:
     def _drawn(self, *, standalone: bool) -> str:
         tree = self.tree
         columns = _columns(self.infos, tree, self.tokens)
-        wide, high = columns.end + RIGHT, TOP + tree.rows * ROW + 44
+        marks = _marks(tree, has_resampling=any(info.resampled for info in self.infos))
+        wide = max(columns.end + RIGHT, LEGEND_LEFT + max(entry.width for entry in marks))
+        bottom = TOP + tree.rows * ROW
+        legend, high = _legend(marks, wide, bottom + 30)
         paper = f'<rect width="{wide:.0f}" height="{high:.0f}" fill="#fff"/>' * standalone
         colour = 'color="#1f2328"' if standalone else 'color="currentColor"'
         return "\n".join(
@@ -119,12 +126,12 @@ class Genealogy:
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide:.0f}" height="{high:.0f}" '
                 f'viewBox="0 0 {wide:.0f} {high:.0f}" role="img" aria-label="Genealogy of particles" '
                 f'{colour} font-family="system-ui,sans-serif" font-size="10" fill="none">{paper}',
-                *_axis(self.infos, columns, TOP + tree.rows * ROW),
+                *_axis(self.infos, columns, bottom),
                 *(
                     _branch(tree.branches, index, columns, self.infos, self.tokens)
                     for index in range(len(tree.branches))
                 ),
-                _legend(tree, high - 14, has_resampling=any(info.resampled for info in self.infos)),
+                legend,
                 "</svg>",
             ]
         )
@@ -337,30 +344,46 @@ def _title(
     )
 
 
-def _legend(tree: Tree, y: float, *, has_resampling: bool) -> str:
-    """What the marks mean, and how many lineages there are of each kind."""
-    parts, x = [], 12.0
-    marks: list[tuple[End, str, str]] = [
+class _Mark(NamedTuple):
+    """An entry of the legend: a mark, and what it means."""
+
+    svg: str
+    words: str
+
+    @property
+    def width(self) -> float:
+        """How much room it takes, in pixels, with a distance from the next."""
+        return 34 + LETTER * len(self.words)
+
+
+def _marks(tree: Tree, *, has_resampling: bool) -> list[_Mark]:
+    """Return the legend's entries, with how many lineages there are of each kind."""
+    kinds: list[tuple[End, str, str]] = [
         ("survived", "survived", f'<path d="M0 -3.5h16" stroke="{BLUE}" stroke-width="3"/>'),
         ("died", "died", f'<path d="M4 -7.5l8 8m0-8l-8 8" stroke="{ORANGE}" stroke-width="2"/>'),
-        (
-            "dropped",
-            "without children",
-            f'<circle cx="8" cy="-3.5" r="3" stroke="{GREY}"/>',
-        ),
+        ("dropped", "without children", f'<circle cx="8" cy="-3.5" r="3" stroke="{GREY}"/>'),
     ]
-    for end, name, mark in marks:
+    marks = []
+    for end, name, svg in kinds:
         shown, total = tree.shown[end], tree.total[end]
         if total:
             words = f"{name}: {total:,}" + f", {shown:,} of them shown" * (shown < total)
-            parts.append((x, mark, words))
-            x += 42 + 5.6 * len(words)
+            marks.append(_Mark(svg, words))
     if has_resampling:
         line = '<path d="M8 -10v12" stroke="currentColor" stroke-dasharray="2 3"/>'
-        parts.append((x, line, "resampling"))
-    drawn = "".join(
-        f'<g transform="translate({x:.0f} {y:.0f})">{mark}'
-        f'<text x="20" fill="currentColor">{words}</text></g>'
-        for x, mark, words in parts
-    )
-    return f'<g opacity="0.85">{drawn}</g>'
+        marks.append(_Mark(line, "resampling"))
+    return marks
+
+
+def _legend(marks: Sequence[_Mark], wide: float, y: float) -> tuple[str, float]:
+    """Draw the legend from height ``y`` on, in as many rows as it takes; return it and where it ends."""
+    parts, x = [], LEGEND_LEFT
+    for mark in marks:
+        if x > LEGEND_LEFT and x + mark.width > wide:
+            x, y = LEGEND_LEFT, y + LEGEND_ROW
+        parts.append(
+            f'<g transform="translate({x:.0f} {y:.0f})">{mark.svg}'
+            f'<text x="20" fill="currentColor">{mark.words}</text></g>'
+        )
+        x += mark.width
+    return f'<g opacity="0.85">{"".join(parts)}</g>', y + 14
