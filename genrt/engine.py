@@ -65,7 +65,7 @@ class Adapter:
 class LogprobsRequest:
     """The row after ``token_ids``: log-probabilities over the vocabulary, float32, normalised.
 
-    Fields:
+    Attributes:
         packed: the token ids as unsigned 32-bit numbers in this machine's byte order, ``TOKEN_BYTES``
             each. Contexts are long and are compared all the time: bytes are hashed and compared at the
             speed of memory, whatever number objects they were made of.
@@ -130,11 +130,13 @@ _set_packed, _set_adapter, _set_hash = (
 class SampleRequest:
     """Up to ``max_tokens`` tokens drawn one after another after ``token_ids``.
 
-    Fields:
+    Attributes:
         max_tokens: how many at most, at least 1.
         stop_token_ids: drawing any of these ends the sample; it is not part of the result.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k, top_p, min_p: truncations of each step's distribution; 0, 1.0 and 0.0 are off.
+        top_p: the likeliest tokens that have this probability together are kept; 1.0 is off.
+        top_k: so many of the likeliest tokens are kept; 0 is off.
+        min_p: tokens of at least this share of the likeliest one's probability are kept; 0.0 is off.
         seed: fixes the draws, whatever else is in the batch.
         nonce: sets apart the requests whose answers are independent draws (those with no seed); ``None``
             where equal requests have equal answers.
@@ -170,7 +172,7 @@ class DrawToken:
     Masks are long, and nearly all draws differ in something else: the hash is of that alone, and masks
     are compared last.
 
-    Fields:
+    Attributes:
         mask: the tokens that may be drawn, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in
             whole words of 32 bits, those beyond the vocabulary 0; ``None`` is every token.
         temperature: 0 is greedy; otherwise the row is divided by it, under the mask.

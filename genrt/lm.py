@@ -217,7 +217,9 @@ class AsyncLM(Reads):
             stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it
                 early: give ``tokenizer.eos_token_id`` to stop there.
             temperature: 0 is greedy; vLLM takes none over 2.
-            top_p, top_k, min_p: truncate each step's distribution; 1.0, 0 and 0.0 are off.
+            top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
+            top_k: keep so many of the likeliest tokens; 0 is off.
+            min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
             seed: makes the draws reproducible, whatever else is in the batch. Without one, equal
                 calls are independent draws.
 

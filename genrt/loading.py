@@ -48,9 +48,10 @@ def load(
         max_batch_size: the most requests in one flush, however many the engine takes to a step;
             ``None`` is no bound.
         max_wait_seconds: how long a question waits for company once its loop has gone quiet.
-        max_queued_requests, max_queued_bytes: how many requests, and bytes of their contexts and masks,
-            may wait for the engine. Who asks beyond that waits for room, by turns with other event loops
-            and threads; nobody is refused. A question of more than that alone waits for an empty queue.
+        max_queued_requests: how many requests may wait for the engine. Questions beyond that wait for
+            room, and event loops and threads take turns; none is refused.
+        max_queued_bytes: how many bytes their contexts and masks may take. A question that is larger
+            waits for an empty queue.
         residency: whether vLLM keeps the sequences it has answered, so that a context that grew by a
             token, shares a prefix or was cut back costs its new tokens alone. Rows are the same, up to
             the engine's numerics, and every step is scheduled when the one before has ended.

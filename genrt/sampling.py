@@ -148,7 +148,7 @@ class Draw(NamedTuple):
 class BatchDraw(NamedTuple):
     """One token per row, with its importance weight.
 
-    Fields:
+    Attributes:
         token_ids: int64 ``[n]``; -1 where the mask leaves no mass.
         logprobs: float32 ``[n]``, the log-probability with which the token was drawn: under the masked,
             tempered row, renormalised; -inf where there is no token.
@@ -165,7 +165,7 @@ class BatchDraw(NamedTuple):
 class TopLogprobs(NamedTuple):
     """The likeliest tokens of a row, likeliest first.
 
-    Fields:
+    Attributes:
         token_ids: int64 ``[k]``.
         logprobs: float32 ``[k]``; -inf from where on no token is possible.
     """

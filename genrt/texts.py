@@ -14,7 +14,7 @@ __all__ = ["Potential", "Predicate", "Text"]
 class Text:
     """What was generated so far, without the prompt and without the end token.
 
-    Fields:
+    Attributes:
         token_ids: the generated tokens.
         bytes: what they say; it may break off inside a character.
         finished: whether the text is over. If not, it is a prefix of what is to come.

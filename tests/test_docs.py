@@ -5,6 +5,7 @@ MkDocs is not needed for any of it: `make docs`, which takes no warning, checks 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -150,6 +151,51 @@ def test_the_errors_page_has_them_all() -> None:
     told = re.findall(r"^\| `(\w+)` \|", text_of("guide/running.md"), re.M)
     assert len(told) > 5
     assert set(told) <= set(errors.__all__)
+
+
+SECTIONS = {"Args", "Attributes", "Raises", "Returns", "Yields"}
+"""Of docstrings: those that the reference makes lists of. Any other would be shown as a quotation."""
+
+
+def shown() -> Iterator[tuple[str, Any]]:
+    """Everything of ours that the reference shows: what it names, and the public members of classes."""
+    for name in directives():
+        if not name.startswith("genrt.interop"):
+            found = pkgutil.resolve_name(name)
+            yield name, found
+            if isinstance(found, type):
+                for member in dir(found):
+                    of = getattr(found, member)
+                    if not member.startswith("_") and "genrt" in (
+                        getattr(of, "__module__", "") or ""
+                    ):
+                        yield f"{name}.{member}", of
+
+
+def sections_of(docstring: str) -> dict[str, list[str]]:
+    """The sections of a docstring, with what stands before the colon in each of their entries."""
+    found = re.findall(r"^([A-Z]\w*):\n((?:(?:    .*)?\n)*)", docstring + "\n", re.M)
+    return {title: re.findall(r"^    (\S[^:]*):", body, re.M) for title, body in found}
+
+
+def names_in(documented: Any) -> set[str]:
+    """The parameters of a function; the parameters and the members of a class."""
+    if not isinstance(documented, type):
+        return set(inspect.signature(documented).parameters)
+    fields = {name for each in documented.__mro__ for name in inspect.get_annotations(each)}
+    return {*inspect.signature(documented).parameters, *dir(documented), *fields}
+
+
+def test_docstrings_have_the_sections_and_the_names_that_the_reference_knows() -> None:
+    wrong = set()
+    for where, documented in shown():
+        if inspect.isroutine(documented) or isinstance(documented, type):
+            for title, names in sections_of(inspect.getdoc(documented) or "").items():
+                if title not in SECTIONS:
+                    wrong.add(f"{where}: {title}")
+                elif title in ("Args", "Attributes"):
+                    wrong |= {f"{where}: {name}" for name in set(names) - names_in(documented)}
+    assert sorted(wrong) == []
 
 
 def test_the_commands_and_extras_in_the_docs_are_there() -> None:

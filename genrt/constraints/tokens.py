@@ -62,7 +62,7 @@ class Masked(Protocol):
 class Tokens:
     """The tokens of a vocabulary: their bytes, the end token, and which ones stand for text.
 
-    Fields:
+    Attributes:
         byte_vocab: each token's bytes.
         special: the tokens that stand for no text, the end token among them.
         open: the packed mask of the tokens that stand for text, and of the end token.

@@ -39,7 +39,7 @@ __all__ = ["BestOfN", "Drawn", "Kept", "Ranked", "Rejection"]
 class Drawn:
     """A whole text of the language model.
 
-    Fields:
+    Attributes:
         text: what was drawn.
         log_weight: its potential; -inf if the constraint is not satisfied.
         kept: whether rejection keeps it.
@@ -54,7 +54,7 @@ class Drawn:
 class Kept:
     """Where rejection is after ``step`` batches. A value: stepping the same one again gives the same.
 
-    Fields:
+    Attributes:
         texts: those that were kept, in order.
         drawn: how many were drawn for them.
     """

@@ -45,7 +45,7 @@ class _Node(NamedTuple):
 class Branch:
     """A stretch of the tree on which nothing forks, of the lineages that are shown.
 
-    Fields:
+    Attributes:
         row: where to draw it; a branch and its first child share one.
         parent: the index of the branch it grew from, ``None`` for one from the beginning.
         first: the place of its first step in the infos.

@@ -69,7 +69,7 @@ class Chains:
 class Moves:
     """What one step did.
 
-    Fields:
+    Attributes:
         step: its number; 0 found texts to begin with.
         cuts: int64 ``[chains]``, before which step each text was cut.
         accepted: bool ``[chains]``, whether its new suffix was taken.

@@ -31,7 +31,7 @@ class Particle(Protocol):
 class Growth(NamedTuple):
     """A particle one token longer.
 
-    Fields:
+    Attributes:
         particle: what became of it.
         log_weight: what its log-weight gained; -inf if it died.
         token_id: the token it drew, the end token included; ``DEAD`` if it could draw none.

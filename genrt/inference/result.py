@@ -36,7 +36,7 @@ class Result:
     ``print`` shows the posterior's table; Jupyter shows it with the curves of the weights, the
     genealogy of the particles, and what the runtime did.
 
-    Fields:
+    Attributes:
         texts: the particles' bytes as UTF-8, with U+FFFD for what is not; dead ones as far as they got.
         token_ids: the particles' generated tokens, without the end token.
         values: what the posterior is over: the texts, or what a program returned.

@@ -65,7 +65,7 @@ class State:
 class Info:
     """What one step did.
 
-    Fields:
+    Attributes:
         step: its number, from 0.
         resampled: whether it began by resampling.
         ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.

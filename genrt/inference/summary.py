@@ -37,7 +37,7 @@ class Entry:
 class Curves:
     """What became of the weights, step by step: arrays ``[steps]``.
 
-    Fields:
+    Attributes:
         steps: the numbers of the steps.
         resampled: whether the step began by resampling.
         ess: the effective sample size.
@@ -61,7 +61,7 @@ class Curves:
 class Summary:
     """Weighted values in short.
 
-    Fields:
+    Attributes:
         particles: how many there are, dead ones included.
         alive: how many have a positive weight.
         ess: the effective sample size.

@@ -68,7 +68,7 @@ Drawn: TypeAlias = tuple[int, float]
 class TextParticle:
     """One text as it grows.
 
-    Fields:
+    Attributes:
         generated: the text, without the prompt and without the end token.
         constraint_state: where the constraint is after it, ``None`` without a constraint.
         log_twist: what its log-weight has gained by a twist so far, to be taken off again.

@@ -35,7 +35,7 @@ class ExactPosterior:
     """The target of an inference, text by text. Probabilities are positive and add up to 1, likeliest
     first; if no text is possible, both mappings are empty.
 
-    Fields:
+    Attributes:
         log_evidence: log Z, the log of the target's mass before it is normalised; -inf if that is 0.
         token_ids: the probability of each sequence of generated tokens, without the end token.
         texts: the probability of each text in bytes, over all its tokenizations.

@@ -41,11 +41,11 @@ MOST_PREEMPTIONS = 3
 class Faults:
     """What goes wrong with a simulated engine; by default nothing.
 
-    Fields:
-        submit, step: the probability that a call raises. It concerns the requests of that flush, or
-            everything in progress.
-        cancel, death: the probability that ``cancel`` raises, or that the engine dies in ``step``. It
-            can't go on after either.
+    Attributes:
+        submit: the probability that a call of ``submit`` raises, for the requests of that flush.
+        step: the probability that a call of ``step`` raises, for everything in progress.
+        cancel: the probability that a call of ``cancel`` raises. The engine can't go on after it.
+        death: the probability that the engine dies in a call of ``step``.
         not_finite: the share of contexts whose row is not finite; which ones, their tokens decide.
         out_of_memory_above: how many requests fit into a step; ``None`` is any number.
         at_call: the calls, counted from 1, that raise, by the name of the method: ``{"step": 3}``.

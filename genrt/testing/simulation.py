@@ -36,7 +36,7 @@ LAST_EVENTS = 40
 class Report:
     """What a simulated run was.
 
-    Fields:
+    Attributes:
         seed: what decided it.
         operations: what its clients did: questions asked, cancellations, loops closed, …
         statistics: the runtime's counters at the end.
@@ -113,7 +113,8 @@ def run_simulated(
         faults: what goes wrong with the engine; nothing by default.
         cancel_after: after how many events (callbacks, engine steps, …) the sampler is cancelled, if it
             has not ended by then; ``None`` is never.
-        cache_bytes, max_batch_size: as for ``genrt.load``.
+        cache_bytes: as for ``genrt.load``.
+        max_batch_size: as for ``genrt.load``.
 
     Raises:
         AssertionError: an answer was wrong, the sampler waits for something that never comes, or left
