@@ -1,35 +1,94 @@
-"""A generated text as predicates and potentials see it: its tokens, its bytes, and whether it is over."""
+"""A generated text as predicates and potentials see it: a str that knows its tokens and its bytes."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, TypeAlias
+
+from genrt.errors import InvalidRequest
 
 __all__ = ["Potential", "Predicate", "Text"]
 
+Bytes: TypeAlias = bytes
+"""``bytes``, where a property of that name hides it."""
 
-@dataclass(frozen=True, slots=True)
-class Text:
+
+class Text(str):
     """What was generated so far, without the prompt and without the end token.
 
-    Attributes:
-        token_ids: the generated tokens.
-        bytes: what they say; it may break off inside a character.
-        finished: whether the text is over. If not, it is a prefix of what is to come.
+    As a ``str`` it is the bytes as UTF-8, with U+FFFD for what is not, and, as long as the text is not
+    over, without the bytes of a last character that is not whole yet. So ``"x" in text``, ``text.count``,
+    ``re.search(pattern, text)`` and ``json.loads(text)`` do what they do with any string; what is cut out
+    of it or made of it is a plain ``str``.
+
+    Two texts are equal if their tokens, their bytes and ``finished`` are, so that they may be keys of a
+    cache; a text equals a plain string if it reads the same.
     """
 
-    token_ids: tuple[int, ...] = ()
-    bytes: bytes = b""
-    finished: bool = False
+    __slots__ = ("_bytes", "_finished", "_token_ids")
 
-    def __str__(self) -> str:
-        """The text as UTF-8, with U+FFFD for what is not, and without the bytes of a last character that
-        is not whole yet."""
-        return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(
-            self.bytes, final=self.finished
-        )
+    _token_ids: tuple[int, ...]
+    _bytes: Bytes
+    _finished: bool
+
+    def __new__(
+        cls, token_ids: Sequence[int] = (), bytes: Bytes = b"", finished: bool = False
+    ) -> Text:
+        """
+        Raises:
+            InvalidRequest: it is given as a string.
+        """
+        if any(isinstance(part, str) for part in (token_ids, bytes)):
+            raise InvalidRequest(
+                "a Text is made of token ids and bytes: Text(lm.encode(text), text.encode()); potentials "
+                "and predicates that use no more than a str may be called with one"
+            )
+        self = super().__new__(cls, codecs.utf_8_decode(bytes, "replace", finished)[0])
+        object.__setattr__(self, "_token_ids", tuple(token_ids))
+        object.__setattr__(self, "_bytes", bytes)
+        object.__setattr__(self, "_finished", finished)
+        return self
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens."""
+        return self._token_ids
+
+    @property
+    def bytes(self) -> Bytes:
+        """What the tokens say; it may break off inside a character."""
+        return self._bytes
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is over. If not, it is a prefix of what is to come."""
+        return self._finished
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Text):
+            return self._key() == other._key()
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a Text is a value: {name} cannot be set")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a Text is a value: {name} cannot be deleted")
+
+    def __repr__(self) -> str:
+        return f"Text({self._token_ids}, {self._bytes!r}, finished={self._finished})"
+
+    def __reduce__(self) -> tuple[type[Text], tuple[tuple[int, ...], Bytes, bool]]:
+        return Text, self._key()
+
+    def _key(self) -> tuple[tuple[int, ...], Bytes, bool]:
+        return self._token_ids, self._bytes, self._finished
 
 
 Predicate: TypeAlias = Callable[[Text], bool | Awaitable[bool]]

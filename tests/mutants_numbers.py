@@ -167,6 +167,15 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "texts.py",
+        "test_texts.py",
+        (
+            "texts that read the same are equal, whatever they are made of",
+            "return self._key() == other._key()",
+            "return str.__eq__(self, other)",
+        ),
+    ),
+    *breaks(
         "inference/awrs.py",
         "test_awrs.py",
         (

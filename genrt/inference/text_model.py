@@ -223,7 +223,7 @@ class TextModel:
     def extended(self, text: Text, token_id: int) -> Text:
         """The text after one more token; the end token ends it, and so may ``max_tokens``."""
         if token_id == self._eos_token_id:
-            return replace(text, finished=True)
+            return Text(text.token_ids, text.bytes, finished=True)
         return Text(
             (*text.token_ids, token_id),
             text.bytes + self._byte_vocab[token_id],
