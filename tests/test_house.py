@@ -106,6 +106,7 @@ HOUSE = (
     "engines/vllm_adapters.py",
     "engines/vllm_self_test.py",
     "engines/vllm_config.py",
+    "engines/vllm_globals.py",
     "engines/vllm_process.py",
     "engines/capture.py",
     "engines/open_requests.py",

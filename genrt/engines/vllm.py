@@ -10,6 +10,7 @@ from vllm.v1.executor import Executor
 
 from genrt.engines.vllm_config import TURN, check_version, configure, on_loopback, translated
 from genrt.engines.vllm_engine import VLLMEngine
+from genrt.engines.vllm_globals import Globals
 from genrt.engines.vllm_process import undisturbed
 from genrt.engines.vllm_self_test import self_test
 
@@ -32,14 +33,15 @@ def open_vllm(
         EngineFailed: anything else that vLLM raised, with its message.
     """
     check_version(vllm.__version__)
-    with TURN, on_loopback(), undisturbed():
+    own = Globals()
+    with TURN, own, on_loopback(), undisturbed():
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         executor = Executor.get_class(config)
         try:
             llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
         except Exception as error:
             raise translated(error, f"vLLM could not open {checkpoint}") from error
-    engine = VLLMEngine(llm_engine, own_processors=bool(options.get("logits_processors")))
+    engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
     try:
         self_test(engine)
         engine.start_counting()

@@ -46,6 +46,7 @@ from genrt.engines.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.runners import runner_of
 from genrt.engines.vllm_adapters import VLLMAdapters
 from genrt.engines.vllm_config import LOGPROBS, TURN, core_request, sampling_params, translated
+from genrt.engines.vllm_globals import Globals
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
 
 __all__ = ["VLLMEngine"]
@@ -54,12 +55,15 @@ __all__ = ["VLLMEngine"]
 class VLLMEngine:
     """The Engine protocol over an ``LLMEngine`` whose scheduler runs in this process."""
 
-    def __init__(self, llm_engine: LLMEngine, *, own_processors: bool = False) -> None:
+    def __init__(
+        self, llm_engine: LLMEngine, own: Globals, *, own_processors: bool = False
+    ) -> None:
         config = llm_engine.vllm_config
         self._llm_engine: LLMEngine | None = llm_engine
         self._core = llm_engine.engine_core
         self._core._finalizer.atexit = False  # the runtime closes it; a forked child must not
         self._config = config
+        self._globals = own
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = int(config.model_config.get_vocab_size())
         self._max_num_seqs = int(config.scheduler_config.max_num_seqs)
@@ -460,6 +464,7 @@ class VLLMEngine:
         self._waiting_samples.clear()
         self._store = RowStore()
         self._llm_engine = self._core = None
+        self._globals = Globals()  # those in use hold device memory
         gc.unfreeze()
         gc.collect()
         if self._stream is not None:
@@ -468,7 +473,7 @@ class VLLMEngine:
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         none = contextlib.nullcontext()
-        with TURN, none if self._stream is None else torch.cuda.stream(self._stream):
+        with TURN, self._globals, none if self._stream is None else torch.cuda.stream(self._stream):
             yield
 
     def _count(self, **more: float) -> None:

@@ -1,0 +1,87 @@
+"""What vLLM keeps once for the process, kept once for each engine: graphs, their memory, workspaces.
+
+Rules:
+    Every call into vLLM happens with its engine's ``Globals`` in place, under ``TURN``.
+    What one engine opens, clears or shuts down is never another's.
+
+Without this, an engine that is opened clears the piecewise CUDA graphs of all others (vLLM measures
+their memory, and then clears every wrapper that the process has), captures its own into memory that
+theirs use on another stream, and replaces the workspace that their graphs write to.
+
+Private to vLLM and touched here: ``CUDAGraphWrapper._all_instances`` and its twin, the platform's
+``_global_graph_pool``, ``workspace._manager`` and the offloader's ``_instance``. Each is looked up when
+an engine is opened, so a vLLM that has them elsewhere is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any
+
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.model_executor.offloader import base as offloader
+from vllm.platforms import current_platform
+from vllm.v1.worker import workspace
+
+from genrt.errors import EngineUnsupported
+
+__all__ = ["Globals"]
+
+
+class Globals:
+    """One engine's values of vLLM's globals; a context manager that puts them in their places.
+
+    It may be entered again inside itself. Not for several threads at once: ``TURN`` is held meanwhile.
+    """
+
+    def __init__(self) -> None:
+        """Begin with what a process has that has opened no engine yet.
+
+        Raises:
+            EngineUnsupported: this vLLM keeps them somewhere else.
+        """
+        self._places: list[tuple[Any, str]] = [
+            (CUDAGraphWrapper, "_all_instances"),
+            (BreakableCUDAGraphWrapper, "_all_instances"),
+            (type(current_platform), "_global_graph_pool"),
+            (workspace, "_manager"),
+            (offloader, "_instance"),
+        ]
+        for owner, name in self._places:
+            if not hasattr(owner, name):
+                raise EngineUnsupported(
+                    f"this vLLM has no {owner.__name__}.{name}: two runtimes in a process would not be "
+                    "safe; install a version that the extras genrt[cpu] and genrt[cuda] bring"
+                )
+        self._values: list[Any] = [
+            weakref.WeakSet(),
+            weakref.WeakSet(),
+            None,
+            None,
+            offloader.NoopOffloader(),
+        ]
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._exchange()
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Swap what is kept here with what is in place."""
+        for index, (owner, name) in enumerate(self._places):
+            before = getattr(owner, name)
+            setattr(owner, name, self._values[index])
+            self._values[index] = before

@@ -1,0 +1,105 @@
+"""vLLM's globals by engine: what one opens, clears or shuts down is never another's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.model_executor.offloader import base as offloader
+from vllm.platforms import current_platform
+from vllm.v1.worker import workspace
+
+import genrt
+from genrt.engines.vllm_globals import Globals
+from genrt.errors import EngineUnsupported
+
+pytestmark = pytest.mark.vllm
+
+PLATFORM = type(current_platform)
+
+
+def kept() -> Any:
+    """The workspace that is in place."""
+    return vars(workspace)["_manager"]
+
+
+def graphs_of(kind: Any, name: str) -> Any:
+    """A wrapper with one captured graph, as far as vLLM's registry of wrappers goes."""
+    wrapper = object.__new__(kind)
+    setattr(wrapper, name, {"a batch": "its graph"})
+    kind._all_instances.add(wrapper)
+    return wrapper
+
+
+@pytest.mark.promise(number=23)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(CUDAGraphWrapper, "concrete_cudagraph_entries"), (BreakableCUDAGraphWrapper, "entries")],
+)
+def test_an_engine_that_measures_its_graphs_leaves_those_of_others(kind: Any, name: str) -> None:
+    first, second = Globals(), Globals()
+    with first:
+        theirs = graphs_of(kind, name)
+    with second:
+        own = graphs_of(kind, name)
+        kind.clear_all_graphs()  # as vLLM does when it has measured what graphs take
+    assert (vars(theirs)[name], vars(own)[name]) == ({"a batch": "its graph"}, {})
+    with first:
+        kind.clear_all_graphs()
+    assert vars(theirs)[name] == {}
+
+
+def test_each_engine_has_memory_for_graphs_a_workspace_and_an_offloader_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PLATFORM, "graph_pool_handle", lambda _: object(), raising=False)
+    before = PLATFORM._global_graph_pool, workspace._manager, offloader._instance
+    first, second = Globals(), Globals()
+    with first:
+        pool = current_platform.get_global_graph_pool()
+        setattr(workspace, "_manager", "the first's")  # noqa: B010
+        offloader._instance = offloading = offloader.NoopOffloader()
+    with second:
+        assert current_platform.get_global_graph_pool() is not pool
+        assert kept() is None
+        workspace.reset_workspace_manager()  # as an engine does that is shut down
+        offloader.set_offloader(None)
+    with first:
+        assert current_platform.get_global_graph_pool() is pool
+        assert kept() == "the first's"
+        assert offloader._instance is offloading
+    assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
+
+
+def test_they_are_put_back_once_the_outermost_user_leaves_also_by_an_error() -> None:
+    before, own = kept(), Globals()
+
+    def fail() -> None:
+        with own:
+            setattr(workspace, "_manager", "own")  # noqa: B010
+            with own:
+                assert kept() == "own"
+            assert kept() == "own"
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        fail()
+    assert kept() is before
+
+
+def test_a_vllm_that_keeps_them_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(workspace, "_manager")
+    with pytest.raises(EngineUnsupported, match=r"no vllm\.v1\.worker\.workspace\._manager"):
+        Globals()
+
+
+def test_runtimes_that_come_and_go_leave_vllms_globals_as_they_were(llama: Path) -> None:
+    options = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_memory_bytes": 2**26}
+    before = PLATFORM._global_graph_pool, workspace._manager, offloader._instance
+    with genrt.load(str(llama), engine_options=options) as lm:
+        lm.sample_sync([1, 2], max_tokens=2)
+        assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
+    assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
