@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState
@@ -28,12 +29,14 @@ __all__ = [
 
 
 def integer(name: str, value: Any, *, at_least: int) -> int:
-    """It as an int.
+    """Return ``value``, an integer of any library, as an int.
 
     Raises:
-        InvalidRequest: it is none, or too small.
+        InvalidRequest: it is a truth value or no integer, or too small.
     """
     try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+            raise TypeError("a truth value is no number")
         number = operator.index(value)
     except TypeError as error:
         raise InvalidRequest(f"{name} is {value!r}: give an integer") from error
@@ -43,18 +46,23 @@ def integer(name: str, value: Any, *, at_least: int) -> int:
 
 
 def finite(name: str, value: Any) -> float:
-    """It as a float.
+    """Return ``value``, a number of Python's or of numpy's, as a float.
 
     Raises:
-        InvalidRequest: it is no number, or not a finite one.
+        InvalidRequest: it is a truth value or no real number, or its float is not finite.
     """
-    if isinstance(value, int | float | np.number) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
     raise InvalidRequest(f"{name} is {value!r}: give a finite number")
 
 
 def runtime(lm: Any) -> AsyncLM:
-    """It.
+    """Return ``lm`` if it is a runtime.
 
     Raises:
         InvalidRequest: it is none.
@@ -65,7 +73,7 @@ def runtime(lm: Any) -> AsyncLM:
 
 
 def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
-    """``lm.byte_vocab``; of a model without a tokenizer that has one, nothing for every token."""
+    """Return ``lm.byte_vocab``, or nothing for every token where there is no tokenizer that has one."""
     try:
         return lm.byte_vocab
     except (InvalidRequest, EngineUnsupported):
@@ -73,7 +81,7 @@ def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
 
 
 def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:
-    """A prompt's token ids, from a text or from ids.
+    """Return a prompt's token ids, given a text or ids.
 
     Raises:
         InvalidRequest: it is neither, empty, or has ids outside the vocabulary.
@@ -96,7 +104,7 @@ def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:
 
 
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:
-    """The state before any text of a constraint over the runtime's tokens.
+    """Return a constraint's state before any text, if it is over the runtime's tokens.
 
     Raises:
         InvalidRequest: it is no constraint, or over another vocabulary.
@@ -121,12 +129,12 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
 
 
 def frozen(array: NDArray[np.generic]) -> Any:
-    """The same array, read-only from now on."""
+    """Return the same array, read-only from now on."""
     array.flags.writeable = False
     return array
 
 
 def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
-    """For an algorithm's own choices in this step, and for the model's, below 2^63."""
+    """Return the seeds of this step: for an algorithm's own choices, and for its model's, below 2^63."""
     own, models = np.random.SeedSequence(seed, spawn_key=(step,)).spawn(2)
     return own, int(models.generate_state(1, np.uint64)[0] >> 1)

@@ -112,14 +112,16 @@ class Result:
         )
 
     def sample(self, count: int, *, seed: int) -> list[Any]:
-        """Values drawn from the posterior, independently given the particles.
+        """Draw values from the posterior, independently given the particles.
 
         Raises:
-            InvalidRequest: every particle died.
+            InvalidRequest: every particle died; ``count`` or the seed is not an integer of at least 0.
         """
+        rng = np.random.default_rng(integer("seed", seed, at_least=0))
+        size = integer("count", count, at_least=0)
         if self.ess == 0:
             raise InvalidRequest("every particle died: there is nothing to draw from")
-        chosen = np.random.default_rng(seed).choice(len(self.values), count, p=self.weights)
+        chosen = rng.choice(len(self.values), size, p=self.weights)
         return [self.values[index] for index in chosen]
 
     def genealogy(self, *, lineages: int = LINEAGES) -> Genealogy:

@@ -27,7 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import frozen, integer, seeds_of_step
+from genrt.inference.checks import finite, frozen, integer, seeds_of_step
 from genrt.inference.model import DEAD, Growth, Model, checked_model
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
@@ -75,9 +75,7 @@ class SMC:
         """
         self._model = checked_model(model)
         self._num_particles = integer("num_particles", num_particles, at_least=1)
-        if not callable(resample_when) and not (
-            isinstance(resample_when, int | float) and 0 <= resample_when <= 1
-        ):
+        if not callable(resample_when) and not 0 <= finite("resample_when", resample_when) <= 1:
             raise InvalidRequest(
                 f"resample_when is {resample_when!r}: give a share from 0 to 1, or a rule"
             )

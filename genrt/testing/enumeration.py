@@ -15,7 +15,7 @@ from genrt import sampling
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import integer
+from genrt.inference.checks import finite, integer
 from genrt.inference.potentials import evaluated
 from genrt.texts import Potential, Text
 
@@ -102,8 +102,9 @@ def exact_posterior(
         raise InvalidRequest(
             "a constrained text ends with the end token, and the model has none: give it an eos_token_id"
         )
-    if not 0 < temperature < math.inf:
-        raise InvalidRequest(f"temperature is {temperature}: give a positive, finite number")
+    heat = finite("temperature", temperature)
+    if heat <= 0:
+        raise InvalidRequest(f"temperature is {temperature}: give a positive number")
     walk = _Walk(
         model,
         model.tokenizer.encode(prompt)
@@ -111,7 +112,7 @@ def exact_posterior(
         else [integer("a token id", token, at_least=0) for token in prompt],
         integer("max_tokens", max_tokens, at_least=1),
         constraint,
-        temperature,
+        heat,
         integer("max_texts", max_texts, at_least=1),
     )
     return _run(_posterior(walk, model, potential))

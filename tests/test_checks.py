@@ -1,0 +1,145 @@
+"""Every number that inference takes: integers and finite numbers, of Python and numpy, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.errors import InvalidRequest
+from genrt.inference import (
+    SMC,
+    BestOfN,
+    Execution,
+    MetropolisHastings,
+    Program,
+    Rejection,
+    TextModel,
+    importance_sampling,
+)
+from genrt.inference.checks import finite, integer
+from genrt.lm import AsyncLM
+from genrt.testing import exact_posterior
+
+MODEL = NGram.random([b"a", b"b", b""], seed=2, eos_token_id=2)
+SURE = NGram.random([b"a"], seed=0)
+
+NEVER: list[Any] = [
+    True, False, np.True_, np.array(True), torch.tensor(True), "3", b"3", None, [3], (), 1 + 0j,
+    np.complex128(1), Decimal(1), math.nan, math.inf, -math.inf, np.float32("nan"), "nan",
+]  # fmt: skip
+"""Neither an integer nor a finite number."""
+
+Take = Callable[[AsyncLM, Any], Any]
+
+
+def model_of(lm: AsyncLM) -> TextModel:
+    return TextModel(lm, [0], max_tokens=2)
+
+
+def ran(lm: AsyncLM) -> Any:
+    return asyncio.run(SMC(model_of(lm), num_particles=2).run(0))
+
+
+def sampled_at(lm: AsyncLM, temperature: Any) -> None:
+    async def program(p: Execution) -> int:
+        return await p.sample([0], temperature=temperature)
+
+    asyncio.run(SMC(Program(lm, program), num_particles=2).run(0))
+
+
+INTEGERS: dict[str, Take] = {
+    "SMC(num_particles)": lambda lm, n: SMC(model_of(lm), num_particles=n),
+    "SMC.init(seed)": lambda lm, n: SMC(model_of(lm), num_particles=1).init(n),
+    "SMC.run(seed)": lambda lm, n: asyncio.run(SMC(model_of(lm), num_particles=1).run(n)),
+    "importance_sampling(num_particles)": lambda lm, n: importance_sampling(
+        model_of(lm), num_particles=n
+    ),
+    "MetropolisHastings(num_chains)": lambda lm, n: MetropolisHastings(
+        model_of(lm), num_chains=n, num_steps=9
+    ),
+    "MetropolisHastings(num_steps)": lambda lm, n: MetropolisHastings(
+        model_of(lm), num_chains=9, num_steps=n
+    ),
+    "MetropolisHastings(warm_up)": lambda lm, n: MetropolisHastings(
+        model_of(lm), num_chains=9, num_steps=9, warm_up=n
+    ),
+    "MetropolisHastings(attempts)": lambda lm, n: MetropolisHastings(
+        model_of(lm), num_chains=9, num_steps=9, attempts=n
+    ),
+    "MetropolisHastings.init(seed)": lambda lm, n: MetropolisHastings(
+        model_of(lm), num_chains=1, num_steps=1
+    ).init(n),
+    "Rejection(num_samples)": lambda lm, n: Rejection(model_of(lm), num_samples=n, max_texts=9),
+    "Rejection(max_texts)": lambda lm, n: Rejection(model_of(lm), num_samples=9, max_texts=n),
+    "Rejection(batch_size)": lambda lm, n: Rejection(
+        model_of(lm), num_samples=9, max_texts=9, batch_size=n
+    ),
+    "Rejection.init(seed)": lambda lm, n: Rejection(model_of(lm), num_samples=9, max_texts=9).init(
+        n
+    ),
+    "BestOfN(n)": lambda lm, n: BestOfN(model_of(lm), n=n),
+    "BestOfN.init(seed)": lambda lm, n: BestOfN(model_of(lm), n=1).init(n),
+    "TextModel(max_tokens)": lambda lm, n: TextModel(lm, [0], max_tokens=n),
+    "TextModel(prompt)": lambda lm, n: TextModel(lm, [0, n], max_tokens=2),
+    "Result.sample(count)": lambda lm, n: ran(lm).sample(n, seed=0),
+    "Result.sample(seed)": lambda lm, n: ran(lm).sample(1, seed=n),
+    "Result.genealogy(lineages)": lambda lm, n: ran(lm).genealogy(lineages=n),
+    "exact_posterior(prompt)": lambda lm, n: exact_posterior(MODEL, [n], max_tokens=2),
+    "exact_posterior(max_tokens)": lambda lm, n: exact_posterior(MODEL, [0], max_tokens=n),
+    "exact_posterior(max_texts)": lambda lm, n: exact_posterior(
+        SURE, [0], max_tokens=1, max_texts=n
+    ),
+}
+
+NUMBERS: dict[str, Take] = {
+    "SMC(resample_when)": lambda lm, x: SMC(model_of(lm), num_particles=2, resample_when=x),
+    "Rejection(bound)": lambda lm, x: Rejection(model_of(lm), num_samples=2, max_texts=2, bound=x),
+    "TextModel(temperature)": lambda lm, x: TextModel(lm, [0], max_tokens=2, temperature=x),
+    "exact_posterior(temperature)": lambda lm, x: exact_posterior(
+        MODEL, [0], max_tokens=2, temperature=x
+    ),
+    "Execution.sample(temperature)": sampled_at,
+}
+
+
+@pytest.mark.parametrize("value", [*NEVER, 2.0, np.float64(2), -1], ids=repr)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_what_is_no_integer_is_refused(name: str, value: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest):
+        INTEGERS[name](lm, value)
+
+
+@pytest.mark.parametrize("value", [*NEVER, 10**400, -(10**400)], ids=lambda value: repr(value)[:9])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_finite_number_is_refused(name: str, value: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest):
+        NUMBERS[name](lm, value)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_of_numpy_and_torch_are_taken(name: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        for value in (1, np.int64(1), np.uint8(1), np.array(1), torch.tensor(1)):
+            INTEGERS[name](lm, value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_numpy_are_taken(name: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        for value in (1, 0.5, np.float32(0.5), np.float64(0.5), np.int64(1)):
+            NUMBERS[name](lm, value)
+
+
+def test_numbers_come_back_as_pythons() -> None:
+    assert type(integer("n", np.int32(4), at_least=0)) is int
+    assert type(finite("x", np.float32(4))) is float
+    assert integer("seed", 10**30, at_least=0) == 10**30
