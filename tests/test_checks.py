@@ -1,4 +1,4 @@
-"""Every number that inference takes: integers and finite numbers, of Python and numpy, and nothing else."""
+"""Every number that inference takes: integers and finite numbers, of Python and numpy, no others."""
 
 from __future__ import annotations
 
