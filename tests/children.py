@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPLAINT = re.compile(
+    r"Traceback|Exception ignored|Fatal Python error|terminate called|:\d+: \w*Warning: "
+    r"|(?<![\w/.-])genrt\b"
+)
+"""What an interpreter writes when something went wrong on the way out; its warnings, whoever they are
+about; and our name, but not as a part of a path."""
 ALARM_SECONDS = 300
 """After which a child that hangs is killed by a signal, and so found out."""
 
@@ -72,15 +79,16 @@ class End:
 
     @property
     def complaints(self) -> list[str]:
-        """What an interpreter writes when something went wrong on the way out."""
-        signs = (
-            "Traceback",
-            "Exception ignored",
-            "Fatal Python error",
-            "terminate called",
-            "genrt",
-        )
-        return [line for line in self.err.splitlines() if any(sign in line for sign in signs)]
+        """Return the lines that say that something went wrong, or that speak of the project."""
+        return complaints(self.err)
+
+
+def complaints(text: str, *, root: Path = ROOT) -> list[str]:
+    """Return the complaints among these lines. The project may lie in a folder of any name: in its path
+    nothing is looked for, and a file of the package counts wherever it lies."""
+    own, folder = f"{root / 'genrt'}{os.sep}", f"{root}{os.sep}"
+    lines = ((line, line.replace(own, "genrt: ").replace(folder, "")) for line in text.splitlines())
+    return [line for line, said in lines if COMPLAINT.search(said)]
 
 
 def in_session(session: int) -> list[str]:

@@ -146,6 +146,26 @@ def test_it_says_nothing_of_its_own(ends: dict[str, children.End], name: str) ->
     assert ends[name].complaints == [], ends[name].err
 
 
+@pytest.mark.parametrize(
+    "folder", ["/home/genrt", "/home/my genrt copy", "/home/genrt/genrt", "/a b"]
+)
+def test_complaints_are_the_same_in_a_folder_of_any_name(folder: str) -> None:
+    packages = f"{folder}/.venv/lib/python3.11/site-packages"
+    harmless = [
+        f"INFO: loading {folder}/model with {packages}/vllm/envs.py",
+        "INFO: a cache in /tmp/pytest-of-genrt/genrt/model",
+    ]
+    complaints = [
+        f"{packages}/vllm/dispatcher.py:138: FutureWarning: `reduce_op` is deprecated",
+        f"{folder}/genrt/lm.py:12: ResourceWarning: not closed",
+        f'  File "{folder}/genrt/lm.py", line 12, in close',
+        "Traceback (most recent call last):",
+        "Exception in thread genrt-engine:",
+    ]
+    text = "\n".join([*harmless, *complaints])
+    assert children.complaints(text, root=Path(folder)) == complaints
+
+
 def test_the_only_traceback_is_the_programs(ends: dict[str, children.End]) -> None:
     tracebacks = functools.partial(str.count, ends["by an exception, a call pending"].err)
     assert tracebacks("Traceback (most recent call last)") == 1

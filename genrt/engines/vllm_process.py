@@ -1,7 +1,7 @@
 """What else is in the process where vLLM for CPUs is opened, and would keep it from opening.
 
-Private and touched here: the builtin ``vars`` as ``vllm.triton_utils.dispatcher`` calls it, and
-``torch.cpu._init_amx``. All hindrances were seen with vLLM 0.32: whoever imports genlm-backend before
+Private and touched here: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
+calls them, and ``torch.cpu._init_amx``. All hindrances were seen with vLLM 0.32: whoever imports genlm-backend before
 loading a model meets the first two.
 """
 
@@ -29,6 +29,7 @@ def undisturbed() -> Iterator[None]:
 
     And vLLM looks for its kernels in every value of every module there is. It takes for granted that
     ``vars`` is a dictionary; an object that answers to any name, as numba's library does, makes one up.
+    And one that is deprecated, as ``torch.distributed.reduce_op`` is, warns whoever asks it for anything.
 
     And its attention in bfloat16 uses a processor's AMX tiles without asking Linux for them, which kills
     the process, unless a large product of matrices has asked before.
@@ -41,17 +42,23 @@ def undisturbed() -> Iterator[None]:
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()  # False where there are none
     demanded = os.environ.pop(V2, None)
-    dispatcher.vars = _attributes
+    dispatcher.vars, dispatcher.hasattr = _attributes, _has
     try:
         yield
     finally:
-        del dispatcher.vars
+        del dispatcher.vars, dispatcher.hasattr
         if demanded is not None:
             os.environ[V2] = demanded
 
 
+def _has(value: Any, name: str) -> bool:
+    """Return ``hasattr(value, name)``, but for ``__dict__``, for which the object is not asked: everything
+    counts as having one, since ``_attributes`` is empty where there is none."""
+    return name == "__dict__" or hasattr(value, name)
+
+
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """What is in the object itself, whatever it answers when it is asked for it."""
+    """Return what is in the object itself, whatever it answers when it is asked for it."""
     try:
         found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
