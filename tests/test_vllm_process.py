@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,31 @@ def test_neither_a_demand_for_the_runner_v2_nor_numba_keeps_it_from_opening(llam
     end = children.run({"opens": PROGRAM}, model=str(llama))["opens"]
     assert end.status == 0, end.err
     assert json.loads(end.out.splitlines()[-1]) == [320, "1", False]
+
+
+@pytest.mark.vllm
+def test_no_object_is_asked_for_anything_where_vllm_looks_for_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``torch.distributed.reduce_op`` is such an object: it warns whoever asks."""
+    from vllm.triton_utils import dispatcher
+
+    from genrt.engines.vllm_process import undisturbed
+
+    class Deprecated:
+        def __getattribute__(self, name: str) -> object:
+            warnings.warn(f"asked for {name}", FutureWarning, stacklevel=2)
+            return object.__getattribute__(self, name)
+
+    def kernel() -> None: ...
+
+    module = types.ModuleType("with_deprecated")
+    owner = types.SimpleNamespace(kernel=kernel)
+    vars(module).update(before=Deprecated(), owner=owner, copied=kernel, after=object())
+    monkeypatch.setitem(sys.modules, "with_deprecated", module)
+    wrapper = types.SimpleNamespace()
+    with undisturbed(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatcher._rebind_kernels([(kernel, wrapper)])
+    assert owner.kernel is module.copied is wrapper
+    assert {"vars", "hasattr"}.isdisjoint(vars(dispatcher))
