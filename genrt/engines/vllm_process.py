@@ -1,8 +1,8 @@
 """What else is in the process where vLLM for CPUs is opened, and would keep it from opening.
 
 Private and touched here: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
-calls them, and ``torch.cpu._init_amx``. All hindrances were seen with vLLM 0.32: whoever imports genlm-backend before
-loading a model meets the first two.
+calls them, and ``torch.cpu._init_amx``. All hindrances were seen with vLLM 0.32: whoever imports
+genlm-backend before loading a model meets the first two.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Return ``hasattr(value, name)``, but for ``__dict__``, for which the object is not asked: everything
+    """Return ``hasattr(value, name)``, but for ``__dict__``: the object is not asked for that. Everything
     counts as having one, since ``_attributes`` is empty where there is none."""
     return name == "__dict__" or hasattr(value, name)
 
