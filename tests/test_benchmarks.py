@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import genrt
-from benchmarks import fidelity, overheads, plots, pressure, step
+from benchmarks import fidelity, overheads, plots, pressure, step, two_runtimes
 from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packed_masks
 from genrt.engine import Finished, Request
 from genrt.engines.exact import ExactEngine, NGram
@@ -86,6 +86,19 @@ def test_fidelity_finds_that_the_rows_are_the_models(
     assert 0.0 <= result["typical"] <= result["worst"] < 1e-3
     assert 0.0 < result["ms_per_flush"] < math.inf
     assert 0.0 < result["sample_ratio"] < math.inf
+
+
+@pytest.mark.vllm
+@pytest.mark.promise(number=23)
+def test_two_runtimes_answer_as_each_does_alone(
+    step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ["--options", '{"kv_cache_memory_bytes": 67108864}']
+    [result] = results_of(two_runtimes, tmp_path / "two.json", monkeypatch, *small)
+    assert len(result["phases"]) == 5
+    for phase in result["phases"].values():
+        assert phase["worst_row"] < 1e-4
+        assert phase["other_draws"] == phase["other_samples"] == 0.0
 
 
 @pytest.mark.vllm
