@@ -257,7 +257,7 @@ class AnsweringEngine:
         for part in _parts(reads):
             row = part[0].row
             asked: list[DrawToken] = _wanted(part)
-            heat = torch.tensor([[each.temperature] for each in asked], dtype=row.dtype)
+            heat = torch.tensor([[each.temperature] for each in asked], dtype=torch.float64)
             parts.append(_drawn(part, _moved(heat, row.device)))
         return self._on_host(reads, parts)
 

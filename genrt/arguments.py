@@ -24,6 +24,7 @@ from genrt.engine import (
     TopTokens,
 )
 from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.numbers import check_float, check_int, shown
 
 __all__ = [
     "Limits",
@@ -105,7 +106,7 @@ class Limits:
             if not 0 <= token_id < self.vocab_size:
                 return (
                     f"{name} must be in the vocabulary, from 0 to {self.vocab_size - 1}, "
-                    f"but at position {position} there is {token_id}"
+                    f"but at position {position} there is {shown(token_id)}"
                 )
         return f"{name} must be one flat sequence of int"
 
@@ -140,38 +141,38 @@ class Limits:
             ContextTooLong: context and ``max_tokens`` are too long together.
         """
         ids = self.token_ids(token_ids)
-        check_int("max_tokens", max_tokens, 1)
-        check_float("temperature", temperature, 0.0, math.inf)
-        check_float("top_p", top_p, 0.0, 1.0)
-        check_float("min_p", min_p, 0.0, 1.0)
-        check_int("top_k", top_k, 0)
+        max_tokens = check_int("max_tokens", max_tokens, 1)
+        temperature = check_float("temperature", temperature, 0.0, math.inf)
+        top_p = check_float("top_p", top_p, 0.0, 1.0)
+        min_p = check_float("min_p", min_p, 0.0, 1.0)
+        top_k = check_int("top_k", top_k, 0)
         if top_p == 0.0:
             raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
         if seed is not None:
-            check_int("seed", seed, 0, 2**63 - 1)
+            seed = check_int("seed", seed, 0, _LAST_SEED)
         room = self.max_model_len - len(ids)
         if max_tokens > room:
             advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
             raise ContextTooLong(
-                f"a context of {len(ids)} tokens and max_tokens={max_tokens} are over max_model_len="
-                f"{self.max_model_len} together: {advice}"
+                f"a context of {len(ids)} tokens and max_tokens={shown(max_tokens)} are over "
+                f"max_model_len={self.max_model_len} together: {advice}"
             )
         decided = temperature == 0.0 or seed is not None
         if isinstance(stop_token_ids, Set):
             stop_token_ids = tuple(stop_token_ids)
         return SampleRequest(
             ids,
-            int(max_tokens),
+            max_tokens,
             frozenset(
                 self.token_ids(
                     cast("TokenIds", stop_token_ids), allow_empty=True, name="stop_token_ids"
                 )
             ),
-            float(temperature),
-            float(top_p),
-            int(top_k),
-            float(min_p),
-            int(seed) if seed is not None and temperature > 0.0 else None,
+            temperature,
+            max(top_p, _LEAST_TOP_P),
+            top_k if top_k < self.vocab_size else 0,
+            min_p,
+            seed if temperature > 0.0 else None,
             adapter,
             nonce=None if decided else nonce,
         )
@@ -185,8 +186,8 @@ class Limits:
 
     def top_request(self, token_ids: TokenIds, k: int, adapter: Adapter | None) -> ReadRequest:
         """Raises InvalidRequest for bad token ids or ``k``, ContextTooLong for too many."""
-        check_int("k", k, 1, self.vocab_size)
-        return ReadRequest(self.logprobs_request(token_ids, adapter), TopTokens(int(k)))
+        k = check_int("k", k, 1, self.vocab_size)
+        return ReadRequest(self.logprobs_request(token_ids, adapter), TopTokens(k))
 
     def score_requests(
         self, token_ids: TokenIds, continuation: TokenIds, adapter: Adapter | None
@@ -227,16 +228,16 @@ class Limits:
         """
         row = self.logprobs_request(token_ids, adapter)
         if type(temperature) is not float or not 0.0 <= temperature < math.inf:
-            check_float("temperature", temperature, 0.0, math.inf)
+            temperature = check_float("temperature", temperature, 0.0, math.inf)
         if seed is not None:
-            check_int("seed", seed, 0, 2**63 - 1)
+            seed = check_int("seed", seed, 0, _LAST_SEED)
         packed = None if mask is None else self.packed(mask)
         if temperature == 0.0:
             return ReadRequest(row, DrawToken(packed, 0.0))
         if seed is None:
-            return ReadRequest(row, DrawToken(packed, float(temperature), nonce=nonce))
-        own_seed = (int(seed) + place) % 2**63
-        return ReadRequest(row, DrawToken(packed, float(temperature), seed=own_seed))
+            return ReadRequest(row, DrawToken(packed, temperature, nonce=nonce))
+        own_seed = (seed + place) % (_LAST_SEED + 1)
+        return ReadRequest(row, DrawToken(packed, temperature, seed=own_seed))
 
     def packed(self, mask: Mask) -> bytes:
         """A mask as ``engine.DrawToken`` has it; the same for every form of the same mask.
@@ -273,6 +274,12 @@ class Limits:
                 f"int32 [{-(-self.vocab_size // 32)}], or token ids as a list"
             )
 
+
+_LAST_SEED = 2**63 - 1
+
+_LEAST_TOP_P = 2.0**-126
+"""The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
+the likeliest token's probability, which is at least 1 / vocab_size, any keeps that token alone."""
 
 _TABLES = (torch.Tensor, np.ndarray)
 
@@ -373,25 +380,3 @@ def check_timeout(seconds: float | None) -> float | None:
     if seconds is not None:
         check_float("timeout", seconds, 0.0, math.inf)
     return seconds
-
-
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raises InvalidRequest unless ``value`` is an int from ``low`` to ``high``, both included."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be an int, got {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} must be {bound}, got {value}")
-
-
-def check_float(name: str, value: object, low: float, high: float) -> None:
-    """Raises InvalidRequest unless ``value`` is a finite number from ``low`` to ``high``."""
-    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond every float
-        number = math.inf
-    if not low <= number <= high or math.isinf(number):
-        bound = f"at least {low:g} and finite" if math.isinf(high) else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} must be {bound}, got {value}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from genrt.errors import InvalidRequest
+from genrt.numbers import shown
 
-_RANGES = {
-    "temperature": "a finite number of at least 0",
-    "top_k": "an integer of at least 0, where 0 is off",
-    "top_p": "a number above 0 and at most 1, where 1 is off",
-    "min_p": "a number between 0 and 1, where 0 is off",
+_RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "temperature": (lambda x: (x >= 0) & (x < math.inf), "a finite number of at least 0"),
+    "top_k": (lambda x: x >= 0, "an integer of at least 0, where 0 is off"),
+    "top_p": (lambda x: (x > 0) & (x <= 1), "a number above 0 and at most 1, where 1 is off"),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "a number between 0 and 1, where 0 is off"),
 }
+"""Of each parameter which values are in range, and how a message says so."""
 
 __all__ = [
     "BatchDraw",
@@ -65,15 +67,10 @@ def check_parameters(
     Raises:
         InvalidRequest: the first such parameter, its value and its range.
     """
-    sound: dict[str, tuple[float | Tensor, bool | Tensor]] = {
-        "temperature": (temperature, (temperature >= 0) & (temperature < math.inf)),
-        "top_k": (top_k, top_k >= 0),
-        "top_p": (top_p, (top_p > 0) & (top_p <= 1)),
-        "min_p": (min_p, (min_p >= 0) & (min_p <= 1)),
-    }
-    for name, (value, is_sound) in sound.items():
-        if not bool(torch.as_tensor(is_sound).all()):
-            raise InvalidRequest(f"{name} is {value}: give {_RANGES[name]}")
+    _numbers_of("temperature", temperature)
+    _numbers_of("top_k", top_k)
+    _numbers_of("top_p", top_p)
+    _numbers_of("min_p", min_p)
 
 
 def truncate(
@@ -107,30 +104,31 @@ def truncate(
     """
     batch = _batch(rows)
     width = batch.shape[-1]
-    check_parameters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     heat = _column("temperature", temperature, batch)
     floor = _column("min_p", min_p, batch)
     nucleus = _column("top_p", top_p, batch)
-    ranks = _column("top_k", top_k, batch).long()
-    ranks = ranks.masked_fill((ranks <= 0) | (ranks >= width), width)
+    ranks = _column("top_k", top_k, batch)
+    ranks = ranks.masked_fill((ranks == 0) | (ranks >= width), width)
 
-    # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
+    # The likeliest token is moved to 0 first, so that no temperature, however small, overflows. Tokens
+    # are compared before they are divided by it, which would make some of them equal.
     peak = batch.max(dim=-1, keepdim=True).values
     kept = batch - peak.masked_fill(peak == -math.inf, 0.0)
     greedy = heat < GREEDY_BELOW
-    kept = kept / heat.masked_fill(greedy, 1.0)
+    heat = heat.masked_fill(greedy, 1.0)
     if bool((floor > 0).any()):
-        kept = kept.masked_fill(kept < floor.log(), -math.inf)
+        kept = kept.masked_fill(kept < floor.log() * heat, -math.inf)
     if bool((ranks < width).any()):
         at_most = int(ranks.masked_fill(ranks == width, 1).max())
         last = kept.topk(at_most, dim=-1).values.gather(-1, ranks.clamp(max=at_most) - 1)
         kept = kept.masked_fill((kept < last) & (ranks < width), -math.inf)
     if bool((nucleus < 1).any()):
         ascending, order = kept.sort(dim=-1, stable=True)
-        dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - nucleus
+        dropped = (ascending / heat).softmax(dim=-1).cumsum(dim=-1) <= 1 - nucleus
         dropped[:, -1] = False
         dropped &= nucleus < 1
         kept = kept.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
+    kept = kept / _divisor(heat, batch.dtype)
     if bool(greedy.any()):
         best = torch.zeros_like(kept, dtype=torch.bool).scatter(-1, _first_argmax(batch), True)
         kept = torch.where(greedy, batch.masked_fill(~best, -math.inf), kept)
@@ -210,7 +208,6 @@ def draw(
     count = len(batch)
     masks = None if mask is None else _row_masks(mask, batch)
     numbers = _numbers(count, batch.device, generators, uniforms)
-    check_parameters(temperature=temperature)
     is_plain = isinstance(temperature, float) and temperature == 1.0
     heat = None if is_plain else _column("temperature", temperature, batch)
     size = rows_at_once(batch)
@@ -238,7 +235,7 @@ def drawn(
         batch: float32 or float64 ``[n, V]``; not changed.
         numbers: float64 ``[n, 2]`` in [0, 1).
         mask: bool ``[n, V]`` or packed, as ``draw`` takes it; ``None`` allows everything.
-        heat: the temperatures, ``[n, 1]``; ``None`` is 1 for all.
+        heat: the temperatures, float64 ``[n, 1]``; ``None`` is 1 for all.
 
     Returns:
         float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
@@ -261,7 +258,7 @@ def drawn(
         tokens = _of_block(within, block)
     else:
         greedy = heat < GREEDY_BELOW
-        heat = heat.masked_fill(greedy, 1.0)
+        heat = _divisor(heat.masked_fill(greedy, 1.0), batch.dtype)
         numbers = numbers.masked_fill(greedy, 0.0)
         # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
         within = blocks.sub(highest[:, :, None]).div_(heat[:, :, None]).softmax(dim=-1)
@@ -383,6 +380,8 @@ def _numbers(
             raise InvalidRequest(
                 f"uniforms are {uniforms.dtype} {list(uniforms.shape)}: give torch.float64 [{count}, 2]"
             )
+        if not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+            raise InvalidRequest("uniforms have to be in [0, 1), every one of them")
         return uniforms.to(device)
     if generators is None:
         return torch.rand(count, 2, dtype=torch.float64, device=device)
@@ -410,11 +409,49 @@ def _batch(rows: Tensor) -> Tensor:
 
 
 def _column(name: str, value: float | Tensor, batch: Tensor) -> Tensor:
-    """A parameter as ``[n, 1]``, in the batch's dtype and on its device."""
-    column = torch.as_tensor(value, device=batch.device, dtype=batch.dtype).reshape(-1, 1)
+    """Return a parameter as ``[n, 1]`` on the batch's device, as ``_numbers_of`` has it."""
+    column = _numbers_of(name, value).reshape(-1, 1)
     if len(column) not in (1, len(batch)):
         raise InvalidRequest(f"{name} has {len(column)} values for {len(batch)} rows")
-    return column.expand(len(batch), 1)
+    return column.to(batch.device).expand(len(batch), 1)
+
+
+def _numbers_of(name: str, value: float | Tensor) -> Tensor:
+    """Return a parameter's values in the type that compares them: int64 for ``top_k``, else float64.
+
+    Raises:
+        InvalidRequest: it is neither a number nor a tensor ``[n]`` of numbers, or out of its range.
+    """
+    is_sound, range_ = _RANGES[name]
+    dtype = torch.int64 if name == "top_k" else torch.float64
+    numbers = value.detach() if isinstance(value, Tensor) else _scalar(value, dtype)
+    fitting = numbers is not None and numbers.dim() <= 1 and torch.can_cast(numbers.dtype, dtype)
+    if numbers is None or not fitting or numbers.dtype == torch.bool:
+        raise InvalidRequest(f"{name} is {value!r}: give {range_}, or a tensor [n] of them")
+    numbers = numbers.to(dtype)
+    if not bool(is_sound(numbers).all()):
+        raise InvalidRequest(f"{name} is {shown(value)}: give {range_}")
+    return numbers
+
+
+def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
+    """Return a number as a tensor; ``None`` if it is none. What is beyond the type is its last number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    if dtype.is_floating_point:
+        try:
+            return torch.tensor(float(value), dtype=dtype)
+        except OverflowError:  # an int beyond every float
+            return torch.tensor(math.inf if value > 0 else -math.inf, dtype=dtype)
+    if not isinstance(value, int | np.integer):
+        return None
+    return torch.tensor(max(-1, min(int(value), torch.iinfo(dtype).max)), dtype=dtype)
+
+
+def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return temperatures in the rows' type, where they divide. One beyond every such number becomes the
+    greatest: a law so near to uniform is uniform."""
+    return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
 def _first_argmax(batch: Tensor) -> Tensor:

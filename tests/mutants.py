@@ -402,6 +402,20 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "numbers.py",
+        "test_numbers.py",
+        (
+            "True is the number 1",
+            "if not isinstance(value, int | np.integer) or isinstance(value, bool):",
+            "if not isinstance(value, int | np.integer):",
+        ),
+        (
+            "an int beyond every float is a finite one",
+            "number = math.inf",
+            "number = 0.0",
+        ),
+    ),
+    *breaks(
         "arguments.py",
         "test_arguments.py test_lm.py test_draw.py",
         (
@@ -431,8 +445,8 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
         (
             "a batch of draws has one seed for all",
-            "own_seed = (int(seed) + place) % 2**63",
-            "own_seed = int(seed)",
+            "own_seed = (seed + place) % (_LAST_SEED + 1)",
+            "own_seed = seed",
         ),
     ),
     *breaks(

@@ -10,11 +10,21 @@ __all__ = ["OF_THE_NUMBERS"]
 OF_THE_NUMBERS: tuple[Mutant, ...] = (
     *breaks(
         "sampling.py",
-        "test_sampling.py",
+        "test_sampling.py test_numbers.py",
         (
             "min-p counts from the row before it is tempered",
+            "kept.masked_fill(kept < floor.log() * heat, -math.inf)",
             "kept.masked_fill(kept < floor.log(), -math.inf)",
-            "kept.masked_fill(batch - peak < floor.log(), -math.inf)",
+        ),
+        (
+            "a temperature beyond the rows' type divides by infinity",
+            "return heat.clamp(max=torch.finfo(dtype).max).to(dtype)",
+            "return heat.to(dtype)",
+        ),
+        (
+            "top-k looks for ties after a temperature that makes some",
+            "kept.masked_fill((kept < last) & (ranks < width), -math.inf)",
+            "kept.masked_fill((kept / heat.float() < last / heat.float()) & (ranks < width), -math.inf)",
         ),
         (
             "top-p drops the token that reaches it",
@@ -423,7 +433,12 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines/stepping.py",
-        "test_stepping.py test_exact.py",
+        "test_stepping.py test_exact.py test_numbers.py",
+        (
+            "the least parameters of samples are 0 in a step",
+            "    return torch.tensor(numbers, dtype=torch.float64)",
+            "    return torch.tensor(numbers)",
+        ),
         (
             "samples stay before the rows that came after them",
             "            del self._in_progress[progress.request]\n"

@@ -123,6 +123,7 @@ HOUSE = (
     "trie.py",
     "texts.py",
     "vocabulary.py",
+    "numbers.py",
     "errors.py",
 )
 """Every file of the package, from top to bottom: each imports from files below it alone."""

@@ -7,6 +7,7 @@ and a way to let go of an adapter. It keeps no keys and values, so a sample of `
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from genrt.errors import (
     NotFinite,
     UnknownAdapter,
 )
+from genrt.numbers import check_int
 from genrt.sampling import check_parameters, draw, truncate
 
 Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]
@@ -70,13 +72,10 @@ class Stepper:
         max_batch_size: int,
         device: torch.device,
     ) -> None:
-        """Raises InvalidRequest if a size is not positive."""
-        for name, size in (("max_model_len", max_model_len), ("max_batch_size", max_batch_size)):
-            if size < 1:
-                raise InvalidRequest(f"{name} is {size}: give at least 1")
+        """Raises InvalidRequest if a size is no positive int."""
         self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.max_batch_size = max_batch_size
+        self.max_model_len = check_int("max_model_len", max_model_len, 1)
+        self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
         self.device = device
         self._forward = forward
         self._in_progress: dict[Request, _Progress] = {}
@@ -200,10 +199,8 @@ class Stepper:
         """Why this request alone cannot be computed, if so."""
         new = 0
         if isinstance(request, SampleRequest):
-            new = request.max_tokens
-            if new < 1:
-                return InvalidRequest(f"max_tokens is {new}: give at least 1")
             try:
+                new = check_int("max_tokens", request.max_tokens, 1)
                 check_parameters(
                     temperature=request.temperature,
                     top_k=request.top_k,
@@ -264,10 +261,10 @@ class Stepper:
         generators = [each.generator for each in group if each.generator is not None]
         kept = truncate(
             rows,
-            temperature=torch.tensor([request.temperature for request in asked]),
-            top_k=torch.tensor([request.top_k for request in asked]),
-            top_p=torch.tensor([request.top_p for request in asked]),
-            min_p=torch.tensor([request.min_p for request in asked]),
+            temperature=_float64([request.temperature for request in asked]),
+            top_k=torch.tensor([min(request.top_k, self.vocab_size) for request in asked]),
+            top_p=_float64([request.top_p for request in asked]),
+            min_p=_float64([request.min_p for request in asked]),
         )
         tokens = self.to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
@@ -302,3 +299,8 @@ class Stepper:
         self._statistics = replace(
             before, **{name: getattr(before, name) + more for name, more in increments.items()}
         )
+
+
+def _float64(numbers: Sequence[float]) -> Tensor:
+    """Return parameters as they were checked: float32 would make 0 or infinity of some."""
+    return torch.tensor(numbers, dtype=torch.float64)

@@ -1,0 +1,54 @@
+"""Numbers that callers give: checked, and as the int or float that computes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from genrt.errors import InvalidRequest
+
+__all__ = ["check_float", "check_int", "shown"]
+
+_LONG = 10**40
+"""Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return the value as an int.
+
+    Raises:
+        InvalidRequest: it is no integer, or not from ``low`` to ``high``, both included.
+    """
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be an int, got {value!r}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} must be {bound}, got {shown(number)}")
+    return number
+
+
+def check_float(name: str, value: object, low: float, high: float) -> float:
+    """Return the value as a float.
+
+    Raises:
+        InvalidRequest: it is no number, not finite, or not from ``low`` to ``high``, both included.
+    """
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        number = math.inf
+    if not low <= number <= high or math.isinf(number):
+        bound = f"at least {low:g} and finite" if math.isinf(high) else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name} must be {bound}, got {shown(value)}")
+    return number
+
+
+def shown(number: object) -> str:
+    """Return a number as a message shows it."""
+    if isinstance(number, int) and abs(number) >= _LONG:
+        return f"an int of {number.bit_length()} bits"
+    return str(number)
