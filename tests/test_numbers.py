@@ -121,12 +121,12 @@ def test_truncation_has_the_law_of_float64(
     given_row = torch.tensor(row, dtype=dtype)
     expect_law(truncate(given_row, temperature=temperature, **how).tolist(), wanted)
     tensors = {
-        name: torch.tensor([min(int(value), 2**63 - 1) if name == "top_k" else float(value)] * 2)
-        if name == "top_k"
-        else torch.tensor([float(value)] * 2, dtype=torch.float64)
+        name: torch.tensor([float(value)] * 2, dtype=torch.float64)
         for name, value in {"temperature": temperature, **how}.items()
     }
-    for each in truncate(given_row.expand(2, -1), **tensors).tolist():  # type: ignore[arg-type]
+    if "top_k" in how:
+        tensors["top_k"] = torch.tensor([min(int(how["top_k"]), 2**63 - 1)] * 2)
+    for each in truncate(given_row.expand(2, -1), **tensors).tolist():
         expect_law(each, wanted)
 
 
@@ -227,7 +227,7 @@ def test_samples_in_company_of_extreme_parameters_are_their_own(exact: AsyncLM) 
     ends = {end.request: end for _ in range(4) for end in engine.step()}
     alone = [exact.sample_sync([3], max_tokens=4, seed=5, **how) for how in extreme]
     assert [ends[each].error for each in asked] == [None] * len(asked)
-    assert [list(ends[each].result or ()) for each in asked] == alone  # type: ignore[arg-type]
+    assert [list(ends[each].result or ()) for each in asked] == alone
 
 
 def test_the_largest_temperatures_are_uniform_over_what_is_possible(exact: AsyncLM) -> None:
@@ -343,7 +343,7 @@ def test_tensors_of_parameters_are_numbers_one_a_row(value: Any) -> None:
     with pytest.raises(InvalidRequest, match="temperature is"):
         truncate(torch.zeros(2, 4), temperature=value)
     with pytest.raises(InvalidRequest, match="top_k is"):
-        truncate(torch.zeros(2, 4), top_k=torch.tensor([1.0, 2.0]))  # type: ignore[arg-type]
+        truncate(torch.zeros(2, 4), top_k=torch.tensor([1.0, 2.0]))
 
 
 # -- runtimes and engines --------------------------------------------------------------------------
