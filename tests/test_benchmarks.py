@@ -93,7 +93,7 @@ def test_fidelity_finds_that_the_rows_are_the_models(
 def test_two_runtimes_answer_as_each_does_alone(
     step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = ["--options", '{"kv_cache_memory_bytes": 67108864}']
+    small = ["--dtype", "float32", "--options", '{"kv_cache_memory_bytes": 67108864}']
     [result] = results_of(two_runtimes, tmp_path / "two.json", monkeypatch, *small)
     assert len(result["phases"]) == 5
     for phase in result["phases"].values():
