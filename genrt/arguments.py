@@ -5,11 +5,10 @@ Nothing here touches an engine; a request that leaves this file can be computed.
 
 from __future__ import annotations
 
-import array
 import math
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Required, TypeAlias, TypedDict, cast
+from typing import Required, TypedDict, cast
 
 import numpy as np
 import torch
@@ -24,7 +23,9 @@ from genrt.engine import (
     TopTokens,
 )
 from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.masks import Mask, Masks, check_masks, packed_mask
 from genrt.numbers import check_float, check_int, shown
+from genrt.token_ids import TokenIds, advice_for, host_array, id_words
 
 __all__ = [
     "Limits",
@@ -38,17 +39,6 @@ __all__ = [
     "check_masks",
     "must_move",
 ]
-
-TokenIds = Sequence[int] | np.ndarray | torch.Tensor
-"""Token ids as callers give them; a request holds them as a tuple of int."""
-
-
-Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
-"""The tokens that may be drawn: bool ``[vocab_size]``, token ids, or a packed bitmask, int32
-``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 32`` of word ``i // 32``."""
-
-Masks: TypeAlias = Sequence[Mask | None] | torch.Tensor | np.ndarray
-"""A mask for each context, or a bool or packed matrix of them."""
 
 
 class SampleOptions(TypedDict, total=False):
@@ -79,40 +69,11 @@ class Limits:
         Raises:
             InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
         """
-        return tuple(self._words(token_ids, allow_empty=allow_empty, name=name))
-
-    def _words(
-        self, token_ids: TokenIds, *, allow_empty: bool = False, name: str = "token ids"
-    ) -> array.array[int]:
-        if type(token_ids) is not list and type(token_ids) is not tuple:
-            token_ids = _sequence(token_ids, name)
-        try:
-            words = array.array("I", token_ids)
-        except (TypeError, OverflowError, ValueError):
-            raise InvalidRequest(self._what_is_wrong(token_ids, name)) from None
-        if not words:
-            if allow_empty:
-                return words
-            raise InvalidRequest("an empty prompt has no next token: give at least one token id")
-        if words[np.frombuffer(words, np.uint32).argmax()] >= self.vocab_size:
-            raise InvalidRequest(self._what_is_wrong(words, name))
-        return words
-
-    def _what_is_wrong(self, token_ids: Sequence[Any], name: str) -> str:
-        for position, token_id in enumerate(token_ids):
-            if not isinstance(token_id, int | np.integer):
-                kind = type(token_id).__name__
-                return f"{name} must be int, but at position {position} there is a {kind}"
-            if not 0 <= token_id < self.vocab_size:
-                return (
-                    f"{name} must be in the vocabulary, from 0 to {self.vocab_size - 1}, "
-                    f"but at position {position} there is {shown(token_id)}"
-                )
-        return f"{name} must be one flat sequence of int"
+        return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
 
     def logprobs_request(self, token_ids: TokenIds, adapter: Adapter | None) -> LogprobsRequest:
         """Raises InvalidRequest for bad token ids, ContextTooLong for too many."""
-        ids = self._words(token_ids)
+        ids = id_words(token_ids, self.vocab_size)
         if len(ids) > self.max_model_len:
             raise ContextTooLong(
                 f"a context of {len(ids)} tokens is over max_model_len={self.max_model_len}: shorten "
@@ -231,48 +192,13 @@ class Limits:
             temperature = check_float("temperature", temperature, 0.0, math.inf)
         if seed is not None:
             seed = check_int("seed", seed, 0, _LAST_SEED)
-        packed = None if mask is None else self.packed(mask)
+        packed = None if mask is None else packed_mask(mask, self.vocab_size)
         if temperature == 0.0:
             return ReadRequest(row, DrawToken(packed, 0.0))
         if seed is None:
             return ReadRequest(row, DrawToken(packed, temperature, nonce=nonce))
         own_seed = (seed + place) % (_LAST_SEED + 1)
         return ReadRequest(row, DrawToken(packed, temperature, seed=own_seed))
-
-    def packed(self, mask: Mask) -> bytes:
-        """A mask as ``engine.DrawToken`` has it; the same for every form of the same mask.
-
-        Raises:
-            InvalidRequest: it is none of the forms, or of another length.
-        """
-        words = -(-self.vocab_size // 32)
-        if isinstance(mask, _TABLES) and mask.dtype in (torch.int32, np.int32):
-            self._check_length(mask, "packed int32", words)
-            packed = _array(mask).tobytes()
-            if beyond := self.vocab_size % 32:
-                last = int.from_bytes(packed[-4:], "little")
-                if last >> beyond:
-                    packed = packed[:-4] + (last & (1 << beyond) - 1).to_bytes(4, "little")
-            return packed
-        if isinstance(mask, _TABLES) and mask.dtype in (torch.bool, np.bool_):
-            self._check_length(mask, "bool", self.vocab_size)
-            bits = _array(mask)
-        else:
-            given = tuple(mask) if isinstance(mask, Set) else mask
-            if isinstance(given, Sequence) and bool in set(map(type, given)):
-                raise InvalidRequest(
-                    "mask is a sequence of bool: give a bool tensor or array, or the allowed token ids"
-                )
-            bits = np.zeros(self.vocab_size, dtype=np.bool_)
-            bits[list(self.token_ids(given, allow_empty=True, name="mask"))] = True
-        return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
-
-    def _check_length(self, mask: torch.Tensor | np.ndarray, form: str, length: int) -> None:
-        if tuple(mask.shape) != (length,):
-            raise InvalidRequest(
-                f"mask is {form} of shape {list(mask.shape)}: give bool [{self.vocab_size}], packed "
-                f"int32 [{-(-self.vocab_size // 32)}], or token ids as a list"
-            )
 
 
 _LAST_SEED = 2**63 - 1
@@ -281,79 +207,19 @@ _LEAST_TOP_P = 2.0**-126
 """The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
 the likeliest token's probability, which is at least 1 / vocab_size, any keeps that token alone."""
 
-_TABLES = (torch.Tensor, np.ndarray)
-
-
-def _array(mask: torch.Tensor | np.ndarray) -> np.ndarray:
-    if isinstance(mask, np.ndarray):
-        return mask
-    return (mask if mask.is_cpu else mask.cpu()).numpy()
-
-
-def _sequence(token_ids: TokenIds, name: str) -> Sequence[int]:
-    """What is neither a list nor a tuple, if it is a sequence of token ids all the same."""
-    if isinstance(token_ids, torch.Tensor | np.ndarray):
-        return _integers(token_ids, name)
-    if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
-        token_ids, Sequence
-    ):
-        raise InvalidRequest(
-            f"{name} must be a sequence of int, got {type(token_ids).__name__}; "
-            "for text, give encode(text)"
-        )
-    return token_ids
-
-
-def _integers(token_ids: np.ndarray | torch.Tensor, name: str) -> list[int]:
-    """The ints of a flat array or tensor. Raises InvalidRequest if it is no such thing."""
-    if isinstance(token_ids, torch.Tensor):
-        dtype = token_ids.dtype
-        integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    else:
-        integers = np.issubdtype(token_ids.dtype, np.integer)
-    if token_ids.ndim != 1 or not (integers or len(token_ids) == 0):
-        raise InvalidRequest(
-            f"{name} must be one flat sequence of int, got {token_ids.dtype} "
-            f"of shape {list(token_ids.shape)}"
-        )
-    return cast("list[int]", token_ids.tolist())
-
 
 def check_contexts(contexts: Sequence[TokenIds]) -> Sequence[TokenIds]:
-    """Raises InvalidRequest if these are no contexts in a sequence; each is checked on its own."""
+    """Return the contexts, each of which is still to be checked. Raises InvalidRequest if these are no
+    contexts in a sequence."""
     given: object = contexts
-    scalar = isinstance(given, np.ndarray | torch.Tensor) and given.ndim == 0
-    if (
-        scalar
-        or isinstance(given, str | bytes)
-        or not isinstance(given, Sequence | np.ndarray | torch.Tensor)
-    ):
+    if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
+        return list(host_array(given, "contexts"))
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InvalidRequest(
-            f"contexts must be a sequence of token-id sequences, got {type(contexts).__name__}"
+            "contexts must be a sequence of token-id sequences, "
+            f"got {type(contexts).__name__}{advice_for(given)}"
         )
     return contexts
-
-
-def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:
-    """A mask or ``None`` for each of ``count`` contexts; each is checked on its own.
-
-    Raises:
-        InvalidRequest: these are no masks in a sequence, or not as many.
-    """
-    if masks is None:
-        return [None] * count
-    if isinstance(masks, torch.Tensor | np.ndarray):
-        if masks.ndim != 2:
-            raise InvalidRequest(
-                f"masks have shape {list(masks.shape)}: give one row for each of {count} contexts"
-            )
-        masks = list(_array(masks))
-    given: object = masks
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-        raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
-    if len(masks) != count:
-        raise InvalidRequest(f"{len(masks)} masks for {count} contexts: give one for each")
-    return masks
 
 
 def must_move(device: str | torch.device | None, own: torch.device) -> bool:

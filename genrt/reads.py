@@ -61,8 +61,9 @@ class Reads:
         A row that is in the cache is used; one computed for a draw is not put there.
 
         Args:
-            mask: what may be drawn: bool ``[vocab_size]``, token ids, or a packed bitmask, int32
-                ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes; ``None`` is all.
+            mask: what may be drawn: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
+                packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes.
+                ``None`` is all, and integers of any other type are refused.
             temperature: 0 is greedy.
             seed: makes the draw reproducible, whatever else is in the batch; draws of equal seeds share
                 their randomness, so give each one of its own. Without one, calls are independent.

@@ -416,22 +416,45 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "arguments.py",
-        "test_arguments.py test_lm.py test_draw.py",
+        "token_ids.py",
+        "test_arguments.py",
         (
             "the first token id past the vocabulary passes",
-            ".argmax()] >= self.vocab_size:",
-            ".argmax()] > self.vocab_size:",
+            ".argmax()] >= vocab_size:",
+            ".argmax()] > vocab_size:",
         ),
+    ),
+    *breaks(
+        "masks.py",
+        "test_draw.py test_masks.py",
+        (
+            "bits beyond the vocabulary make another mask",
+            "            if last >> beyond:\n",
+            "            if False:\n",
+        ),
+        (
+            "flags for each token are read as token ids",
+            "    if _are_flags(words, vocab_size):\n",
+            "    if False:\n",
+        ),
+        (
+            "all token ids in another order are taken for flags",
+            "return max(words) <= 1 and len(set(words)) < count",
+            "return len(set(words)) <= count",
+        ),
+        (
+            "bytes of a foreign order are packed as they are",
+            "np.dtype(np.int32).newbyteorder()",
+            "np.dtype(np.int32)",
+        ),
+    ),
+    *breaks(
+        "arguments.py",
+        "test_arguments.py test_lm.py test_draw.py",
         (
             "the longest context is refused",
             "if len(ids) > self.max_model_len:",
             "if len(ids) >= self.max_model_len:",
-        ),
-        (
-            "bits beyond the vocabulary make another mask",
-            "                if last >> beyond:\n",
-            "                if False:\n",
         ),
         (
             "greedy samples are drawn for each who asks",

@@ -91,6 +91,8 @@ HOUSE = (
     "lm.py",
     "reads.py",
     "arguments.py",
+    "masks.py",
+    "token_ids.py",
     "engine_thread.py",
     "batcher.py",
     "admission.py",

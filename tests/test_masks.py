@@ -1,0 +1,257 @@
+"""masks.py: every form of a mask says the same; what could say two things, or nothing, is refused."""
+
+from __future__ import annotations
+
+import array
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genrt.errors import InvalidRequest
+from genrt.masks import MANY_IDS, check_masks, packed_mask
+
+V = 41  # no multiple of 32, nor of 8
+
+
+def words_of(bits: np.ndarray) -> np.ndarray:
+    return np.packbits(np.pad(bits, (0, -len(bits) % 32)), bitorder="little").view(np.int32)
+
+
+def wide(values: np.ndarray) -> torch.Tensor:
+    """The values as every other entry of a longer tensor."""
+    return torch.from_numpy(values.copy()).repeat_interleave(2)[::2]
+
+
+FORMS: list[Callable[[np.ndarray], Any]] = [
+    lambda bits: torch.from_numpy(bits.copy()),
+    wide,
+    lambda bits: bits[::-1][::-1],
+    lambda bits: np.repeat(bits, 3)[::3],
+    words_of,
+    lambda bits: torch.from_numpy(words_of(bits)),
+    lambda bits: wide(words_of(bits)),
+    lambda bits: words_of(bits).astype(">i4"),
+    lambda bits: np.flatnonzero(bits),
+    lambda bits: np.flatnonzero(bits).astype(">i8"),
+    lambda bits: torch.from_numpy(np.flatnonzero(bits)),
+    lambda bits: np.flatnonzero(bits).tolist(),
+    lambda bits: tuple(np.flatnonzero(bits)),
+    lambda bits: list(torch.from_numpy(np.flatnonzero(bits))),
+    lambda bits: set(np.flatnonzero(bits).tolist()),
+    lambda bits: frozenset(np.flatnonzero(bits)),
+    lambda bits: dict.fromkeys(np.flatnonzero(bits).tolist()).keys(),
+    lambda bits: array.array("h", np.flatnonzero(bits).tolist()),
+    lambda bits: collections.deque(np.flatnonzero(bits).tolist()),
+]
+
+
+@given(st.integers(1, 130).flatmap(lambda n: st.lists(st.booleans(), min_size=n, max_size=n)))
+def test_every_form_of_a_mask_is_the_same_bits(allowed: list[bool]) -> None:
+    bits = np.array(allowed)
+    first = packed_mask(torch.from_numpy(bits), len(bits))
+    assert len(first) == 4 * -(-len(bits) // 32)
+    assert np.unpackbits(np.frombuffer(first, np.uint8), bitorder="little")[
+        : len(bits)
+    ].tolist() == (allowed)
+    for form in FORMS:
+        assert packed_mask(form(bits), len(bits)) == first
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 41, 64, 100])
+def test_packed_masks_are_words_with_nothing_beyond_the_vocabulary(vocab_size: int) -> None:
+    words = -(-vocab_size // 32)
+    ones = np.full(words, -1, dtype=np.int32)
+    full = packed_mask(ones, vocab_size)
+    assert len(full) == 4 * words
+    assert int.from_bytes(full, "little") == 2**vocab_size - 1
+    strided = torch.from_numpy(np.stack([ones, 0 * ones], axis=1).copy())[:, 0]
+    for same in (strided, torch.ones(vocab_size, dtype=torch.bool), range(vocab_size)):
+        assert packed_mask(same, vocab_size) == full
+
+
+FLAG_FORMS: list[Callable[[list[int]], Any]] = [
+    list,
+    tuple,
+    lambda flags: array.array("b", flags),
+    lambda flags: [np.int64(flag) for flag in flags],
+    *(lambda flags, dtype=dtype: np.array(flags, dtype) for dtype in "bBhHiIlLqQefdO"),
+    *(
+        lambda flags, dtype=dtype: torch.tensor(flags, dtype=dtype)
+        for dtype in (
+            *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),
+            *(torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("form", FLAG_FORMS)
+@given(flags=st.lists(st.integers(0, 1), min_size=V, max_size=V))
+def test_flags_for_each_token_are_refused_and_what_to_give_is_said(
+    form: Callable[[list[int]], Any], flags: list[int]
+) -> None:
+    """They used to allow the tokens 0 and 1, whatever they said."""
+    advice = r"give bool \[41\], packed int32 \[2\], or token ids as a list or int64"
+    with pytest.raises(InvalidRequest, match=advice):
+        packed_mask(form(flags), V)
+
+
+@pytest.mark.parametrize("length", [MANY_IDS, 500, 1000])
+def test_flags_for_a_vocabulary_of_another_length_are_refused(length: int) -> None:
+    """A tokenizer's vocabulary is often shorter than the model's."""
+    with pytest.raises(InvalidRequest, match=f"{length} entries, all of them 0 or 1"):
+        packed_mask([0, 1] * (length // 2), 512)
+
+
+@given(st.permutations(range(9)), st.lists(st.integers(0, 8), max_size=20))
+def test_token_ids_are_taken_in_any_order_and_as_often_as_they_come(
+    every: list[int], some: list[int]
+) -> None:
+    """Also as many as the vocabulary has, unless they are all 0 or 1."""
+    assert packed_mask(every, 9) == packed_mask(np.ones(9, dtype=np.bool_), 9)
+    if not (len(some) == 9 and max(some) <= 1):
+        assert packed_mask(some, 9) == packed_mask(set(some), 9)
+
+
+def test_a_vocabulary_of_two_tokens_can_be_listed() -> None:
+    assert packed_mask([0, 1], 2) == packed_mask([1, 0], 2) == packed_mask(np.ones(2, np.bool_), 2)
+    assert packed_mask([0], 1) == packed_mask(np.ones(1, np.bool_), 1)
+    for flags in ([0, 0], [1, 1]):
+        with pytest.raises(InvalidRequest, match="all of them 0 or 1"):
+            packed_mask(flags, 2)
+
+
+masked: Any = np.ma.array
+"""Not annotated by NumPy."""
+
+
+class State:
+    """A constraint's state, which has a mask and is none."""
+
+    def mask(self) -> None: ...
+
+
+BITS = torch.ones(V, dtype=torch.bool)
+FLOATS = torch.ones(V)
+WRONG: list[tuple[Any, str]] = [
+    (BITS.to_sparse(), r"torch.sparse_coo; give a dense one"),
+    (torch.ones(2, dtype=torch.int32).to_sparse(), "torch.sparse_coo; give a dense one"),
+    (torch.arange(3).to_sparse(), "torch.sparse_coo; give a dense one"),
+    (torch.nested.nested_tensor([BITS], layout=torch.jagged), "bool of shape"),
+    (torch.ones(V, dtype=torch.bool, device="meta"), "holds no numbers"),
+    (torch.ones(2, dtype=torch.int32, device="meta"), "holds no numbers"),
+    (torch.ones(3, dtype=torch.int64, device="meta"), "holds no numbers"),
+    (FLOATS, r"mask is torch.float32 \[41\].*of numbers that say.*mask != 0"),
+    (FLOATS.requires_grad_(), "mask is torch.float32"),
+    (FLOATS.to(torch.complex64), "mask is torch.complex64"),
+    (BITS[None], r"bool of shape \[1, 41\]"),
+    (BITS[:-1], r"bool of shape \[40\]"),
+    (BITS[0], r"bool of shape \[\]"),
+    (torch.zeros(V, dtype=torch.int32), r"packed int32 of shape \[41\]"),
+    (torch.tensor(1, dtype=torch.int32), r"packed int32 of shape \[\]"),
+    (torch.tensor(3), r"flat.*shape \[\]"),
+    (torch.arange(3)[:, None], r"flat.*shape \[3, 1\]: give one row"),
+    (torch.tensor([V]), "from 0 to 40"),
+    (torch.tensor([-1]), "from 0 to 40"),
+    (np.array([True] * V, dtype=object), "mask is object"),
+    (np.array(["1"] * V), "mask is <U1"),
+    (np.array([b"1"] * V), r"mask is \|S1"),
+    (np.zeros(V, dtype=[("a", "?")]), "mask is"),
+    (np.zeros(V, dtype="m8[s]"), "mask is timedelta64"),
+    (masked(np.ones(V, np.bool_), mask=[True] * V), "masked array"),
+    (masked(np.ones(2, np.int32)), "masked array"),
+    (masked(np.arange(3)), "masked array"),
+    (np.packbits(np.ones(V, np.bool_)), r"mask is uint8 \[6\]"),
+    (words_of(np.ones(V, np.bool_)).view(np.uint32), r"mask is uint32 \[2\]"),
+    (np.bool_(True), "got bool"),
+    (True, "got bool"),
+    (3, "got int"),
+    (None.__class__, "got type"),
+    ("text", r"got str; for text, give encode\(text\)"),
+    (b"\1" * V, "got bytes"),
+    (bytearray(V), "got bytearray"),
+    (memoryview(b"\1" * V), "got memoryview"),
+    ({1: 2}, "got dict"),
+    (iter([1]), "got list_iterator"),
+    ([True] * V, "sequence of bool"),
+    ([True, 3], "sequence of bool"),
+    ({True}, "sequence of bool"),
+    ([np.True_] * V, "sequence of bool"),
+    ([torch.tensor(True)] * V, "sequence of bool"),
+    (list(BITS), "sequence of bool"),
+    ([1.0], "there is a float"),
+    ([None], "there is a NoneType"),
+    ([[1]], "there is a list"),
+    (State(), r"mask is a State: give its mask, state.mask\(\)"),
+]
+
+
+@pytest.mark.promise(number=29)
+@pytest.mark.parametrize(("mask", "message"), WRONG)
+def test_what_is_no_mask_is_refused_with_what_to_give(mask: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        packed_mask(mask, V)
+
+
+@pytest.mark.parametrize("empty", [[], (), set(), torch.tensor([]), np.array([]), range(0)])
+def test_no_token_may_be_allowed(empty: Any) -> None:
+    assert packed_mask(empty, V) == packed_mask(~BITS, V) == bytes(8)
+
+
+MATRICES: list[Any] = [
+    torch.ones(2, V, dtype=torch.bool),
+    np.ones((2, V), np.bool_),
+    torch.ones(V, 2, dtype=torch.bool).T,
+    np.full((2, 2), -1, np.int32),
+    torch.full((2, 2), -1, dtype=torch.int32),
+    np.full((2, 2), -1, ">i4"),
+    torch.arange(V).expand(2, V),
+    [BITS, range(V)],
+    (None, BITS),
+]
+
+
+@pytest.mark.parametrize("masks", MATRICES)
+def test_a_matrix_or_a_sequence_is_a_mask_for_each_context(masks: Any) -> None:
+    full = packed_mask(BITS, V)
+    for mask in check_masks(masks, 2):
+        assert mask is None or packed_mask(mask, V) == full
+
+
+NO_MASKS: list[tuple[Any, str]] = [
+    (torch.ones(2, V, dtype=torch.bool).to_sparse(), "masks: the tensor is torch.sparse_coo"),
+    (torch.ones(2, V, dtype=torch.bool, device="meta"), "masks.*holds no numbers"),
+    (masked(np.ones((2, V), np.bool_)), "masks: a masked array"),
+    (torch.ones(2, V, dtype=torch.bfloat16), "masks cannot be read"),
+    (BITS, r"masks have shape \[41\]"),
+    (torch.ones(1, 2, V, dtype=torch.bool), "masks have shape"),
+    (torch.ones(3, V, dtype=torch.bool), "3 masks for 2 contexts"),
+    ([BITS], "1 masks for 2 contexts"),
+    ((mask for mask in [BITS, BITS]), "got generator"),
+    ({1, 2}, "got set"),
+    ({0: BITS, 1: BITS}, "got dict"),
+    ("ab", "got str"),
+    (b"ab", "got bytes"),
+    (bytearray(2), "got bytearray"),
+    (3, "got int"),
+]
+
+
+@pytest.mark.parametrize(("masks", "message"), NO_MASKS)
+def test_what_is_no_sequence_of_masks_is_refused(masks: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check_masks(masks, 2)
+
+
+@pytest.mark.parametrize("row", [[0, 1, 0], [1.0] * V, ["a"]])
+def test_each_mask_of_a_batch_is_checked_as_one_alone(row: Any) -> None:
+    masks: Any = np.array([row, row])
+    [first, _] = check_masks(masks, 2)
+    with pytest.raises(InvalidRequest, match="mask"):
+        packed_mask(first, 3)  # type: ignore[arg-type]
