@@ -18,7 +18,6 @@ from genrt.arguments import Limits, check_contexts
 from genrt.engine import Adapter, SampleRequest
 from genrt.errors import ContextTooLong, InvalidRequest
 
-
 masked: Any = np.ma.array
 """Not annotated by NumPy."""
 
