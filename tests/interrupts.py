@@ -65,11 +65,12 @@ def at_line(number: int) -> Iterator[Moment]:
             return None
         return in_genrt(frame, event, argument)
 
+    before = sys.gettrace()
     sys.settrace(anywhere)
     try:
         yield moment
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
 
 
 @contextmanager

@@ -72,6 +72,7 @@ HOUSE = (
     "inference/progress.py",
     "inference/model.py",
     "inference/checks.py",
+    "inference/blocking.py",
     "constraints/__init__.py",
     "constraints/masking.py",
     "constraints/potentials.py",

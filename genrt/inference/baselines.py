@@ -23,6 +23,7 @@ import numpy as np
 
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
+from genrt.inference.blocking import blocking
 from genrt.inference.checks import finite, frozen, integer, seeds_of_step
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
@@ -170,6 +171,17 @@ class Rejection:
                     on_step(state, batch)
         return replace(self.result(state), statistics=counting.statistics())
 
+    def run_sync(
+        self,
+        seed: int,
+        *,
+        on_step: Callable[[Kept, tuple[Drawn, ...]], None] | None = None,
+        progress: bool = False,
+    ) -> Result:
+        """``run``, blocking, from a script or anywhere else; ``on_step`` is called in another thread. An
+        interrupt cancels it."""
+        return blocking(self.run(seed, on_step=on_step, progress=progress))
+
     def result(self, state: Kept) -> Result:
         """What was kept so far, and the estimate of the evidence."""
         kept, drawn = len(state.texts), state.drawn
@@ -260,6 +272,10 @@ class BestOfN:
         counting = Counting(self._model)
         state, _ = await self.step(self.init(seed))
         return replace(self.result(state), statistics=counting.statistics())
+
+    def run_sync(self, seed: int) -> Result:
+        """``run``, blocking, from a script or anywhere else. An interrupt cancels it."""
+        return blocking(self.run(seed))
 
     def result(self, state: Ranked) -> Result:
         """All texts so far, of which the best alone has a weight."""

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
+from genrt.inference.blocking import blocking
 from genrt.inference.checks import frozen, integer, seeds_of_step
 from genrt.inference.model import Growth, Model, checked_model
 from genrt.inference.progress import Progress
@@ -204,6 +205,17 @@ class MetropolisHastings:
                 if on_step is not None:
                     on_step(state, moves)
         return replace(self.result(counted), statistics=counting.statistics())
+
+    def run_sync(
+        self,
+        seed: int,
+        *,
+        on_step: Callable[[Chains, Moves], None] | None = None,
+        progress: bool = False,
+    ) -> Result:
+        """``run``, blocking, from a script or anywhere else; ``on_step`` is called in another thread. An
+        interrupt cancels it."""
+        return blocking(self.run(seed, on_step=on_step, progress=progress))
 
     def result(self, particles: Sequence[Any]) -> Result:
         """These particles of chains, weighted alike."""

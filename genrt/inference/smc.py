@@ -27,6 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from genrt.errors import InvalidRequest
+from genrt.inference.blocking import blocking
 from genrt.inference.checks import finite, frozen, integer, seeds_of_step
 from genrt.inference.model import DEAD, Growth, Model, checked_model
 from genrt.inference.progress import Progress
@@ -176,6 +177,17 @@ class SMC:
                 if on_step is not None:
                     on_step(state, info)
         return replace(self.result(state, infos=infos), statistics=counting.statistics())
+
+    def run_sync(
+        self,
+        seed: int,
+        *,
+        on_step: Callable[[State, Info], None] | None = None,
+        progress: bool = False,
+    ) -> Result:
+        """``run``, blocking, from a script or anywhere else; ``on_step`` is called in another thread. An
+        interrupt cancels it."""
+        return blocking(self.run(seed, on_step=on_step, progress=progress))
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """A state as a result, with the infos of the steps that led to it. Before the last step the texts

@@ -1,0 +1,241 @@
+"""``run_sync`` of every algorithm: what ``run`` gives, from anywhere; interrupted, it leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt.constraints import regex
+from genrt.engines.exact import NGram
+from genrt.errors import InvalidRequest
+from genrt.inference import (
+    SMC,
+    BestOfN,
+    Execution,
+    MetropolisHastings,
+    Program,
+    Rejection,
+    Result,
+    TextModel,
+    importance_sampling,
+)
+from genrt.inference.blocking import blocking
+from genrt.lm import AsyncLM
+from genrt.texts import Text
+from tests import interrupts
+
+MODEL = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)
+
+
+@pytest.fixture
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", cache_bytes=0) as lm:
+        yield lm
+
+
+async def pair(p: Execution) -> tuple[int, int]:
+    first = await p.sample([0])
+    return first, await p.sample([0, first], mask=[0, 1])
+
+
+def text_model(lm: AsyncLM, **options: Any) -> TextModel:
+    return TextModel(lm, [0], max_tokens=4, constraint=regex("(a|b)+", lm), **options)
+
+
+ALGORITHMS: dict[str, Callable[[AsyncLM], Any]] = {
+    "SMC": lambda lm: SMC(text_model(lm), num_particles=8),
+    "importance sampling": lambda lm: importance_sampling(text_model(lm), num_particles=8),
+    "a program": lambda lm: SMC(Program(lm, pair), num_particles=8),
+    "Metropolis-Hastings": lambda lm: MetropolisHastings(text_model(lm), num_chains=3, num_steps=4),
+    "rejection": lambda lm: Rejection(text_model(lm), num_samples=3, max_texts=200, batch_size=8),
+    "best of N": lambda lm: BestOfN(text_model(lm), n=5),
+}
+
+
+def same(one: Result, other: Result) -> bool:
+    return (
+        one.values == other.values
+        and one.log_weights.tolist() == other.log_weights.tolist()
+        and repr(one.log_evidence) == repr(other.log_evidence)
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_gives_what_run_gives_from_a_script_from_threads_and_where_a_loop_runs(
+    lm: AsyncLM, name: str
+) -> None:
+    algorithm = ALGORITHMS[name](lm)
+    expected = asyncio.run(algorithm.run(7))
+
+    async def where_a_loop_runs() -> Result:
+        result: Result = algorithm.run_sync(7)
+        return result
+
+    assert same(algorithm.run_sync(7), expected)
+    assert same(asyncio.run(where_a_loop_runs()), expected)
+    with ThreadPoolExecutor(4) as threads:
+        found = [threads.submit(algorithm.run_sync, 7) for _ in range(4)]
+    assert all(same(each.result(), expected) for each in found)
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "best of N"])
+def test_it_tells_of_every_step(lm: AsyncLM, name: str) -> None:
+    algorithm = ALGORITHMS[name](lm)
+    told: dict[str, list[int]] = {"run": [], "run_sync": []}
+    asyncio.run(algorithm.run(0, on_step=lambda state, _: told["run"].append(state.step)))
+    algorithm.run_sync(0, on_step=lambda state, _: told["run_sync"].append(state.step))
+    assert told["run_sync"] == told["run"] != []
+
+
+def test_what_it_raises_is_raised(lm: AsyncLM) -> None:
+    def breaks(text: Text) -> float:
+        raise LookupError(str(text))
+
+    with pytest.raises(LookupError):
+        SMC(text_model(lm, potential=breaks), num_particles=8).run_sync(0)
+    with pytest.raises(InvalidRequest, match="seed"):
+        SMC(text_model(lm), num_particles=8).run_sync(-1)
+    assert threads_left() == []
+
+
+def test_it_runs_in_a_copy_of_the_callers_context() -> None:
+    name = contextvars.ContextVar("name", default="nobody's")
+    name.set("mine")
+
+    async def tells() -> str:
+        before = name.get()
+        name.set("its own")
+        return before
+
+    assert blocking(tells()) == "mine"
+    assert name.get() == "mine"
+
+
+def test_what_is_left_running_is_cancelled_and_generators_are_closed() -> None:
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("task")
+
+    async def counts() -> Any:
+        try:
+            yield 1
+            yield 2
+        finally:
+            ended.append("generator")
+
+    async def leaves() -> int:
+        task = asyncio.ensure_future(waits())
+        await asyncio.sleep(0)
+        counting = counts()
+        first = int(await anext(counting))
+        leaves.kept = task, counting  # type: ignore[attr-defined]
+        return first
+
+    assert blocking(leaves()) == 1
+    assert ended == ["task", "generator"]
+
+
+# -- interrupts -------------------------------------------------------------------------------
+
+
+def threads_left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "genrt"]
+
+
+def interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@pytest.mark.parametrize("loop_runs", [False, True])
+@pytest.mark.parametrize("name", ["SMC", "Metropolis-Hastings", "rejection", "best of N"])
+def test_an_interrupt_cancels_the_run(lm: AsyncLM, name: str, loop_runs: bool) -> None:
+    ended = 0
+
+    async def hangs(text: Text) -> float:
+        nonlocal ended
+        interrupt()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended += 1
+        return 0.0
+
+    model = text_model(lm, potential=hangs)
+    run: Callable[[], Result] = {
+        "SMC": lambda: SMC(model, num_particles=8).run_sync(0),
+        "Metropolis-Hastings": lambda: MetropolisHastings(
+            model, num_chains=3, num_steps=4
+        ).run_sync(0),
+        "rejection": lambda: Rejection(model, num_samples=3, max_texts=99).run_sync(0),
+        "best of N": lambda: BestOfN(model, n=5).run_sync(0),
+    }[name]
+
+    async def where_a_loop_runs() -> Result:
+        return run()
+
+    with pytest.raises(KeyboardInterrupt):
+        if loop_runs:
+            asyncio.run(where_a_loop_runs())
+        else:
+            run()
+    assert ended > 0
+    assert threads_left() == []
+    assert SMC(text_model(lm), num_particles=8).run_sync(0).ess > 0
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_behind(lm: AsyncLM) -> None:
+    async def asks() -> int:
+        await lm.next_token_logprobs([0, 1])
+        return 5
+
+    interrupted = 0
+    for number in itertools.count(1):
+        coroutine = asks()
+        try:
+            with interrupts.at_line(number) as moment:
+                result = blocking(coroutine)
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            assert result == 5
+        coroutine.close()  # of one that came before there was a task
+        gc.collect()
+        assert threads_left() == [], moment.fired
+        assert asyncio.run(asks()) == 5
+        if not moment.fired:
+            break
+    assert interrupted > 6
+
+
+def test_a_second_interrupt_does_not_wait(lm: AsyncLM) -> None:
+    released = threading.Event()
+
+    async def stubborn(text: Text) -> float:
+        interrupt()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            interrupt()
+            await asyncio.to_thread(released.wait)
+        return 0.0
+
+    with pytest.raises(KeyboardInterrupt):
+        BestOfN(text_model(lm, potential=stubborn), n=1).run_sync(0)
+    assert threads_left() == ["genrt"]
+    [thread] = [each for each in threading.enumerate() if each.name == "genrt"]
+    released.set()
+    thread.join()
