@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import sys
 import time
@@ -103,7 +102,7 @@ def _run_with_progress(smc: SMC, seed: int) -> Result:
                 bar.total = state.step
             bar.update()
 
-        return asyncio.run(smc.run(seed, on_step=show))
+        return smc.run_sync(seed, on_step=show)
 
 
 def _posterior(result: Result) -> list[str]:

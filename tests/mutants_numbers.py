@@ -177,6 +177,20 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "inference/blocking.py",
+        "test_blocking.py",
+        (
+            "a run does not see its caller's context",
+            "runner.run(self._main(), context=self.context)",
+            "runner.run(self._main())",
+        ),
+        (
+            "an interrupt is raised while the run still ends",
+            "        self.ended.wait()\n",
+            "        pass\n",
+        ),
+    ),
+    *breaks(
         "texts.py",
         "test_texts.py",
         (

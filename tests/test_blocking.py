@@ -188,10 +188,7 @@ def test_an_interrupt_cancels_the_run(lm: AsyncLM, name: str, loop_runs: bool) -
         return run()
 
     with pytest.raises(KeyboardInterrupt):
-        if loop_runs:
-            asyncio.run(where_a_loop_runs())
-        else:
-            run()
+        asyncio.run(where_a_loop_runs()) if loop_runs else run()
     assert ended > 0
     assert threads_left() == []
     assert SMC(text_model(lm), num_particles=8).run_sync(0).ess > 0

@@ -3,7 +3,7 @@ r"""Inference over texts and programs: a model says what one particle does, an a
 The models. ``TextModel`` is a language model's own law of a text after a prompt, given a constraint,
 weighted by a potential. ``Program`` is a coroutine that you write: it samples tokens and observes.
 
-The algorithms, each with ``init(seed)``, ``step(state)`` and ``run(seed)``:
+The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``run_sync(seed)``:
 
     SMC                  sequential Monte Carlo: weighted particles, the evidence, resampling
     importance_sampling  SMC that never resamples

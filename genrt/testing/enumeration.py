@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from genrt import sampling
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
+from genrt.inference.blocking import blocking
 from genrt.inference.checks import finite, integer
 from genrt.inference.potentials import evaluated
 from genrt.texts import Potential, Text
 
 __all__ = ["ExactPosterior", "exact_posterior"]
-
-T = TypeVar("T")
 
 State: TypeAlias = ConstraintState | CheckedState
 Prefix: TypeAlias = tuple[tuple[int, ...], float, State | None]
@@ -115,7 +112,7 @@ def exact_posterior(
         heat,
         integer("max_texts", max_texts, at_least=1),
     )
-    return _run(_posterior(walk, model, potential))
+    return blocking(_posterior(walk, model, potential))
 
 
 async def _posterior(walk: _Walk, model: NGram, potential: Potential | None) -> ExactPosterior:
@@ -233,9 +230,3 @@ def _normalised(texts: Sequence[Text], log_weights: Sequence[float]) -> ExactPos
 def _ranked(probabilities: Mapping[Any, float]) -> Mapping[Any, float]:
     likeliest_first = sorted(probabilities.items(), key=lambda entry: (-entry[1], entry[0]))
     return MappingProxyType(dict(likeliest_first))
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Its result, from an event loop of its own in a thread of its own."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
