@@ -692,11 +692,16 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "highest - mean)",
         ),
         (
+            "without a bound twice the largest value seen is one",
+            "    if highest == math.inf:\n        return spread(larger, -math.inf)\n",
+            "    if highest == math.inf:\n        highest = 2 * max(float(values.max()), mean)\n",
+        ),
+        (
             "beside a sure sample rare ones are not judged",
             "    others[likeliest] = expected[torch.arange(len(expected)) != likeliest].sum()\n",
             "",
         ),
-        only="found or constant",
+        only="found or constant or bound",
     ),
     *breaks(
         "testing/laws.py",

@@ -7,6 +7,7 @@ The bets behind them are conservative, so that a count above the level would be 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,15 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.testing import assert_samples_from, assert_unbiased, assert_weighted_samples_from
+from genrt.testing import (
+    CannotTell,
+    assert_samples_from,
+    assert_unbiased,
+    assert_weighted_samples_from,
+)
 
 Draws = Callable[[Generator, int], NDArray[np.float64]]
+Run = tuple[list[Any], list[float]]
 
 
 def alarm(check: Callable[..., None], *args: Any, **options: Any) -> str | None:
@@ -62,14 +69,57 @@ def test_right_estimates_fail_no_more_often_than_the_level(name: str, count: int
     assert alarms <= 0.05 * 500
 
 
-def test_too_large_a_mean_is_found_without_a_bound_at_a_level_that_holds() -> None:
+UNBOUNDED: dict[str, tuple[Draws, float]] = SKEWED | {
+    "log-normal": (lambda rng, count: np.exp(2 * rng.standard_normal(count)), math.exp(2)),
+    "no variance": (lambda rng, count: 1 + rng.pareto(1.2, count), 1.2 / 0.2),
+    "rare and heavy": mixed(0.0, 1e6, weights=(1 - 1e-6, 1e-6)),
+    "a small part rare and heavy": mixed(1.0, 1e9, weights=(1 - 1e-9, 1e-9)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 20, 300])
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_without_a_bound_right_estimates_fail_no_more_often_than_the_level(
+    name: str, count: int
+) -> None:
+    draws, mean = UNBOUNDED[name]
     alarms = 0
-    for seed in range(1000):
-        estimates = np.exp(2 * np.random.default_rng(seed).standard_normal(100))
-        alarms += (
-            alarm(assert_unbiased, estimates, math.exp(2), level=0.05, highest=math.inf) is not None
-        )
-    assert alarms <= 0.05 * 1000
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CannotTell)
+        for seed in range(200):
+            estimates = draws(np.random.default_rng(seed), count)
+            alarms += alarm(assert_unbiased, estimates, mean, level=0.05, highest=None) is not None
+    assert alarms <= 0.05 * 200
+
+
+def heavy(rng: Generator, count: int, factor: float = 1.0) -> list[Run]:
+    """Runs of two particles, of which one in ten thousand has nearly all of the weight of "a"."""
+    weights = np.where(rng.random((count, 2)) < 1e-4, 5999.0, 1e-4) * factor
+    return [(["a", "a"], np.log(each).tolist()) for each in weights]
+
+
+HEAVY = 0.5999 + 1e-4 * (1 - 1e-4)
+"""The mean weight of these."""
+
+
+def test_without_a_bound_right_weights_fail_no_more_often_than_the_level() -> None:
+    alarms = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CannotTell)
+        for seed in range(200):
+            runs = heavy(np.random.default_rng(seed), 100)
+            alarms += (
+                alarm(
+                    assert_weighted_samples_from,
+                    runs,
+                    {"a": 1.0},
+                    log_evidence=math.log(HEAVY),
+                    level=0.05,
+                    highest=None,
+                )
+                is not None
+            )
+    assert alarms <= 0.05 * 200
 
 
 UNEVEN = {"common": 0.7, "rarer": 0.2, "rare": 0.0999, "seldom": 1e-4, "never": 1e-30, "zero": 0.0}
@@ -99,9 +149,6 @@ def test_right_samples_fail_no_more_often_than_the_level(name: str, count: int) 
 
 
 # -- weighted samples -------------------------------------------------------------------------
-
-
-Run = tuple[list[Any], list[float]]
 
 
 def weighted(law: dict[Any, float], rng: Generator, count: int, factor: float = 1.0) -> list[Run]:
@@ -210,15 +257,52 @@ def test_a_constant_says_what_that_means() -> None:
     assert "mean 0.2, exact 0.1, standard error 0, n = 500" in said
 
 
-def test_a_heavy_tail_without_a_bound_is_told_from_a_bias() -> None:
-    estimates = [*[0.001] * 999, 3.0]
-    assert_unbiased(estimates, 0.05, highest=100.0)
-    said = str(alarm(assert_unbiased, [*[0.01] * 999, 0.5], 0.1, highest=None))
-    assert "Too small" in said
-    assert "highest=" in str(alarm(assert_unbiased, [*[0.01] * 1999, 0.4], 0.1, highest=None))
-    assert_unbiased([0.0] * 1000, 0.5, highest=math.inf)
+def test_without_a_bound_too_small_a_mean_is_a_warning_and_with_one_it_fails() -> None:
+    estimates = [*[0.01] * 1999, 0.4]
+    with pytest.warns(
+        CannotTell, match=r"cannot tell .* mean 0\.010195, exact 0\.1.* highest="
+    ) as seen:
+        assert_unbiased(estimates, 0.1, highest=None)
+    assert seen[0].filename == __file__
+    assert "p <=" not in str(seen[0].message)
+    assert_unbiased(estimates, 0.1, highest=math.inf)
+    with pytest.raises(AssertionError, match="Too small"):
+        assert_unbiased(estimates, 0.1, highest=1.0)
+    assert_unbiased(estimates, 0.1, highest=1000.0)
+    with pytest.warns(CannotTell):
+        assert_unbiased([-0.9] * 1000, -0.5, lowest=-1.0, highest=None)
+    with pytest.raises(AssertionError, match="All are the same"):
+        assert_unbiased([-0.9] * 1000, -0.5, lowest=-1.0, highest=0.0)
+
+
+def test_rare_events_that_did_not_come_are_no_bias() -> None:
+    """A right sampler, whose estimates are 1e6 once in a million runs and 0 otherwise."""
+    with pytest.warns(CannotTell, match="cannot tell"):
+        assert_unbiased([0.0] * 1000, 1.0, highest=None)
+    assert_unbiased([0.0] * 1000, 1.0, highest=1e6)
+
+
+@pytest.mark.parametrize("highest", [None, math.inf])
+def test_without_a_bound_too_large_a_mean_fails(highest: float | None) -> None:
     with pytest.raises(AssertionError, match="Too large"):
-        assert_unbiased([0.7] * 500 + [0.9] * 500, 0.5, highest=math.inf)
+        assert_unbiased([0.7] * 500 + [0.9] * 500, 0.5, highest=highest)
+    with pytest.raises(AssertionError, match="All are the same"):
+        assert_unbiased([1e-3] * 9, 1e-320, highest=highest)
+    with pytest.raises(AssertionError, match="Too large"):
+        assert_unbiased([1e-3, 0.0], 1e-320, highest=highest)
+
+
+def test_without_a_bound_too_small_weights_are_a_warning_and_with_one_they_fail() -> None:
+    runs = [(["a", "b"], [math.log(0.1), math.log(0.3)])] * 3000
+    law = {"a": 0.6, "b": 0.4}
+    with pytest.warns(CannotTell, match="the weight of 'a': mean 0.05, exact 0.3") as seen:
+        assert_weighted_samples_from(runs, law, log_evidence=math.log(0.5), highest=None)
+    assert seen[0].filename == __file__
+    assert_weighted_samples_from(runs, law, log_evidence=math.log(0.5), highest=math.inf)
+    with pytest.raises(AssertionError, match="All are the same"):
+        assert_weighted_samples_from(runs, law, log_evidence=math.log(0.5))
+    with pytest.raises(AssertionError, match="All are the same"):
+        assert_weighted_samples_from(runs, law, log_evidence=math.log(0.05), highest=None)
 
 
 def test_numbers_below_zero_have_bounds_too() -> None:
@@ -284,7 +368,17 @@ def test_the_samples_that_are_most_off_are_shown() -> None:
         ({"estimates": []}, "no estimates"),
         ({"estimates": ["x"]}, "no numbers"),
         ({"estimates": [[0.5, 0.5]]}, "shape"),
-        ({"exact": math.nan}, "exact is NaN"),
+        ({"exact": math.nan}, "exact is nan"),
+        ({"exact": "0.5"}, "exact is '0.5'"),
+        ({"lowest": -math.inf}, "lowest is -inf"),
+        ({"lowest": math.nan}, "lowest is nan"),
+        ({"lowest": False}, "lowest is False"),
+        ({"highest": math.nan}, "highest is nan"),
+        ({"highest": True}, "highest is True"),
+        ({"highest": "1"}, "highest is '1'"),
+        ({"level": "small"}, "level is 'small'"),
+        ({"level": math.nan}, "level is nan"),
+        ({"rtol": math.nan}, "rtol is nan"),
         ({"exact": 1.5}, "exact is 1.5, which is not between"),
         ({"exact": -0.5}, "exact is -0.5, which is not between"),
         ({"level": 0.0}, "level is 0"),
@@ -298,10 +392,19 @@ def test_wrong_arguments_of_the_law_of_means(options: dict[str, Any], message: s
         assert_unbiased(**(right | options))
 
 
-@pytest.mark.parametrize("estimate", [math.nan, math.inf, -math.inf, 1.1, -0.1])
-def test_an_estimate_that_cannot_be_is_an_error_of_the_sampler(estimate: float) -> None:
+@pytest.mark.parametrize("estimate", [1.1, -0.1])
+def test_an_estimate_out_of_bounds_is_an_error_of_the_sampler(estimate: float) -> None:
     with pytest.raises(AssertionError, match=r"estimate 1 is .*from -5e-06 to 1\.00001"):
         assert_unbiased([0.5, estimate], 0.5)
+
+
+@pytest.mark.parametrize("highest", [1.0, math.inf, None])
+@pytest.mark.parametrize("estimate", [math.nan, math.inf, -math.inf])
+def test_an_estimate_that_is_no_number_is_an_error_of_the_sampler(
+    estimate: float, highest: float | None
+) -> None:
+    with pytest.raises(AssertionError, match=f"estimate 1 is {estimate}, which no right one"):
+        assert_unbiased([0.5, estimate], 0.5, highest=highest)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +434,12 @@ def test_wrong_arguments_of_the_law_of_samples(options: dict[str, Any], message:
         ({"runs": [(["a"], ["x"])]}, "no numbers"),
         ({"probabilities": {}}, "add up to 0"),
         ({"log_evidence": 1.0}, "the evidence is 2.7.*highest=1"),
+        ({"log_evidence": math.nan}, "log_evidence is nan"),
+        ({"log_evidence": math.inf}, "log_evidence is inf"),
+        ({"log_evidence": -800.0}, "log_evidence is -800, whose exponential is no float: add a"),
+        ({"log_evidence": 800.0, "highest": None}, "log_evidence is 800, whose exponential"),
+        ({"highest": math.nan}, "highest is nan"),
+        ({"rtol": 1.0}, "rtol is 1.0"),
         ({"level": 2.0}, "level is 2"),
     ],
 )
@@ -345,8 +454,10 @@ def test_wrong_arguments_of_the_law_of_weights(options: dict[str, Any], message:
 
 
 def test_a_weight_that_cannot_be_is_an_error_of_the_sampler() -> None:
-    for weight, said in ((math.nan, "log-weight 1 is nan"), (math.inf, "mean weight 0 is inf")):
+    for weight, said in ((math.nan, "log-weight 1 is nan"), (math.inf, "log-weight 1 is inf")):
         with pytest.raises(AssertionError, match=said):
             assert_weighted_samples_from([(["a"] * 2, [0.0, weight])], {"a": 1.0}, log_evidence=0.0)
+    with pytest.raises(AssertionError, match="mean weight 0 is inf"):
+        assert_weighted_samples_from([(["a"], [800.0])], {"a": 1.0}, log_evidence=0.0)
     with pytest.raises(AssertionError, match=r"mean weight 0 is 2\.7"):
         assert_weighted_samples_from([(["a"], [1.0])], {"a": 1.0}, log_evidence=0.0)

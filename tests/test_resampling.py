@@ -179,7 +179,7 @@ def test_enormous_log_weights_leave_the_number_of_children_what_it_is(resample: 
     rng = np.random.default_rng(2)
     for scale in (1e3, 1e9, 1e15, 1e300):
         for n in (1, 2, 7, 100):
-            log_weights: Floats = -scale * (1 + rng.integers(0, 3, n) * 1e-15)
+            log_weights = np.full(n, -scale) * (1 + rng.integers(0, 3, n) * 1e-15)
             assert len(resample(rng, log_weights)) == n
 
 

@@ -10,6 +10,7 @@ from genrt.engine import Engine
 from genrt.testing import conformance
 from genrt.testing.enumeration import ExactPosterior, exact_posterior
 from genrt.testing.laws import (
+    CannotTell,
     assert_samples_from,
     assert_unbiased,
     assert_weighted_samples_from,
@@ -26,6 +27,7 @@ from genrt.testing.strategies import (
 from genrt.testing.witness import Witness
 
 __all__ = [
+    "CannotTell",
     "ExactPosterior",
     "Faults",
     "Report",

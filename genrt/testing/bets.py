@@ -2,8 +2,8 @@ r"""Bets against a hypothesis about samples: how much capital they make of what 
 
 A bet starts with a capital of 1. Where the hypothesis is true it is fair or worse, so its end capital E
 has mean at most 1, and by Markov's inequality P(E >= 1 / level) <= level: for any number of samples and
-any distribution, however skewed, without a central limit theorem. Capital may be spread over bets, whose
-end capitals are then averaged.
+any distribution that the hypothesis allows, without a central limit theorem. Capital may be spread over
+bets, whose end capitals are then averaged.
 
 *Means.* If X >= 0 has mean m, a share lambda in [0, 1] of the capital is bet on every X_i / m,
 
@@ -12,7 +12,6 @@ end capitals are then averaged.
 which grows if the mean is above m. If X <= h, the same with h - X and h - m grows if it is below. Without
 a bound h nothing can find too small a mean at a level that holds (Bahadur & Savage 1956): what was not
 seen yet may make up for it.
-
 *Categories.* The bet is a likelihood ratio of the counts: of a Dirichlet mixture around the stated
 probabilities to these themselves. Its mean under them is exactly 1, rare categories or not.
 
@@ -31,39 +30,56 @@ from torch import Tensor
 
 from genrt.inference.resampling import Floats, log_mean_exp
 
-__all__ = ["on_all_counts", "on_each_count", "on_larger_mean", "on_mean", "spread"]
+__all__ = [
+    "on_all_counts",
+    "on_each_count",
+    "on_larger_mean",
+    "on_mean",
+    "on_smaller_mean",
+    "spread",
+]
 
 SHARES = 64
 """Over how many shares, in geometric progression from 1/n to 1, the capital is spread."""
 
+LARGEST = 1e300
+"""The most of a value that counts, in units of its mean, so that logarithms are finite."""
+
 
 def spread(*log_capitals: float) -> float:
-    """The log-capital of equal parts of the capital, each in one of these bets."""
+    """Return the log-capital of equal parts of the capital, each in one of these bets."""
     return float(np.logaddexp.reduce(log_capitals) - math.log(len(log_capitals)))
 
 
 def on_mean(values: Floats, mean: float, *, lowest: float, highest: float, slack: float) -> float:
-    """The log-capital of betting that independent values between these bounds have another mean, by more
-    than the slack; with no upper bound, a larger one."""
+    """Return the log-capital of betting that independent values between these bounds have another mean,
+    by more than the slack; with no upper bound, a larger one."""
     values = values.clip(lowest, highest)
     larger = on_larger_mean(values - lowest, mean - lowest + slack)
     if highest == math.inf:
         return spread(larger, -math.inf)
-    return spread(larger, on_larger_mean(highest - values, highest - mean + slack))
+    return spread(larger, on_smaller_mean(values, mean, highest=highest, slack=slack))
+
+
+def on_smaller_mean(values: Floats, mean: float, *, highest: float, slack: float) -> float:
+    """Return the log-capital of betting that independent values, at most ``highest``, have a smaller
+    mean, by more than the slack."""
+    return on_larger_mean(highest - values, highest - mean + slack)
 
 
 def on_larger_mean(values: Floats, mean: float) -> float:
-    """The log-capital of betting that independent non-negative values have a larger mean."""
+    """Return the log-capital of betting that independent non-negative values have a larger mean."""
     if mean <= 0:
         return math.inf if bool((values > 0).any()) else 0.0
-    gains = values / mean - 1
+    with np.errstate(over="ignore"):
+        gains = np.minimum(values / mean, LARGEST) - 1
     shares = np.geomspace(1 / len(values), 1, SHARES)
     with np.errstate(divide="ignore"):
         return log_mean_exp(np.array([np.log1p(share * gains).sum() for share in shares]))
 
 
 def on_all_counts(observed: Tensor, expected: Tensor) -> float:
-    """The log-capital of betting that many categories are a little off.
+    """Return the log-capital of betting that many categories are a little off.
 
     Args:
         observed: float64 ``[k]``, how often each category came.
@@ -80,7 +96,7 @@ def on_all_counts(observed: Tensor, expected: Tensor) -> float:
 
 
 def on_each_count(observed: Tensor, expected: Tensor) -> Tensor:
-    """The log-capital of betting on each category against all others together: float64 ``[k]``.
+    """Return the log-capital of betting on each category against all others together: float64 ``[k]``.
 
     A mixture around the stated probability sees small deviations of a common category, and Jeffreys'
     prior any deviation of a rare one.

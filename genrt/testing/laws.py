@@ -1,14 +1,19 @@
 """Laws that the samples and weights of a right sampler obey, as assertions whose error level holds.
 
-The level is how often a right sampler may fail. It holds for any number of runs and any distribution,
-because the assertions are bets (``genrt.testing.bets``) and no approximations; they are a little harder
-to fail for it: a z-test at the level 1e-6 wants 4.9 standard errors, these about 6. Where a test makes
-many assertions the chance of one false alarm is at most the sum of their levels.
+The level is how often a right sampler may fail. It holds for any number of runs and any distribution
+within the bounds that are given, because the assertions are bets (``genrt.testing.bets``) and no
+approximations; they are a little harder to fail for it: a z-test at the level 1e-6 wants 4.9 standard
+errors, these about 6. Where a test makes many assertions the chance of one false alarm is at most the sum
+of their levels.
+
+Where no bound is known, no test can tell too small a mean from a right one whose rare and heavy part did
+not come. Then only too large a mean fails, and one that looks too small is a ``CannotTell`` warning.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,10 +23,16 @@ import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
+from genrt.inference.checks import finite
 from genrt.inference.resampling import Floats, log_mean_exp
 from genrt.testing import bets
 
-__all__ = ["assert_samples_from", "assert_unbiased", "assert_weighted_samples_from"]
+__all__ = [
+    "CannotTell",
+    "assert_samples_from",
+    "assert_unbiased",
+    "assert_weighted_samples_from",
+]
 
 ROUNDING = 1e-5
 """The relative error of probabilities that come from float32 rows, with room to spare."""
@@ -31,6 +42,14 @@ WORST = 5
 
 WATCHED = 100
 """How many of the likeliest weighted samples are judged one by one; the others are judged together."""
+
+LOGARITHMS = 690.0
+"""Evidence from exp(-LOGARITHMS) to exp(LOGARITHMS) can be computed with as floats."""
+
+
+class CannotTell(UserWarning):
+    """What was seen has too small a mean, and no bound was given: the sampler may be wrong, or a rare and
+    heavy estimate did not come. ``highest=`` would tell."""
 
 
 def assert_unbiased(
@@ -56,39 +75,41 @@ def assert_unbiased(
         exact: the mean that they should have.
         lowest: no estimate can be less; for weights, 0.
         highest: no estimate can be more. Weights made of probabilities, as with a constraint, are at
-            most 1, with a potential at most e to its largest value. ``math.inf`` says that there is no
-            bound; then only too large a mean is found. ``None`` supposes that there is nothing above
-            twice the largest number seen or expected: it finds both, but the level is true only if no
-            event that n runs may well miss makes a good part of the mean.
+            most 1, with a potential at most e to its largest value. Without a bound only too large a mean
+            fails: ``None`` says that none is known, and warns if the mean looks too small; ``math.inf``
+            says that there is none, and does not.
         rtol: the relative error of ``exact`` and of the estimates that is rounding.
 
     Raises:
-        AssertionError: the mean is another, or an estimate is NaN or out of bounds.
+        AssertionError: the mean is another, or an estimate is not finite or out of bounds.
         InvalidRequest: there are no estimates, or an argument is out of its range.
+
+    Warns:
+        CannotTell: the mean looks too small, and ``highest`` is ``None``.
     """
     _check_level(level)
     values = _numbers("estimates", estimates)
     if not len(values):
         raise InvalidRequest("there are no estimates: give those of some hundred runs")
-    if math.isnan(exact):
-        raise InvalidRequest("exact is NaN: give the mean that the estimates should have")
-    if not 0 <= rtol < 1:
-        raise InvalidRequest(f"rtol is {rtol}: give a relative error of at least 0 and below 1")
-    at_most = 2 * max(float(values.max()), abs(exact)) if highest is None else highest
+    exact, lowest, at_most = finite("exact", exact), finite("lowest", lowest), _bound(highest)
+    slack = _rounding(rtol) * abs(exact)
     if not lowest - ROUNDING * abs(lowest) <= exact <= at_most + ROUNDING * abs(at_most):
         raise InvalidRequest(
             f"exact is {exact:g}, which is not between lowest={lowest:g} and highest={at_most:g}: these "
             "are the least and the most that an estimate can be"
         )
-    slack = rtol * abs(exact)
     _check_bounds("estimate", values, lowest - slack, at_most + rtol * abs(at_most))
     exact = min(max(exact, lowest), at_most)
     capital = bets.on_mean(values, exact, lowest=lowest, highest=at_most, slack=slack)
     if capital >= -math.log(level):
         raise AssertionError(
             f"the estimates are biased: {_means(values, exact)}, p <= {_p(capital)} (level {level:g}).\n"
-            f"{_diagnosis(values, exact, bounded=highest is not None)}"
+            f"{_diagnosis(values, exact)}"
         )
+    if highest is None:
+        supposed = _supposed(values, exact, lowest)
+        if bets.on_smaller_mean(values, exact, highest=supposed, slack=slack) >= -math.log(level):
+            _warn(f"whether the estimates are biased: {_means(values, exact)}")
 
 
 def assert_samples_from(
@@ -164,15 +185,20 @@ def assert_weighted_samples_from(
             whose samples don't count: ``(result.token_ids, result.log_weights)`` of SMC.
         probabilities: of each sample that can come; they add up to 1. Empty if Z is 0.
         log_evidence: log Z.
-        highest: the mean weight of no run can be more; as with ``assert_unbiased``.
+        highest: the mean weight of no run can be more, or ``None``; as with ``assert_unbiased``.
         rtol: the relative error of weights and evidence that is rounding.
 
     Raises:
         AssertionError: they are not, or a weight is NaN; the message shows what is most off.
         InvalidRequest: there are no runs, or an argument is out of its range.
+
+    Warns:
+        CannotTell: a mean looks too small, and ``highest`` is ``None``.
     """
     _check_level(level)
-    evidence = math.exp(log_evidence)
+    at_most = _bound(highest)
+    _rounding(rtol)
+    evidence = _evidence(log_evidence)
     law = _distribution(probabilities) if probabilities or evidence > 0 else {}
     watched = {sample: place for place, sample in enumerate(list(law)[:WATCHED])}
     rows = []
@@ -190,7 +216,9 @@ def assert_weighted_samples_from(
                 f"{sample!r} has the log-weight {alive[sample]:.4g}, and its probability is 0"
             )
         row = np.zeros(len(watched) + 1)
-        for sample, weight in zip(samples, np.exp(logs) / len(logs), strict=True):
+        with np.errstate(over="ignore"):
+            weights = np.exp(logs) / len(logs)
+        for sample, weight in zip(samples, weights, strict=True):
             if weight > 0:
                 row[watched.get(sample, len(watched))] += weight
         rows.append(row)
@@ -207,7 +235,6 @@ def assert_weighted_samples_from(
     columns = [table.sum(axis=1), *table.T]
     if len(law) <= WATCHED:
         names, means, columns = names[:-1], means[:-1], columns[:-1]
-    at_most = 2 * max(float(columns[0].max()), evidence) if highest is None else highest
     if evidence > at_most * (1 + ROUNDING):
         raise InvalidRequest(
             f"the evidence is {evidence:g}, above highest={at_most:g}: say by highest= what the mean "
@@ -218,17 +245,55 @@ def assert_weighted_samples_from(
         bets.on_mean(values, min(mean, at_most), lowest=0.0, highest=at_most, slack=rtol * evidence)
         for values, mean in zip(columns, means, strict=True)
     ]
-    capital = bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
-    if capital >= -math.log(level):
-        order = sorted(range(len(names)), key=lambda place: -capitals[place])[:WORST]
-        worst = "\n".join(
-            f"  {names[place]}: {_means(columns[place], means[place])}" for place in order
-        )
-        place = order[0]
+    if _together(capitals) >= -math.log(level):
+        place = int(np.argmax(capitals))
         raise AssertionError(
-            f"the samples are not properly weighted: p <= {_p(capital)} (level {level:g}). Most off are\n"
-            f"{worst}\n{_diagnosis(columns[place], means[place], bounded=highest is not None)}"
+            f"the samples are not properly weighted: p <= {_p(_together(capitals))} (level {level:g}). "
+            f"Most off are\n{_most_off(names, columns, means, capitals)}\n"
+            f"{_diagnosis(columns[place], means[place])}"
         )
+    if highest is None:
+        supposed = _supposed(columns[0], evidence, 0.0)
+        small = [
+            bets.on_smaller_mean(values, mean, highest=supposed, slack=rtol * evidence)
+            for values, mean in zip(columns, means, strict=True)
+        ]
+        if _together(small) >= -math.log(level):
+            _warn(
+                "whether the samples are properly weighted. Most off are\n"
+                f"{_most_off(names, columns, means, small)}\nThat is too small, as far as was seen"
+            )
+
+
+def _together(capitals: Sequence[float]) -> float:
+    """One log-capital: half bet on the first mean, the other half on all others."""
+    return bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
+
+
+def _most_off(
+    names: Sequence[str],
+    columns: Sequence[Floats],
+    means: Sequence[float],
+    capitals: Sequence[float],
+) -> str:
+    order = sorted(range(len(names)), key=lambda place: -capitals[place])[:WORST]
+    return "\n".join(f"  {names[place]}: {_means(columns[place], means[place])}" for place in order)
+
+
+def _supposed(values: Floats, mean: float, lowest: float) -> float:
+    """Return what might be the most that can come, in want of a bound: twice as much above ``lowest`` as
+    was seen or expected. It is read off the values, so that bets with it are a reason to doubt alone."""
+    return 2 * max(float(values.max()), mean) - lowest
+
+
+def _warn(what: str) -> None:
+    """Warn the caller of an assertion."""
+    warnings.warn(
+        f"cannot tell {what}. What is missing may be rare and heavy, or never come: say by highest= what "
+        "can come at most, or give more runs",
+        CannotTell,
+        stacklevel=3,
+    )
 
 
 def _means(values: Floats, exact: float) -> str:
@@ -239,19 +304,13 @@ def _means(values: Floats, exact: float) -> str:
     return f"mean {mean:.6g}, exact {exact:.6g}, standard error {error:.2g}, n = {len(values)}"
 
 
-def _diagnosis(values: Floats, exact: float, *, bounded: bool) -> str:
-    """What may be wrong, in a sentence."""
+def _diagnosis(values: Floats, exact: float) -> str:
+    """Say in a sentence what may be wrong."""
     mean = float(values.mean())
     if float(values.max()) - float(values.min()) <= ROUNDING * abs(mean):
         return "All are the same: a constant factor is wrong or left out."
     if mean > exact:
         return "Too large: a weight may be left out, or not reset where particles are resampled."
-    heaviest = float(values.max() / values.sum()) if values.sum() > 0 else 1.0
-    if not bounded and heaviest > 10 / len(values):
-        return (
-            f"Too small: one of {len(values)} runs has {heaviest:.0%} of the total. It may be that what "
-            "is missing is rare and heavy: say by highest= how heavy, or give more runs."
-        )
     return "Too small: some texts may never come, or a weight is multiplied in twice."
 
 
@@ -260,18 +319,43 @@ def _impossible(samples: Iterable[Any], law: Mapping[Any, float]) -> list[Any]:
 
 
 def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> None:
-    outside = ~((values >= lowest) & (values <= highest))
+    outside = ~((values >= lowest) & (values <= highest) & (values < math.inf))
     if outside.any():
         index = int(outside.argmax())
+        value = float(values[index])
+        if not math.isfinite(value):
+            raise AssertionError(f"{name} {index} is {value}, which no right one ever is")
         raise AssertionError(
-            f"{name} {index} is {values[index]:.6g}, and must be from {lowest:.6g} to {highest:.6g}: "
-            "either it is wrong, or more than this can be; then say so by lowest= and highest="
+            f"{name} {index} is {value:.6g}, and must be from {lowest:.6g} to {highest:.6g}: either it "
+            "is wrong, or more than this can be; then say so by lowest= and highest="
         )
 
 
 def _check_level(level: float) -> None:
-    if not 0 < level < 1:
+    if not 0 < finite("level", level) < 1:
         raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
+
+
+def _rounding(rtol: float) -> float:
+    if not 0 <= finite("rtol", rtol) < 1:
+        raise InvalidRequest(f"rtol is {rtol}: give a relative error of at least 0 and below 1")
+    return rtol
+
+
+def _bound(highest: float | None) -> float:
+    """Return what can come at most, infinity where no bound is known."""
+    return math.inf if highest is None or highest == math.inf else finite("highest", highest)
+
+
+def _evidence(log_evidence: float) -> float:
+    if log_evidence == -math.inf:
+        return 0.0
+    if abs(finite("log_evidence", log_evidence)) > LOGARITHMS:
+        raise InvalidRequest(
+            f"log_evidence is {log_evidence:g}, whose exponential is no float: add a constant to it and "
+            f"to the log-weights, so that it is from -{LOGARITHMS:g} to {LOGARITHMS:g}"
+        )
+    return math.exp(log_evidence)
 
 
 def _distribution(probabilities: Mapping[Any, float]) -> dict[Any, float]:
