@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, TypeAlias
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["Potential", "Predicate", "Text"]
+__all__ = ["Potential", "Predicate", "Text", "decoded"]
 
 Bytes: TypeAlias = bytes
 """``bytes``, where a property of that name hides it."""
@@ -89,6 +90,32 @@ class Text(str):
 
     def _key(self) -> tuple[tuple[int, ...], Bytes, bool]:
         return self._token_ids, self._bytes, self._finished
+
+
+UNDECODABLE = re.compile("[\udc80-\udcff]")
+"""What Python's "surrogateescape" makes of a byte that is not UTF-8."""
+
+LOOKS_ESCAPED = re.compile(r"\ufffd(?=\\x)")
+"""A U+FFFD of the text itself that would read as the escape of a byte."""
+
+
+def decoded(data: bytes) -> str:
+    r"""Return the bytes as UTF-8, where a byte that is not becomes U+FFFD and its number: ``�\xff``.
+
+    Different bytes make different strings, since a U+FFFD of the text itself that stands before ``\x`` is
+    written byte by byte too. Every other text that is UTF-8 stays what it is.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = data.decode(errors="surrogateescape")
+    if "\ufffd\\x" in text:
+        text = LOOKS_ESCAPED.sub(lambda _: "".join(map(_escape, "\ufffd".encode())), text)
+    return UNDECODABLE.sub(lambda found: _escape(ord(found[0]) - 0xDC00), text)
+
+
+def _escape(byte: int) -> str:
+    return f"\ufffd\\x{byte:02x}"
 
 
 Predicate: TypeAlias = Callable[[Text], bool | Awaitable[bool]]

@@ -148,6 +148,21 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "texts.py",
+        "test_texts.py",
+        (
+            "a text's own U+FFFD reads as the escape of a byte",
+            '    if "\\ufffd\\\\x" in text:\n',
+            "    if False:\n",
+        ),
+        (
+            "bytes that are not UTF-8 look alike",
+            'return f"\\ufffd\\\\x{byte:02x}"',
+            'return "\\ufffd"',
+        ),
+        only="bytes",
+    ),
+    *breaks(
         "inference/text_model.py",
         "test_inference.py test_text_model.py",
         (

@@ -153,7 +153,7 @@ def test_the_errors_page_has_them_all() -> None:
     assert set(told) <= set(errors.__all__)
 
 
-SECTIONS = {"Args", "Attributes", "Raises", "Returns", "Yields"}
+SECTIONS = {"Args", "Attributes", "Raises", "Returns", "Warns", "Yields"}
 """Of docstrings: those that the reference makes lists of. Any other would be shown as a quotation."""
 
 

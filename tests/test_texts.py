@@ -17,8 +17,17 @@ from hypothesis import strategies as st
 import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference import SMC, BestOfN, TextModel
-from genrt.texts import Text
+from genrt.inference import (
+    SMC,
+    BestOfN,
+    Execution,
+    MetropolisHastings,
+    Program,
+    Rejection,
+    TextModel,
+)
+from genrt.testing import exact_posterior
+from genrt.texts import Text, decoded
 
 MODEL = NGram.random([b"a", b"b", b"ab", b"\xc3", b"\xa9", b""], seed=3, eos_token_id=5)
 
@@ -125,3 +134,75 @@ def test_a_potential_may_be_tried_on_a_plain_string() -> None:
         return 0.0 if len(text) < 3 else -math.inf
 
     assert likes_short("ab") == likes_short(Text((0, 1), b"ab")) == 0.0  # type: ignore[arg-type]
+
+
+# -- bytes that are no UTF-8 ------------------------------------------------------------------
+
+
+def encoded(text: str) -> bytes:
+    """The bytes that ``decoded`` made this text of."""
+    parts = re.split(r"\ufffd\\x([0-9a-f]{2})", text)
+    return b"".join(
+        bytes([int(part, 16)]) if place % 2 else part.encode() for place, part in enumerate(parts)
+    )
+
+
+near_escapes = st.lists(
+    st.sampled_from(
+        [b"\xff", b"\xfe", b"\xf0\x9f", b"\\x", b"\\xff", b"ff", b"\\", b"\xef\xbf\xbd", b"a"]
+    )
+).map(b"".join)
+
+
+@given(st.one_of(st.binary(), near_escapes))
+def test_bytes_can_be_told_from_the_text_that_they_are_shown_as(data: bytes) -> None:
+    text = decoded(data)
+    assert encoded(text) == data
+    text.encode()  # so that it can be printed anywhere
+    try:
+        plain = data.decode()
+    except UnicodeDecodeError:
+        assert "\ufffd\\x" in text
+    else:
+        assert text == plain or "\ufffd\\x" in plain
+
+
+def test_bytes_that_are_no_utf8_are_shown_as_their_numbers() -> None:
+    assert decoded(b"caf\xe9") == r"caf�\xe9"
+    assert decoded("caf\N{REPLACEMENT CHARACTER}e".encode()) == "caf\N{REPLACEMENT CHARACTER}e"
+
+
+BROKEN = NGram.random([b"\xff", b"\xfe", b"\xc3", b"\xa9", b""], seed=4, eos_token_id=4)
+
+
+async def by_hand(p: Execution) -> None:
+    tokens = [0]
+    while tokens[-1] != 4 and len(tokens) < 3:
+        tokens.append(await p.sample(tokens))
+
+
+@pytest.mark.parametrize("name", ["SMC", "program", "Metropolis-Hastings", "rejection", "best"])
+def test_texts_of_different_bytes_stay_apart(name: str) -> None:
+    exact = exact_posterior(BROKEN, [0], max_tokens=2).texts
+    with genrt.load(BROKEN, engine="exact") as lm:
+        model = TextModel(lm, [0], max_tokens=2)
+        algorithms: dict[str, Any] = {
+            "SMC": SMC(model, num_particles=2000),
+            "program": SMC(Program(lm, by_hand), num_particles=2000),
+            "Metropolis-Hastings": MetropolisHastings(model, num_chains=50, num_steps=40),
+            "rejection": Rejection(model, num_samples=2000, max_texts=2000, batch_size=2000),
+            "best": BestOfN(model, n=2000),
+        }
+        result = algorithms[name].run_sync(0)
+        vocabulary = lm.byte_vocab
+    for text, token_ids in zip(result.texts, result.token_ids, strict=True):
+        spelled = b"".join(vocabulary[token] for token in token_ids if token != 4)
+        assert encoded(text) == spelled
+    common = {data for data, probability in exact.items() if probability > 0.02}
+    assert len(common) > 7
+    assert common <= {encoded(text) for text in result.texts} <= set(exact)
+    assert len(common) > len({data.decode(errors="replace") for data in common})
+    if name in ("SMC", "rejection"):
+        posterior = {encoded(text): weight for text, weight in result.posterior()}
+        for data, probability in exact.items():
+            assert abs(posterior.get(data, 0.0) - probability) < 0.06

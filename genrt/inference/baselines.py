@@ -31,7 +31,7 @@ from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
-from genrt.texts import Potential, Text
+from genrt.texts import Potential, Text, decoded
 
 __all__ = ["BestOfN", "Drawn", "Kept", "Ranked", "Rejection"]
 
@@ -331,7 +331,7 @@ class _Plain:
 
 
 def _result(texts: Sequence[Text], log_weights: Floats, log_evidence: float) -> Result:
-    strings = tuple(text.bytes.decode(errors="replace") for text in texts)
+    strings = tuple(decoded(text.bytes) for text in texts)
     return Result(
         texts=strings,
         token_ids=tuple(text.token_ids for text in texts),

@@ -46,6 +46,7 @@ from genrt.errors import InvalidRequest
 from genrt.inference.checks import finite, runtime, token_bytes
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import normalised
+from genrt.texts import decoded
 
 if TYPE_CHECKING:
     from genrt.arguments import Mask, TokenIds
@@ -294,11 +295,10 @@ class Program:
         return _Trace()
 
     def text(self, particle: _Trace) -> str:
-        """What the sampled tokens say, as UTF-8 with U+FFFD for what is not; ``""`` without tokenizer."""
+        """Return what the sampled tokens say, as UTF-8; a byte that is not shows as U+FFFD and its
+        number. Without a tokenizer that is ``""``."""
         vocabulary = token_bytes(self._lm)
-        return b"".join(vocabulary[token_id] for token_id in particle.token_ids).decode(
-            errors="replace"
-        )
+        return decoded(b"".join(vocabulary[token_id] for token_id in particle.token_ids))
 
     def value(self, particle: _Trace) -> Any:
         """What the program returned; ``None`` before it has."""

@@ -31,13 +31,15 @@ LINEAGES = 24
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
-    """Weighted texts, and how they came about: plain data, which needs the runtime no more.
+    r"""Weighted texts, and how they came about: plain data, which needs the runtime no more.
 
     ``print`` shows the posterior's table; Jupyter shows it with the curves of the weights, the
     genealogy of the particles, and what the runtime did.
 
     Attributes:
-        texts: the particles' bytes as UTF-8, with U+FFFD for what is not; dead ones as far as they got.
+        texts: the particles' bytes as UTF-8; dead ones as far as they got. A byte that is not UTF-8, as
+            of a character that was cut, is U+FFFD and its number, ``�\xf0``, so that texts are equal
+            only if their bytes are.
         token_ids: the particles' generated tokens, without the end token.
         values: what the posterior is over: the texts, or what a program returned.
         log_weights: float64 ``[N]``, unnormalised; -inf for the dead.

@@ -52,7 +52,7 @@ from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
 from genrt.lm import AsyncLM
-from genrt.texts import Potential, Text
+from genrt.texts import Potential, Text, decoded
 
 __all__ = ["Proposal", "TextModel", "TextParticle"]
 
@@ -213,8 +213,8 @@ class TextModel:
         return TextParticle(Text(), self._start)
 
     def text(self, particle: TextParticle) -> str:
-        """The text as UTF-8, with U+FFFD for what is not."""
-        return particle.generated.bytes.decode(errors="replace")
+        """Return the text as UTF-8; a byte that is not shows as U+FFFD and its number."""
+        return decoded(particle.generated.bytes)
 
     def value(self, particle: TextParticle) -> str:
         """The text."""
