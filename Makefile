@@ -81,7 +81,7 @@ notebooks: $(READY)
 	done
 
 docs: $(DOCS_READY)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo site/index.html
 
 $(DOCS_READY): $(READY)

@@ -1,7 +1,7 @@
 """What `make docs` makes pages of beside docs/: the notebooks with their outputs, other documents.
 
-Formulas become MathML, which browsers draw by themselves: the site needs no script and no network. What no
-setting of MkDocs finds is looked for in the finished pages, and is a warning: see ``faults``.
+Formulas become MathML, which browsers draw by themselves: the site needs no script and no network. The
+finished pages are searched for faults that MkDocs does not find; each is a warning.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def without_links_to_files(markdown: str) -> str:
-    """Return the text with links to files of the checkout as their names: they lead nowhere from the site."""
+    """Return the text with links to files of the checkout as their names: the site has no such files."""
     return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", markdown)
 
 
 class _Page(HTMLParser):
     """What is looked at in a page: its anchors and links, and what formulas and signatures are in."""
 
-    VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
-    TEXT = frozenset("p li td th dd dt h1 h2 h3 h4 h5 h6 summary".split())
+    VOID = frozenset({"br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "wbr"})
+    TEXT = frozenset({"p", "li", "td", "th", "dd", "dt", "h1", "h2", "h3", "h4", "summary"})
 
     def __init__(self, text: str) -> None:
         super().__init__()

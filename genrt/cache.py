@@ -25,8 +25,16 @@ __all__ = ["CacheStatistics", "RowCache"]
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """``hits`` and ``misses`` of look-ups, ``evictions`` for want of room, and the ``rows`` and
-    ``bytes`` held now, of ``max_bytes``."""
+    """What the row cache did, and what it holds.
+
+    Attributes:
+        hits: look-ups that found their row.
+        misses: look-ups that did not.
+        evictions: rows dropped to make room.
+        rows: rows held at this moment.
+        bytes: what they take.
+        max_bytes: the bound of that.
+    """
 
     hits: int = 0
     misses: int = 0

@@ -273,17 +273,25 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What an engine did since it was opened; counters only grow.
+    """What an engine did since it was opened. Counters only grow.
 
-    ``steps`` forwards were run for ``requests`` requests and took ``seconds``; ``rows`` were computed
-    for logprobs requests, ``sampled_tokens`` drawn for sample requests, ``computed_tokens`` put through
-    the model; ``failed`` requests ended in an error and ``cancelled`` ones were forgotten.
-    ``reads`` were answered from rows that stayed on the device; ``bytes_to_host`` counts what was copied
-    off it. Of the rows, ``extended`` came from a
-    resident sequence that grew by a token, ``forked`` from a new one that shares the blocks of a resident
-    one; ``evicted`` resident sequences went for want of room, and ``resident`` ones are there now. Of
-    the steps, ``held`` were ready but for their tokens before those came, and ``foreseen`` ones of these
-    had been run with the tokens that were drawn last before anybody asked.
+    Attributes:
+        steps: forwards that were run.
+        requests: requests that they were run for.
+        rows: rows computed for logprobs requests.
+        sampled_tokens: tokens drawn for sample requests.
+        computed_tokens: tokens put through the model.
+        failed: requests that ended in an error.
+        cancelled: requests that were withdrawn.
+        reads: questions answered from rows that stayed on the device.
+        bytes_to_host: bytes copied off the device.
+        extended: rows of a resident sequence that grew by a token.
+        forked: rows of a new sequence that shares the blocks of a resident one.
+        evicted: resident sequences dropped to make room.
+        resident: sequences that are resident at this moment.
+        held: steps that were scheduled before their tokens were known.
+        foreseen: of these, the steps that ran with tokens drawn on the device before anybody asked.
+        seconds: how long the forwards took.
     """
 
     steps: int = 0

@@ -18,14 +18,21 @@ NO_COUNTERS = {"largest_flush", "queued", "in_flight", "waiting", "rows", "bytes
 
 @dataclass(frozen=True, slots=True)
 class BatcherStatistics:
-    """What was asked and what became of it; counters only grow, but for ``largest_flush`` and the last
-    three, which are of this moment.
+    """The questions asked of a runtime, and what became of them. Counters only grow.
 
-    ``questions`` were asked; ``deduplicated`` of them joined an equal request, ``cached`` ones were
-    answered at once, and the rest entered the engine in ``flushes``, the largest of ``largest_flush``
-    requests, ``retried`` of them once more, for want of memory or after a restart. ``answered`` requests
-    ended in a result, ``failed`` ones in an error; ``cancelled`` waiters left before their answer. Now
-    there are requests ``queued`` and ``in_flight``, and waiters ``waiting`` for room in the queue.
+    Attributes:
+        questions: how many were asked.
+        deduplicated: questions that joined an equal request, queued or in flight.
+        cached: questions that were answered from the cache.
+        flushes: how often requests entered the engine.
+        largest_flush: the most requests that entered it together.
+        retried: requests that were sent again, after running out of memory or after a restart.
+        answered: requests that ended in a result.
+        failed: requests that ended in an error.
+        cancelled: waiters that left before their answer.
+        queued: requests that wait for the engine at this moment.
+        in_flight: requests that are in the engine at this moment.
+        waiting: waiters that wait for room in the queue at this moment.
     """
 
     questions: int = 0
@@ -44,19 +51,24 @@ class BatcherStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a runtime did since it was loaded; its engine, since it was opened."""
+    """What a runtime did since it was loaded.
+
+    Attributes:
+        batcher: the questions asked, and what became of them.
+        cache: the row cache.
+        engine: what the engine computed since it was opened.
+    """
 
     batcher: BatcherStatistics
     cache: CacheStatistics
     engine: EngineStatistics
 
     def since(self, earlier: Statistics) -> Statistics:
-        """What was done between ``earlier`` and this, of the same runtime: the counters' differences.
+        """Return what was done since ``earlier``, of the same runtime: the differences of the counters.
 
-        What is no counter stays as it is here: the ``largest_flush`` since the runtime was loaded, what
-        is ``queued``, ``in_flight`` and ``waiting``, the ``rows`` and ``bytes`` that the cache holds and
-        its ``max_bytes``, the engine's ``resident`` sequences. The counters of an engine that was opened
-        in between, by a restart, are taken as they are.
+        Values that are no counters stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
+        ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident``. The
+        counters of an engine that a restart has opened since ``earlier`` are taken as they are.
         """
         engine = self.engine
         if not _is_less(engine, earlier.engine, but={"resident"}):

@@ -117,14 +117,15 @@ def test_the_names_in_the_docs_are_there() -> None:
         assert {name for name in methods if not hasattr(lm, name)} == set()
 
 
-def directives() -> set[str]:
-    """What the reference has the docstrings of, members of modules that are named one by one included."""
-    named = set()
+def directives() -> dict[str, str]:
+    """What the reference has the docstrings of, members of modules that are named one by one included,
+    with the options of each."""
+    named = {}
     for page in PAGES:
         for name, options in re.findall(r"^::: (\S+)\n((?: .*\n)*)", text_of(page) + "\n", re.M):
             members = re.search(r"members: *\[(.*?)\]", options)
             found = members[1].split(", ") if members else []
-            named |= {name, *(f"{name}.{member}" for member in found)}
+            named |= {name: options} | {f"{name}.{member}": "" for member in found}
     return named
 
 
@@ -159,11 +160,11 @@ SECTIONS = {"Args", "Attributes", "Raises", "Returns", "Warns", "Yields"}
 
 def shown() -> Iterator[tuple[str, Any]]:
     """Everything of ours that the reference shows: what it names, and the public members of classes."""
-    for name in directives():
+    for name, options in directives().items():
         if not name.startswith("genrt.interop"):
             found = pkgutil.resolve_name(name)
             yield name, found
-            if isinstance(found, type):
+            if isinstance(found, type) and "members: false" not in options:
                 for member in dir(found):
                     of = getattr(found, member)
                     if not member.startswith("_") and "genrt" in (
@@ -178,24 +179,54 @@ def sections_of(docstring: str) -> dict[str, list[str]]:
     return {title: re.findall(r"^    (\S[^:]*):", body, re.M) for title, body in found}
 
 
+def signature_of(documented: Any) -> inspect.Signature:
+    """The signature of a function or a class; an empty one of anything else."""
+    try:
+        return inspect.signature(documented)
+    except (TypeError, ValueError):  # an alias, a typed dictionary, a property
+        return inspect.Signature()
+
+
 def names_in(documented: Any) -> set[str]:
     """The parameters of a function; the parameters and the members of a class."""
-    if not isinstance(documented, type):
-        return set(inspect.signature(documented).parameters)
-    fields = {name for each in documented.__mro__ for name in inspect.get_annotations(each)}
-    return {*inspect.signature(documented).parameters, *dir(documented), *fields}
+    names = set(signature_of(documented).parameters)
+    if isinstance(documented, type):
+        names.update(dir(documented), *map(inspect.get_annotations, documented.__mro__))
+    return names
 
 
 def test_docstrings_have_the_sections_and_the_names_that_the_reference_knows() -> None:
     wrong = set()
     for where, documented in shown():
-        if inspect.isroutine(documented) or isinstance(documented, type):
-            for title, names in sections_of(inspect.getdoc(documented) or "").items():
-                if title not in SECTIONS:
-                    wrong.add(f"{where}: {title}")
-                elif title in ("Args", "Attributes"):
-                    wrong |= {f"{where}: {name}" for name in set(names) - names_in(documented)}
+        if not inspect.isroutine(documented) and not isinstance(documented, type | property):
+            continue
+        for title, names in sections_of(inspect.getdoc(documented) or "").items():
+            if title not in SECTIONS:
+                wrong.add(f"{where}: {title}")
+            elif title in ("Args", "Attributes"):
+                wrong |= {f"{where}: {name}" for name in set(names) - names_in(documented)}
     assert sorted(wrong) == []
+
+
+def types_of_ours() -> set[str]:
+    """The classes and the type aliases that the package defines at the top of its files."""
+    names = set()
+    for path in (ROOT / "genrt").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        names |= set(re.findall(r"^class (\w+)", text, re.M))
+        names |= set(re.findall(r"^(_?[A-Z]\w*[a-z]\w*)(?:: TypeAlias)? = ", text, re.M))
+    return names - {"Bytes"}  # bytes, in a class that has a member of that name
+
+
+def test_signatures_in_the_reference_have_no_type_that_it_leaves_out() -> None:
+    options = directives()
+    unknown = types_of_ours() - {name.rpartition(".")[2] for name in options} - set(errors.__all__)
+    missing = set()
+    for where, documented in shown():
+        if "merge_init_into_class: false" not in options.get(where, ""):
+            types = set(re.findall(r"[A-Za-z_]\w*", str(signature_of(documented))))
+            missing |= {f"{where}: {name}" for name in types & unknown}
+    assert sorted(missing) == []
 
 
 def test_the_commands_and_extras_in_the_docs_are_there() -> None:
