@@ -49,7 +49,8 @@ STYLE = f"""
 .genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
 .genrt .curves {{ display: flex; flex-wrap: wrap; gap: 12px 26px; margin: 0 0 10px; }}
 .genrt .wide {{ overflow-x: auto; }}
-.genrt summary {{ cursor: pointer; }}
+.genrt details {{ margin: 0 0 10px; }}
+.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
 """
 
 
@@ -142,7 +143,8 @@ def _table(summary: Summary) -> Iterable[str]:
     if not summary.entries:
         yield f"<p>{ALL_DEAD if summary.particles else NOTHING}</p>"
         return
-    yield "<table><thead><tr><th>weight</th><th></th><th>particles</th><th>value</th></tr></thead><tbody>"
+    names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
+    yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
     largest = max(entry.weight for entry in summary.entries)
     for entry in summary.entries:
         yield _row(entry, largest)
@@ -196,7 +198,7 @@ def _runtime(statistics: Statistics) -> Iterable[str]:
         ("cache", f"{cache.bytes / 2**20:,.1f} MiB", f"in {cache.rows:,} rows, now"),
     ]
     always = {"questions", "deduplicated", "cached", "engine steps", "rows", "engine time"}
-    yield "<table><tbody>"
+    yield '<table class="runtime"><tbody>'
     for name, figure, note in rows:
         if name in always or not figure.startswith(("0", "0.0 ")):
             yield (
