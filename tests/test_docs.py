@@ -5,6 +5,7 @@ MkDocs is not needed for any of it: `make docs`, which takes no warning, checks 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import pkgutil
@@ -227,6 +228,72 @@ def test_signatures_in_the_reference_have_no_type_that_it_leaves_out() -> None:
             types = set(re.findall(r"[A-Za-z_]\w*", str(signature_of(documented))))
             missing |= {f"{where}: {name}" for name in types & unknown}
     assert sorted(missing) == []
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """docs/hooks.py, which MkDocs loads by its path too."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SOUND = r"""<p id="a">See <a href="../index.html#top">there</a>, <a href="#a">here</a> and
+<a href="https://example.org/x">far away</a>: <math display="inline"><mi>x</mi></math>.<br></p>
+<pre><code>$HOME and \(x\)</code></pre><div class="doc-signature"><pre>f(x: int)</pre></div>"""
+
+
+def test_a_sound_page_has_no_faults(hooks: ModuleType) -> None:
+    pages = {"guide/a.html": SOUND, "index.html": '<h1 id="top">Top</h1>'}
+    assert hooks.faults(pages, set(pages)) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "fault"),
+    [
+        ('<math display="inline"><mi>x</mi></math><p>, which</p>', "outside of a paragraph"),
+        ("<p>Let $x$ be</p>", r"\$x\$ is not drawn"),
+        ("<p>Let \\(x\\) be</p>", "is not drawn"),
+        ('<p><a href="b.html">b</a></p>', "b.html leads nowhere"),
+        ('<p><a href="#b">b</a></p>', "#b leads nowhere"),
+        ('<p><a href="../index.html#b">b</a></p>', "index.html#b leads nowhere"),
+        ('<p><img src="picture.png"></p>', "picture.png leads nowhere"),
+        ('<div class="doc-signature"><pre>f(x: _Trace)</pre></div>', "_Trace, which is private"),
+    ],
+)
+def test_a_fault_of_a_page_is_found(hooks: ModuleType, page: str, fault: str) -> None:
+    pages = {"guide/a.html": SOUND + page, "index.html": '<h1 id="top">Top</h1>'}
+    [found] = hooks.faults(pages, set(pages))
+    assert re.match("guide/a.html: .*" + fault, found)
+
+
+def test_a_notebook_is_a_page_of_cells_and_outputs(hooks: ModuleType) -> None:
+    cells: list[dict[str, Any]] = [
+        {"cell_type": "markdown", "source": ["See [another](other.ipynb)\n", "and $x$."]},
+        {
+            "cell_type": "code",
+            "source": ["1 + 1"],
+            "outputs": [
+                {"output_type": "stream", "text": ["2\n"]},
+                {"output_type": "execute_result", "data": {"text/html": ["<b>\n", "\n", "2</b>"]}},
+            ],
+        },
+    ]
+    text = hooks.notebook_as_markdown({"cells": cells})
+    assert "[another](other.md)\nand $x$." in text
+    assert "```python\n1 + 1\n```" in text
+    assert "``` {.text .output}\n2\n```" in text
+    assert '<div class="shown">\n<b>\n2</b>\n</div>' in text
+
+
+def test_a_warning_ends_the_build_of_the_docs() -> None:
+    # Quiet, MkDocs does not even count them.
+    [build] = re.findall(r"mkdocs build .*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert "--strict" in build
+    assert "--quiet" not in build
 
 
 def test_the_commands_and_extras_in_the_docs_are_there() -> None:
