@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import types
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import children
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FIRST_CELL = """
+import asyncio, sys
+import genrt
+
+async def main():
+    lm = await genrt.aload(sys.argv[1], engine_options={"dtype": "float32", "max_num_seqs": 8})
+    await lm.next_token_logprobs([1, 2])
+    await lm.aclose()
+
+asyncio.run(main())
+print("done")
+"""
 
 PROGRAM = """
 import json, os
@@ -48,6 +66,45 @@ def test_neither_a_demand_for_the_runner_v2_nor_numba_keeps_it_from_opening(llam
     end = children.run({"opens": PROGRAM}, model=str(llama))["opens"]
     assert end.status == 0, end.err
     assert json.loads(end.out.splitlines()[-1]) == [320, "1", False]
+
+
+@pytest.mark.vllm
+def test_a_process_that_opens_vllm_and_asks_it_writes_nothing_of_its_own(llama: Path) -> None:
+    """No log, no warning, no progress bar. vLLM tells where it binds memory to one of several nodes."""
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_LOGGING_LEVEL"}
+    end = subprocess.run(
+        [sys.executable, "-c", FIRST_CELL, str(llama)],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+    )
+    assert end.returncode == 0, end.stderr
+    assert end.stdout == "done\n"
+    several = "Using MEMBIND policy" if len(get_visible_memory_node()) > 1 else "none"
+    assert [line for line in end.stderr.splitlines() if several not in line] == []
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("nodes", [[0], [0, 1]])
+def test_memory_is_bound_to_a_node_only_where_there_are_several(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[int]
+) -> None:
+    from vllm.utils import cpu_resource_utils
+
+    from genrt.engines.vllm_process import undisturbed
+
+    bound: list[list[int]] = []
+    monkeypatch.setattr(torch.ops._C, "init_cpu_memory_env", bound.append, raising=False)
+    monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda: nodes)
+    with undisturbed():
+        torch.ops._C.init_cpu_memory_env([0])
+    assert bound == ([[0]] if len(nodes) > 1 else [])
+    torch.ops._C.init_cpu_memory_env([1])
+    assert bound[-1] == [1]
 
 
 @pytest.mark.vllm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,10 @@ def open_engine(
         from genrt.engines.transformers import open_transformers
 
         return open_transformers(model, options=options)
+    logger = logging.getLogger("vllm")
+    if "VLLM_LOGGING_LEVEL" not in os.environ and logger.level == logging.NOTSET:
+        # vLLM sets its level when it is opened, and logs what it finds out before, when it is imported.
+        logger.setLevel(logging.ERROR)
     try:
         from genrt.engines.vllm import open_vllm
     except ImportError as error:

@@ -88,7 +88,9 @@ def configure(
     """``EngineArgs``' configuration with genrt's processor in it; raises as ``open_vllm`` says."""
     options = {"disable_log_stats": True, **options, "model": checkpoint}
     options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    options.setdefault("use_tqdm_on_load", level in ("DEBUG", "INFO"))
+    if level is None:
         options.setdefault("log_level", "ERROR")
     if options.get("speculative_config"):
         raise EngineUnsupported("speculative decoding gives no next-token rows: leave it out")

@@ -1,8 +1,8 @@
 """What else is in the process where vLLM for CPUs is opened, and would keep it from opening.
 
 Private and touched here: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
-calls them, and ``torch.cpu._init_amx``. All hindrances were seen with vLLM 0.32: whoever imports
-genlm-backend before loading a model meets the first two.
+calls them, ``torch.cpu._init_amx``, and vLLM's operator ``init_cpu_memory_env``. All hindrances were
+seen with vLLM 0.32: whoever imports genlm-backend before loading a model meets the first two.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.triton_utils import HAS_TRITON
 __all__ = ["undisturbed"]
 
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
+BIND = "init_cpu_memory_env"
 
 
 @contextmanager
@@ -33,6 +34,9 @@ def undisturbed() -> Iterator[None]:
 
     And its attention in bfloat16 uses a processor's AMX tiles without asking Linux for them, which kills
     the process, unless a large product of matrices has asked before.
+
+    And it binds the process's memory to one node, and writes so to standard error. With one node that
+    says nothing, so there it is left out.
     """
     if HAS_TRITON:
         yield
@@ -44,11 +48,29 @@ def undisturbed() -> Iterator[None]:
     demanded = os.environ.pop(V2, None)
     dispatcher.vars, dispatcher.hasattr = _attributes, _has
     try:
-        yield
+        with _unbound():
+            yield
     finally:
         del dispatcher.vars, dispatcher.hasattr
         if demanded is not None:
             os.environ[V2] = demanded
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Leave the process's memory where it is, if there is one node for all of it."""
+    from vllm.utils import cpu_resource_utils
+
+    operators = torch.ops._C
+    if len(cpu_resource_utils.get_visible_memory_node()) > 1 or not hasattr(operators, BIND):
+        yield
+        return
+    bind = getattr(operators, BIND)
+    setattr(operators, BIND, lambda nodes: None)
+    try:
+        yield
+    finally:
+        setattr(operators, BIND, bind)
 
 
 def _has(value: Any, name: str) -> bool:
