@@ -121,7 +121,7 @@ def test_the_names_in_the_docs_are_there() -> None:
 def directives() -> dict[str, str]:
     """What the reference has the docstrings of, members of modules that are named one by one included,
     with the options of each."""
-    named = {}
+    named: dict[str, str] = {}
     for page in PAGES:
         for name, options in re.findall(r"^::: (\S+)\n((?: .*\n)*)", text_of(page) + "\n", re.M):
             members = re.search(r"members: *\[(.*?)\]", options)
