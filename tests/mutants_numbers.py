@@ -552,6 +552,25 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="TestResidents or grew",
     ),
     *breaks(
+        "engines/vllm_self_test.py",
+        "test_vllm_self_test.py",
+        (
+            "half a nat passes, whatever the network computes with",
+            "noise = 64 * max(rounding, TF32)",
+            "noise = 0.5",
+        ),
+        (
+            "half of what lies between two rows passes",
+            "if moved > noise * max(1.0, apart / 4):",
+            "if moved > max(noise, apart / 2):",
+        ),
+        (
+            "no block is ever full",
+            "length = max(20, min(block_size + 4, engine.max_model_len - 5))",
+            "length = 20",
+        ),
+    ),
+    *breaks(
         "engines/capture.py",
         "test_capture.py",
         (

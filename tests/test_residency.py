@@ -21,6 +21,8 @@ from genrt.engines.open_requests import MISSES, RETRY, OpenRequests
 from genrt.lm import AsyncLM
 
 TOLERANCE = 5e-4
+SMC_TOLERANCE = 20 * TOLERANCE
+"""Of the logarithm of a product of twenty probabilities."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_num_batched_tokens": 256,
@@ -32,7 +34,7 @@ BLOCK = 2 * 2 * 32 * 2 * 4 * 32  # layers, KV heads, head size, K and V, bytes, 
 
 def load(llama: Path, *, blocks: int, max_num_seqs: int, **arguments: Any) -> AsyncLM:
     options = OPTIONS | {"kv_cache_memory_bytes": blocks * BLOCK, "max_num_seqs": max_num_seqs}
-    return genrt.load(str(llama), engine_options=options, cache_bytes=0, **arguments)
+    return genrt.load(str(llama), engine_options=options, **{"cache_bytes": 0} | arguments)
 
 
 def walk(seed: int, vocab_size: int, *, steps: int) -> list[list[list[int]]]:
@@ -396,21 +398,31 @@ async def test_what_happens_between_two_steps_takes_a_held_one_back(
 
 @pytest.mark.promise(number=16)
 @pytest.mark.vllm
-def test_a_run_of_smc_is_the_same_with_residency_and_without(llama: Path) -> None:
-    from genrt.inference import SMC, TextModel
+def test_a_run_of_smc_is_the_same_with_residency_and_without_and_with_a_cache(llama: Path) -> None:
+    """Texts, ancestors, weights and evidence, of particles whose every token is weighted by the
+    constraint's mass."""
+    from genrt.constraints import regex
+    from genrt.inference import SMC, Result, TextModel
 
-    async def run(lm: AsyncLM) -> tuple[tuple[tuple[int, ...], ...], float]:
-        model = TextModel(lm, [1, 2, 3], max_tokens=20, temperature=0.7)
-        smc = SMC(model, num_particles=12, resample_when=1.0)
-        result = await smc.run(seed=3)
-        return result.token_ids, result.log_evidence
+    async def run(lm: AsyncLM) -> Result:
+        constraint = regex("[a-z .]{3,}", lm)
+        model = TextModel(lm, [1, 2, 3], constraint=constraint, max_tokens=20, temperature=0.7)
+        return await SMC(model, num_particles=12, resample_when=0.9).run(seed=3)
 
     results = []
-    for residency in (True, False):
-        with load(llama, blocks=200, max_num_seqs=16, residency=residency) as lm:
-            results.append(asyncio.run(run(lm)))
+    for residency, cache_bytes in ((True, 0), (False, 0), (True, 2**20), (False, 2**20)):
+        options = {"residency": residency, "cache_bytes": cache_bytes}
+        with load(llama, blocks=200, max_num_seqs=16, **options) as lm:
+            results += [asyncio.run(run(lm)), asyncio.run(run(lm))]
             assert (lm.statistics().engine.extended > 0) == residency
-    assert results[0][0] == results[1][0]
+            assert (lm.statistics().cache.hits > 0) == (cache_bytes > 0)
+    first = results[0]
+    assert 0 < sum(info.resampled for info in first.infos) < len(first.infos)
+    for result in results[1:]:
+        assert result.token_ids == first.token_ids
+        assert [a.tolist() for a in result.ancestors] == [a.tolist() for a in first.ancestors]
+        assert result.log_weights == pytest.approx(first.log_weights, abs=SMC_TOLERANCE)
+        assert result.log_evidence == pytest.approx(first.log_evidence, abs=SMC_TOLERANCE)
 
 
 @pytest.mark.promise(number=4)

@@ -8,7 +8,14 @@ import vllm
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from genrt.engines.vllm_config import TURN, check_version, configure, on_loopback, translated
+from genrt.engines.vllm_config import (
+    TURN,
+    check_version,
+    configure,
+    on_loopback,
+    rounding,
+    translated,
+)
 from genrt.engines.vllm_engine import VLLMEngine
 from genrt.engines.vllm_globals import Globals
 from genrt.engines.vllm_process import undisturbed
@@ -43,7 +50,7 @@ def open_vllm(
             raise translated(error, f"vLLM could not open {checkpoint}") from error
     engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
     try:
-        self_test(engine)
+        self_test(engine, rounding=rounding(config), block_size=config.cache_config.block_size)
         engine.start_counting()
     except BaseException:
         engine.close()

@@ -40,6 +40,7 @@ __all__ = [
     "core_request",
     "on_loopback",
     "reserved_share",
+    "rounding",
     "sampling_params",
     "translated",
 ]
@@ -150,6 +151,14 @@ def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_siz
     """What vLLM must leave of a device's ``total`` bytes: the row cache, and three times the rows of a
     full step (as computed, as cached, as handed to their callers)."""
     return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
+
+
+def rounding(config: VllmConfig) -> float:
+    """Return the relative error of what the network computes with: its type's; bfloat16's at least where
+    weights or the KV cache are quantized."""
+    plain = ("auto", "float32", "float16", "bfloat16")
+    quantized = config.model_config.quantization or config.cache_config.cache_dtype not in plain
+    return float(torch.finfo(torch.bfloat16 if quantized else config.model_config.dtype).eps)
 
 
 LOGPROBS = SamplingParams(
