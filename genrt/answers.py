@@ -38,6 +38,7 @@ from genrt.engine import (
     SampleRequest,
     TopTokens,
     failure,
+    seed_of,
 )
 from genrt.errors import EngineDied
 from genrt.rows import Leaving, together
@@ -323,11 +324,7 @@ def _drawn(reads: Sequence[_Read], heat: Tensor | None) -> Tensor:
 
 def _uniforms(asked: Sequence[DrawToken]) -> Tensor:
     """The random numbers of these draws, ``[n, 2]`` as ``sampling.draw`` takes them, on the host."""
-    numbers = torch.rand(len(asked), 2, dtype=torch.float64)
-    seeded = [place for place, each in enumerate(asked) if each.seed is not None]
-    if seeded:
-        numbers[seeded] = seeded_uniforms([cast("int", asked[place].seed) for place in seeded])
-    return numbers
+    return seeded_uniforms([seed_of(each) for each in asked])
 
 
 def _masks(asked: Sequence[DrawToken], row: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ it is the key by which questions are deduplicated, rows are cached and results c
 
 from __future__ import annotations
 
+import secrets
 import sys
 from array import array
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ __all__ = [
     "TopTokens",
     "abbreviated",
     "failure",
+    "seed_of",
 ]
 
 if TYPE_CHECKING:
@@ -138,8 +140,8 @@ class SampleRequest:
         top_k: so many of the likeliest tokens are kept; 0 is off.
         min_p: tokens of at least this share of the likeliest one's probability are kept; 0.0 is off.
         seed: fixes the draws, whatever else is in the batch.
-        nonce: sets apart the requests whose answers are independent draws (those with no seed); ``None``
-            where equal requests have equal answers.
+        nonce: sets apart the requests whose answers are independent draws (those with no seed), and is
+            what they are drawn from: see ``seed_of``. ``None`` where equal requests have equal answers.
     """
 
     token_ids: tuple[int, ...]
@@ -395,6 +397,16 @@ class Foreseeing(Protocol):
         the context with it may be asked next. The tokens are on the engine's device, which may still be
         drawing them; nothing here waits for it, or raises."""
         ...
+
+
+def seed_of(asked: SampleRequest | DrawToken) -> int:
+    """Return what decides the draws: the seed, or what sets the request apart, or else, where there is
+    neither, a number from the system."""
+    if asked.seed is not None:
+        return asked.seed
+    if asked.nonce is not None:
+        return asked.nonce
+    return 0 if asked.temperature == 0.0 else secrets.randbits(62)
 
 
 def abbreviated(token_ids: Sequence[int]) -> str:

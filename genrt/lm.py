@@ -64,8 +64,10 @@ class AsyncLM(Reads):
     Whatever is asked after ``close`` raises ``Closed``, and so does what was still waiting.
     """
 
-    def __init__(self, thread: EngineThread, cache: RowCache, engine: Engine) -> None:
-        super().__init__(thread, Limits(engine.vocab_size, engine.max_model_len))
+    def __init__(
+        self, thread: EngineThread, cache: RowCache, engine: Engine, *, seed: int | None = None
+    ) -> None:
+        super().__init__(thread, Limits(engine.vocab_size, engine.max_model_len), seed)
         self._cache = cache
         self._adapters_lock = threading.Lock()
         self._versions = itertools.count(1)
@@ -216,7 +218,7 @@ class AsyncLM(Reads):
         Args:
             stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it
                 early: give ``tokenizer.eos_token_id`` to stop there.
-            temperature: 0 is greedy; vLLM takes none over 2.
+            temperature: below 1e-5 it is greedy.
             top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
             top_k: keep so many of the likeliest tokens; 0 is off.
             min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.

@@ -35,6 +35,7 @@ def load(
     max_queued_bytes: int = 2**30,
     residency: bool = True,
     restart: Literal["auto"] | None = None,
+    seed: int | None = None,
 ) -> AsyncLM:
     """Open a model and return the runtime over it, ready to be asked.
 
@@ -58,6 +59,10 @@ def load(
         restart: ``"auto"`` opens another engine in place of one that died, and asks it what was still
             to be answered; if nothing is answered between two deaths, the second is final. Without it
             every later call raises why, until ``AsyncLM.restart``.
+        seed: what draws and samples that are asked without a seed of their own are drawn from, one after
+            the other in the order of the calls, whatever they are batched with. Two runtimes of one seed
+            that are asked the same give the same. ``None`` takes one from the system. The process's own
+            generators, of ``random``, numpy and torch, are neither set nor drawn from.
 
     Blocks until the engine is open. An interrupt abandons the loading.
 
@@ -72,13 +77,14 @@ def load(
         cache_bytes,
         residency,
         restart,
+        seed,
         max_batch_size=max_batch_size,
         max_wait_seconds=max_wait_seconds,
         max_queued_requests=max_queued_requests,
         max_queued_bytes=max_queued_bytes,
     )
     try:
-        return AsyncLM(thread, cache, thread.opened.result())
+        return AsyncLM(thread, cache, thread.opened.result(), seed=seed)
     except BaseException:
         thread.close(wait=False)
         raise
@@ -96,6 +102,7 @@ async def aload(
     max_queued_bytes: int = 2**30,
     residency: bool = True,
     restart: Literal["auto"] | None = None,
+    seed: int | None = None,
 ) -> AsyncLM:
     """``load`` for a running event loop, which goes on meanwhile. Cancelling abandons the loading."""
     thread, cache = _start(
@@ -105,13 +112,14 @@ async def aload(
         cache_bytes,
         residency,
         restart,
+        seed,
         max_batch_size=max_batch_size,
         max_wait_seconds=max_wait_seconds,
         max_queued_requests=max_queued_requests,
         max_queued_bytes=max_queued_bytes,
     )
     try:
-        return AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened))
+        return AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened), seed=seed)
     except BaseException:
         thread.close(wait=False)
         raise
@@ -133,6 +141,7 @@ def _start(
     cache_bytes: int,
     residency: bool,
     restart: str | None,
+    seed: int | None,
     **flow: Unpack[_Flow],
 ) -> tuple[EngineThread, RowCache]:
     check_int("cache_bytes", cache_bytes, 0)
@@ -141,6 +150,8 @@ def _start(
     check_float("max_wait_seconds", flow["max_wait_seconds"], 0.0, math.inf)
     check_int("max_queued_requests", flow["max_queued_requests"], 1)
     check_int("max_queued_bytes", flow["max_queued_bytes"], 1)
+    if seed is not None:
+        check_int("seed", seed, 0)
     if restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {restart!r}')
     if not isinstance(engine_options, Mapping | None):

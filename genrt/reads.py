@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from genrt.arguments import (
@@ -34,11 +35,14 @@ T = TypeVar("T")
 class Reads:
     """What ``AsyncLM`` asks of rows. None of it moves a row to the host, or keeps it in the cache."""
 
-    def __init__(self, thread: EngineThread, limits: Limits) -> None:
+    def __init__(self, thread: EngineThread, limits: Limits, seed: int | None) -> None:
         self._thread = thread
         self._limits = limits
         self._adapters: dict[str, Adapter] = {}
-        self._nonces = itertools.count(1)
+        # What is asked without a seed is drawn from its nonce. Each of these sequences begins somewhere
+        # among 2**62 numbers, so that no two runtimes share one, nor one with the seeds that users give.
+        [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+        self._nonces = itertools.count(int(first) >> 2)
 
     async def draw(
         self,

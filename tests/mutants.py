@@ -346,9 +346,9 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
             "case DrawToken():",
         ),
         (
-            "seeds go to the first draws, whoever gave them",
-            "numbers[seeded] = seeded_uniforms(",
-            "numbers[: len(seeded)] = seeded_uniforms(",
+            "the draws of a step share their randomness",
+            "[seed_of(each) for each in asked]",
+            "[seed_of(asked[0]) for each in asked]",
         ),
         (
             "beside masked draws those without a mask may draw nothing",

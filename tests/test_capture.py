@@ -33,7 +33,7 @@ def row_of(ticket: int) -> torch.Tensor:
 def params(ticket: int | None) -> Any:
     from genrt.engines.capture import TICKET
 
-    return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket}, seed=None)
+    return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket})
 
 
 def taken(store: Any, *tickets: int) -> list[int]:
@@ -109,42 +109,43 @@ def test_v1_follows_removals_swaps_and_moves() -> None:
 @pytest.mark.promise(number=18)
 def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_moves() -> None:
     """Twice the same two requests, the second time chunked, moved and among others."""
+    from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
+    from genrt.engines.capture import SEED
+
+    current_platform.import_kernels()
+
     def seeded(index: int, seed: int, tokens: list[int]) -> Any:
-        return index, SimpleNamespace(extra_args=None, seed=seed), [], tokens
+        return index, SimpleNamespace(extra_args={SEED: seed}), [], tokens
 
-    def draw(generator: torch.Generator) -> int:
-        return int(torch.randint(0, 2**31, (1,), generator=generator))
+    def draw(capture: Any, count: int) -> list[int]:
+        tokens, nothing = capture.draw(torch.zeros(count, 10**6), {}, None, None)
+        assert nothing is None
+        return list(tokens.tolist())
 
-    generators: dict[int, torch.Generator] = {}
     capture = v1()
-    capture.seed_in(generators)
     first, second = [], []  # type: ignore[var-annotated]
     added = [seeded(0, 5, first), seeded(1, 6, second)]
     capture.update_state(BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
     expected = []
     for _ in range(3):
-        capture.apply(logits_of(None, None))
-        expected.append((draw(generators[0]), draw(generators[1])))
+        expected.append(draw(capture, 2))
         first.append(1)
         second.append(1)
-    assert len({*sum(expected, ())}) == 6
+    assert len({token for drawn in expected for token in drawn}) == 6
 
     capture = v1()
-    capture.seed_in(generators)
     first, second = [], []
     added = [seeded(0, 5, first), seeded(2, 6, second), (1, params(3), [], [])]
     capture.update_state(BatchUpdate(batch_size=3, removed=[], added=added, moved=[]))
-    capture.apply(logits_of(None, 3, None))
-    draw(generators[0])  # discarded: its prompt is not whole, and so is the taking back of the draw
-    generators[0].set_offset(generators[0].get_offset() - 4)
+    draw(capture, 3)  # discarded: a prompt is not whole
     swap = (0, 2, MoveDirectionality.SWAP)
     capture.update_state(BatchUpdate(batch_size=3, removed=[], added=[], moved=[swap]))
     again = []
     for _ in range(3):
-        capture.apply(logits_of(None, 3, None))
-        again.append((draw(generators[2]), draw(generators[0])))
+        drawn = draw(capture, 3)
+        again.append([drawn[2], drawn[0]])
         first.append(1)
         second.append(1)
     assert again == expected

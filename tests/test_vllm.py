@@ -15,7 +15,7 @@ from scipy import stats
 
 import genrt
 from genrt import sampling
-from genrt.engine import Engine, LogprobsRequest
+from genrt.engine import Engine, LogprobsRequest, SampleRequest
 from genrt.errors import (
     ContextTooLong,
     EngineFailed,
@@ -415,6 +415,38 @@ async def test_frequencies_of_2000_samples_are_the_rows(
         assert g_test(row, tokens) > 1e-4
 
 
+@pytest.mark.parametrize("temperature", [0.0003, 0.003, 0.0099, 2.1, 40.0, 1e30])
+async def test_every_temperature_has_the_law_of_its_tempered_row(
+    lm: AsyncLM, temperature: float
+) -> None:
+    """A G-test of 2,000 tokens at level 1e-4, with fixed seeds. For a cold one the context is such that
+    two tokens are about equally likely all the same."""
+    context = [1, 2] if temperature > 1 else await _undecided(lm, temperature)
+    row = await lm.next_token_logprobs(context)
+    samples = await lm.batch_sample([context] * 2000, max_tokens=1, seed=9, temperature=temperature)
+    expected = sampling.truncate(row, temperature=temperature)
+    assert 0.05 < float(expected.exp().max()) < 0.95 or temperature > 1
+    assert g_test(expected, [token for [token] in samples]) > 1e-4
+
+
+async def _undecided(lm: AsyncLM, temperature: float) -> list[int]:
+    """A context after which the likeliest two tokens are about 0.7 temperatures apart."""
+    for first in range(lm.vocab_size):
+        contexts = [[first, second] for second in range(lm.vocab_size)]
+        tops = (await lm.batch_next_token_logprobs(contexts)).topk(2, dim=-1).values
+        off, place = (tops[:, 0] - tops[:, 1] - 0.7 * temperature).abs().min(dim=0)
+        if off < 0.5 * temperature:
+            return contexts[place]
+    raise AssertionError("no context is undecided")
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-7, 0.99e-5])
+async def test_below_a_hundred_thousandth_it_is_greedy(lm: AsyncLM, temperature: float) -> None:
+    contexts = [[n] for n in range(64)]
+    cold = await lm.batch_sample(contexts, max_tokens=4, temperature=temperature)
+    assert cold == await lm.batch_sample(contexts, max_tokens=4, temperature=0.0)
+
+
 def g_test(row: torch.Tensor, tokens: Sequence[int]) -> float:
     """The p-value of draws against a row, tokens that are expected fewer than 5 times in one bin."""
     expected = row.double().exp() * len(tokens)
@@ -477,7 +509,6 @@ async def test_the_stop_token_is_not_returned_and_greedy_is_the_argmax(lm: Async
 def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled(
     llama: Path,
 ) -> None:
-    from genrt.engine import SampleRequest
     from genrt.engines.vllm import open_vllm
 
     engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 2})
@@ -494,7 +525,6 @@ def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled
 
 
 def test_samples_never_take_every_slot_from_rows(llama: Path) -> None:
-    from genrt.engine import SampleRequest
     from genrt.engines.vllm import open_vllm
 
     engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 4})
@@ -514,7 +544,6 @@ def test_samples_never_take_every_slot_from_rows(llama: Path) -> None:
 def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
     llama: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    from genrt.engine import SampleRequest
     from genrt.engines.capture import RowStore
     from genrt.engines.vllm import open_vllm
 
@@ -540,12 +569,13 @@ def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
 
 
 async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:
-    hot = asyncio.create_task(lm.sample([1, 2], max_tokens=3, temperature=2.5))
-    warm = asyncio.create_task(lm.sample([1, 2], max_tokens=3, temperature=2.0))
+    wrong, right = (SampleRequest((1, 2), 3, top_p=top_p, nonce=1) for top_p in (1.5, 0.5))
+    bad, good = (asyncio.create_task(lm._batcher.ask([each])) for each in (wrong, right))
     row = await lm.next_token_logprobs([1, 2])
-    with pytest.raises(InvalidRequest, match="temperature"):
-        await hot
-    assert len(await warm) == 3
+    with pytest.raises(InvalidRequest, match="top_p"):
+        await bad
+    [tokens] = await good
+    assert len(tokens) == 3
     assert row.shape == (lm.vocab_size,)
 
 

@@ -6,19 +6,20 @@ Rules:
     A prompt that is prefilled in several steps yields a row in each; the last one is the right one.
     Steps without a logprobs request compute nothing here.
 
-On the CPU, V1 also draws every token of a seeded sample from ``(seed, how many came before)``. vLLM's
-own generators go on from step to step there, the discarded draws of a chunked prompt included, and
-taking those back, which vLLM tries, fails: CPU generators have no offset.
+On a CPU, the V1 runner's samples are drawn here too: every token from ``(seed, how many came before)``.
+vLLM's sampler draws from the process's own generator there, whoever has a seed, and a seeded request's
+generator goes on from step to step, the discarded draws of a chunked prompt included.
 
-Private to vLLM and touched here: how a worker holds its processors (``_find``). ``vllm_self_test.py``
-runs at start and fails when any of this has changed.
+Private to vLLM and touched here: how a worker holds its processors (``_find``), and on a CPU the V1
+runner's ``sampler.topk_topp_sampler``. ``vllm_self_test.py`` runs at start and fails when any of this has
+changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.sample.logits_processor import MoveDirectionality
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from genrt.errors import EngineUnsupported
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 __all__ = [
+    "SEED",
     "TICKET",
     "CaptureV1",
     "CaptureV2",
@@ -48,6 +51,9 @@ __all__ = [
 
 TICKET = "genrt_ticket"
 """The key in ``extra_args`` under which a logprobs request carries its ticket, an int."""
+
+SEED = "genrt_seed"
+"""The key under which a sample request carries its seed, where its tokens are drawn here."""
 
 
 @torch.inference_mode()
@@ -130,11 +136,6 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         self._tickets: dict[int, int] = {}
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
         self._seeded: dict[int, _SeededRequest] = {}
-        self._generators: dict[int, torch.Generator] | None = None
-
-    def seed_in(self, generators: dict[int, torch.Generator]) -> None:
-        """From now on, own the generators of seeded requests: the runner's, by place in its batch."""
-        self._generators = generators
 
     def is_argmax_invariant(self) -> bool:
         """False, although nothing is changed: the others are skipped for greedy batches, and see
@@ -147,18 +148,26 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         self._layout = None
         added = batch_update.added
         _follow(self._tickets, batch_update, {i: _ticket(params) for i, params, _, _ in added})
-        if self._generators is not None:
-            new = {
-                i: None if params.seed is None else _SeededRequest(params.seed, output_token_ids)
-                for i, params, _, output_token_ids in added
-            }
-            _follow(self._seeded, batch_update, new)
-            for index, request in self._seeded.items():
-                self._generators[index] = request.generator
+        _follow(
+            self._seeded, batch_update, {i: _seeded(params, ids) for i, params, _, ids in added}
+        )
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        _generators: object,
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, None]:
+        """As the ``forward`` of vLLM's sampler on a CPU, with each request's own randomness: token ids
+        ``[n]``. Those of requests that are not sampled are not read."""
+        seeds = torch.zeros(len(logits), dtype=torch.int64)
+        for index, request in self._seeded.items():
+            seeds[index] = request.number()
+        logits = apply_top_k_top_p(logits, k, p)
+        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for request in self._seeded.values():
-            request.reseed()
         if not self._tickets:
             return logits
         if self._layout is None:
@@ -194,26 +203,22 @@ def _follow(places: dict[int, T], update: BatchUpdate, added: dict[int, T | None
             places[source] = replaced
 
 
-class _StepGenerator(torch.Generator):
-    """A CPU generator that is seeded before every step, so that there is nothing to take back."""
-
-    def get_offset(self) -> int:
-        return 0
-
-    def set_offset(self, offset: int) -> torch.Generator:
-        return self
-
-
 @dataclass(slots=True)
 class _SeededRequest:
     """``output_token_ids`` is vLLM's own list, which grows as the request does."""
 
     seed: int
     output_token_ids: list[int]
-    generator: torch.Generator = field(default_factory=_StepGenerator)
 
-    def reseed(self) -> None:
-        self.generator.manual_seed(mixed(self.seed, len(self.output_token_ids)))
+    def number(self) -> int:
+        """What its next token is drawn from: 31 bits."""
+        generator = torch.Generator().manual_seed(mixed(self.seed, len(self.output_token_ids)))
+        return int(torch.randint(0, 2**31, (1,), generator=generator))
+
+
+def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | None:
+    seed = (params.extra_args or {}).get(SEED)
+    return None if seed is None else _SeededRequest(seed, output_token_ids)
 
 
 def mixed(seed: int, step: int) -> int:
@@ -275,7 +280,7 @@ class WorkerRows:
         if not own_processors:
             runner.input_batch.logitsprocs_need_output_token_ids = False
         if runner.device.type == "cpu":
-            capture.seed_in(runner.input_batch.generators)
+            _take_draws(runner.sampler, capture)
 
     def genrt_store(self) -> RowStore:
         """The store itself, for an engine in this process."""
@@ -339,6 +344,17 @@ def _find(worker: Any) -> CaptureV1 | CaptureV2:
         if isinstance(processor, CaptureV1 | CaptureV2):
             return processor
     raise EngineUnsupported("this vLLM did not install genrt's logits processor")
+
+
+def _take_draws(sampler: Any, capture: CaptureV1) -> None:
+    """Have ``capture`` draw in place of vLLM's sampler for CPUs."""
+    if not hasattr(torch.ops._C, "fused_gumbel_argmax") or not hasattr(
+        sampler, "topk_topp_sampler"
+    ):
+        raise EngineUnsupported("this vLLM samples otherwise on a CPU, and would ignore seeds")
+    if sampler.topk_topp_sampler.use_fp64_gumbel:
+        raise EngineUnsupported("on a CPU genrt draws samples itself: leave use_fp64_gumbel out")
+    sampler.topk_topp_sampler.forward = capture.draw
 
 
 def _ticket(params: Any) -> int | None:

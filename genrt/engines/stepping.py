@@ -25,6 +25,7 @@ from genrt.engine import (
     Result,
     SampleRequest,
     failure,
+    seed_of,
 )
 from genrt.errors import (
     Closed,
@@ -226,12 +227,7 @@ class Stepper:
     def _generator(self, request: Request) -> torch.Generator | None:
         if not isinstance(request, SampleRequest):
             return None
-        generator = torch.Generator(self.device)
-        if request.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(request.seed % 2**64)
-        return generator
+        return torch.Generator(self.device).manual_seed(seed_of(request) % 2**64)
 
     def _advance(self, group: Sequence[_Progress], adapter: Adapter | None) -> list[Finished]:
         """One forward over requests that share an adapter; those that it ends."""

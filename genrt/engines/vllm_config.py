@@ -21,8 +21,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engine import SampleRequest, failure
-from genrt.engines.capture import CaptureV1, CaptureV2, WorkerRows
+from genrt.engine import SampleRequest, failure, seed_of
+from genrt.engines.capture import SEED, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.open_scheduler import OpenScheduler
 from genrt.errors import (
     EngineDied,
@@ -31,6 +31,7 @@ from genrt.errors import (
     InvalidRequest,
     ModelNotFound,
 )
+from genrt.sampling import GREEDY_BELOW
 
 __all__ = [
     "LOGPROBS",
@@ -95,6 +96,11 @@ def configure(
         options.setdefault("log_level", "ERROR")
     if options.get("speculative_config"):
         raise EngineUnsupported("speculative decoding gives no next-token rows: leave it out")
+    if "seed" in options:
+        raise InvalidRequest(
+            "engine_options has a seed, with which vLLM would set the generators of the whole process: "
+            "give it to load(seed=…), or to the questions"
+        )
     if options.get("data_parallel_size", 1) != 1:
         raise EngineUnsupported(
             "one genrt runtime is one replica: load one for each device instead"
@@ -124,6 +130,7 @@ def configure(
             max_num_seqs=config.scheduler_config.max_num_seqs,
             vocab_size=config.model_config.get_vocab_size(),
         )
+    config.model_config.seed = None  # as the workers read it: to leave all generators alone
     config.model_config.logits_processors = [
         *(config.model_config.logits_processors or ()),
         CaptureV2 if config.use_v2_model_runner else CaptureV1,
@@ -164,6 +171,7 @@ def rounding(config: VllmConfig) -> float:
 LOGPROBS = SamplingParams(
     max_tokens=1,
     temperature=0.0,
+    seed=0,  # or the V2 runner would draw one, of which nothing depends, from numpy's own generator
     ignore_eos=True,
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
@@ -171,19 +179,32 @@ LOGPROBS = SamplingParams(
 """How vLLM is asked for a row: one greedy token, which nobody reads."""
 
 
-def sampling_params(request: SampleRequest) -> SamplingParams:
-    """How vLLM is asked for a sample; raises what vLLM raises for a value it does not take."""
-    return SamplingParams(
+COOLEST, HOTTEST = 0.01, 2.0
+"""The temperatures that vLLM lets users give; its runners take any that is not greedy."""
+
+
+def sampling_params(request: SampleRequest, *, drawn_here: bool) -> SamplingParams:
+    """Return how vLLM is asked for a sample; raise what vLLM raises for a value it does not take.
+
+    With ``drawn_here``, the capture draws the tokens, and is the one to know the seed."""
+    greedy = request.temperature < GREEDY_BELOW
+    params = SamplingParams(
         max_tokens=request.max_tokens,
         stop_token_ids=sorted(request.stop_token_ids),
-        temperature=request.temperature,
+        temperature=0.0 if greedy else min(max(request.temperature, COOLEST), HOTTEST),
         top_p=request.top_p,
         top_k=request.top_k,
         min_p=request.min_p,
-        seed=request.seed,
         ignore_eos=True,
         detokenize=False,
     )
+    if not greedy:
+        params.temperature = request.temperature
+        if drawn_here:
+            params.extra_args = {SEED: seed_of(request)}
+        else:
+            params.seed = seed_of(request)
+    return params
 
 
 def translated(error: Exception, what: str) -> GenrtError:

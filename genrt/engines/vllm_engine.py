@@ -186,7 +186,8 @@ class VLLMEngine:
 
     def _params(self, request: LogprobsRequest | SampleRequest, ticket: int) -> SamplingParams:
         if isinstance(request, SampleRequest):
-            return sampling_params(request)
+            drawn_here = self.runner == "V1" and self._device.type == "cpu"
+            return sampling_params(request, drawn_here=drawn_here)
         params = copy(LOGPROBS)
         params.extra_args = {TICKET: ticket}
         if self._open is not None:

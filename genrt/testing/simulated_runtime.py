@@ -49,6 +49,7 @@ class SimulatedRuntime:
         faults: what goes wrong with the engine.
         cache_bytes, max_batch_size, max_wait_seconds, max_queued_requests: see ``genrt.load``.
         restarts: whether another engine takes the place of one that died.
+        seed: what draws without a seed are drawn from.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SimulatedRuntime:
         max_wait_seconds: float = 0.0,
         max_queued_requests: int = sys.maxsize,
         restarts: bool = False,
+        seed: int,
     ) -> None:
         self.random = random
         self.model = model
@@ -85,7 +87,9 @@ class SimulatedRuntime:
             restarts=restarts,
         )
         self.ledger: Ledger = self.thread.ledger
-        self.lm = AsyncLM(cast("EngineThread", self.thread), self.cache, self.thread.engine)
+        self.lm = AsyncLM(
+            cast("EngineThread", self.thread), self.cache, self.thread.engine, seed=seed
+        )
 
     def open_engine(self) -> SimulatedEngine:
         """An engine, the first or one in place of another."""

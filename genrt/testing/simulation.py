@@ -72,9 +72,9 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
         max_wait_seconds=chance.choice([0.0, 0.0, 0.01]),
         max_queued_requests=chance.choice([sys.maxsize, sys.maxsize, 1, 4]),
         restarts=chance.random() < 0.5,
+        seed=abs(seed),
     )
-    with torch.random.fork_rng(devices=[]), adapter_directory() as directory:
-        torch.manual_seed(seed)
+    with adapter_directory() as directory:
         clients = SimulatedClients(runtime, operations, directory)
         try:
             clients.run()
@@ -129,6 +129,7 @@ def run_simulated(
         faults=faults or Faults(),
         cache_bytes=cache_bytes,
         max_batch_size=max_batch_size,
+        seed=abs(seed),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,0 +1,148 @@
+"""Opening, restarting and closing a runtime changes nothing of the process, and no randomness repeats."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.errors import InvalidRequest
+from genrt.lm import AsyncLM
+
+MODEL = NGram.random(50, seed=1)
+PROMPT = [1, 2]
+VLLM_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 2**26,
+}
+
+Load: TypeAlias = Callable[..., AsyncLM]
+Answers: TypeAlias = list[Any]
+
+
+@pytest.fixture(
+    params=[
+        "exact",
+        pytest.param("transformers", marks=pytest.mark.vllm),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ]
+)
+def load(request: pytest.FixtureRequest) -> Iterator[Load]:
+    """Opens a runtime over one engine or the other; closed at the end."""
+    with ExitStack() as opened:
+
+        def one(**arguments: Any) -> AsyncLM:
+            if request.param == "exact":
+                return opened.enter_context(genrt.load(MODEL, engine="exact", **arguments))
+            llama: Path = request.getfixturevalue("llama")
+            options = VLLM_OPTIONS if request.param == "vllm" else {}
+            return opened.enter_context(
+                genrt.load(llama, engine=request.param, engine_options=options, **arguments)
+            )
+
+        yield one
+
+
+def unseeded(lm: AsyncLM) -> Answers:
+    """Draws and samples of every kind, without a seed."""
+
+    async def ask() -> Answers:
+        return [
+            *await asyncio.gather(*(lm.draw(PROMPT) for _ in range(8))),
+            (await lm.batch_draw([PROMPT] * 8, temperature=2.0)).token_ids.tolist(),
+            *await asyncio.gather(*(lm.sample(PROMPT, max_tokens=12) for _ in range(4))),
+            *await lm.batch_sample([PROMPT] * 4, max_tokens=12, temperature=1.5, top_p=0.9),
+        ]
+
+    return asyncio.run(ask())
+
+
+def seeded(lm: AsyncLM) -> Answers:
+    """The same with seeds."""
+    return [
+        [each.token_id for each in (lm.draw_sync(PROMPT, seed=seed) for seed in range(8))],
+        lm.batch_sample_sync([PROMPT] * 4, max_tokens=12, seed=3),
+    ]
+
+
+def states() -> dict[str, int]:
+    """Of the generators that a process has, in short."""
+    numpy: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    return {
+        "random": hash(random.getstate()),
+        "numpy": hash((numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["gauss"])),
+        "torch": hash(torch.get_rng_state().numpy().tobytes()),
+    }
+
+
+@pytest.mark.promise(number=27)
+def test_two_runtimes_draw_independently(load: Load) -> None:
+    """Fifty tokens, eight draws and more: equal ones have a chance far below 1e-9."""
+    first, second = (unseeded(load()) for _ in range(2))
+    assert first != second
+    assert all(one != other for one, other in zip(first[8:], second[8:], strict=True))
+
+
+@pytest.mark.promise(number=27)
+def test_a_restarted_runtime_goes_on_and_repeats_nothing(load: Load) -> None:
+    lm = load()
+    first, before = unseeded(lm), seeded(lm)
+    lm.restart()
+    second = unseeded(lm)
+    assert all(one != other for one, other in zip(first[8:], second[8:], strict=True))
+    assert seeded(lm) == before
+
+
+@pytest.mark.promise(number=27)
+def test_runtimes_of_one_seed_draw_the_same(load: Load) -> None:
+    first, again, other = (unseeded(load(seed=seed)) for seed in (7, 7, 8))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.promise(number=27)
+def test_what_questions_without_a_seed_draw_does_not_depend_on_their_company() -> None:
+    with genrt.load(MODEL, engine="exact", seed=5) as lm:
+        together = asyncio.run(_together(lm))
+    with genrt.load(MODEL, engine="exact", seed=5, max_batch_size=1, cache_bytes=0) as lm:
+        alone = [lm.sample_sync(PROMPT, max_tokens=9) for _ in range(20)]
+    assert together == alone
+
+
+async def _together(lm: AsyncLM) -> Answers:
+    return await asyncio.gather(*(lm.sample(PROMPT, max_tokens=9) for _ in range(20)))
+
+
+@pytest.mark.promise(number=27)
+def test_the_generators_of_the_process_are_neither_set_nor_drawn_from(load: Load) -> None:
+    random.seed(3)
+    np.random.seed(3)  # the process's own
+    torch.manual_seed(3)
+    before = states()
+    lm = load()
+    assert states() == before
+    unseeded(lm)
+    seeded(lm)
+    lm.next_token_logprobs_sync(PROMPT)
+    assert states() == before
+    lm.restart()
+    assert states() == before
+    lm.close()
+    assert states() == before
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "1", True])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(InvalidRequest, match="seed"):
+        genrt.load(MODEL, engine="exact", seed=seed)
