@@ -40,7 +40,8 @@ from genrt.engine import (
     failure,
     seed_of,
 )
-from genrt.errors import EngineDied
+from genrt.engines.adapters import Adapters
+from genrt.errors import EngineDied, GenrtError, InvalidAdapter
 from genrt.rows import Leaving, together
 from genrt.sampling import Draw, TopLogprobs, drawn, rows_at_once, seeded_uniforms
 
@@ -64,13 +65,12 @@ class AnsweringEngine:
     Args:
         engine: computes rows and samples; owned by whoever made it, as ``close`` passes through too.
         cache: rows that answer without the engine; rows on their way to the host are put there.
-
-    ``adapters`` are those that are loaded, and where from.
+        adapters: those that are loaded, with the copies of them that the engine is given.
     """
 
-    def __init__(self, engine: Engine, cache: RowCache) -> None:
+    def __init__(self, engine: Engine, cache: RowCache, adapters: Adapters | None = None) -> None:
         self.engine = engine
-        self.adapters: dict[Adapter, Path] = {}
+        self._adapters = Adapters() if adapters is None else adapters
         self._foreseeing = engine if isinstance(engine, Foreseeing) else None
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
@@ -185,12 +185,33 @@ class AnsweringEngine:
             self.engine.cancel(unwanted)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self.engine.add_adapter(adapter, path)
-        self.adapters[adapter] = path
+        copy = self._adapters.keep(adapter, path)
+        try:
+            self.engine.add_adapter(adapter, copy)
+        except BaseException as error:
+            self._adapters.forget(adapter)
+            if isinstance(error, InvalidAdapter):
+                raise InvalidAdapter(str(error).replace(str(copy), str(path))) from error
+            raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        self.adapters.pop(adapter, None)
-        self.engine.remove_adapter(adapter)
+        if adapter not in self._adapters.lost:
+            self.engine.remove_adapter(adapter)
+            self._adapters.forget(adapter)
+
+    def reload_adapters(self) -> dict[Adapter, GenrtError]:
+        """Load the adapters of the engine before into this one. One that it does not take is lost, with
+        its rows; return those, each with what who asks for it is told."""
+        lost: dict[Adapter, GenrtError] = {}
+        for adapter, copy in self._adapters:
+            try:
+                self.engine.add_adapter(adapter, copy)
+            except EngineDied:
+                raise
+            except Exception as error:
+                lost[adapter] = self._adapters.lose(adapter, error)
+                self._cache.forget(adapter)
+        return lost
 
     def statistics(self) -> EngineStatistics:
         """The engine's, with the reads and what they moved; ``rows`` and ``requests`` count the rows that

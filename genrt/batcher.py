@@ -24,7 +24,7 @@ import concurrent.futures
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import cast
 
@@ -411,6 +411,21 @@ class Batcher:
         with self._lock:
             self._retired.append(adapter)
         self._wake()
+
+    def fail(self, lost: Mapping[Adapter, GenrtError]) -> None:
+        """End every request that is bound to one of these adapters with that one's error."""
+        with self._lock:
+            bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
+            queued = [entry for entry in bound if not entry.in_flight]
+            self._admission.leave([entry.request for entry in queued])
+            for entry in queued:
+                entry.in_flight = True
+            self._ready = {entry: None for entry in self._ready if not entry.in_flight}
+            self._in_flight += len(queued)
+        if bound:
+            errors = [lost[cast("Adapter", entry.request.adapter)] for entry in bound]
+            ends = zip(bound, errors, strict=True)
+            self._settle([Finished(entry.request, error=error) for entry, error in ends])
 
     def close(self, reason: GenrtError | None = None) -> None:
         """End every waiter with ``reason`` (``Closed`` by default), and every later question too.

@@ -368,7 +368,8 @@ class Engine(Protocol):
         ...
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load the LoRA adapter in directory ``path`` (safetensors).
+        """Load the LoRA adapter in directory ``path`` (safetensors). Its files stay as they are until the
+        adapter is removed.
 
         Raises:
             InvalidAdapter: the directory holds no adapter that fits, or the engine takes none.

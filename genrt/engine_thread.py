@@ -22,13 +22,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
-from genrt.engine import Adapter, Engine, EngineStatistics
+from genrt.engine import Engine, EngineStatistics
+from genrt.engines.adapters import Adapters
 from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError
 
 __all__ = ["EngineThread"]
@@ -52,7 +52,8 @@ class EngineThread:
         restarts: whether another engine is opened in place of one that died; once more only if something
             was answered since.
 
-    ``opened`` resolves to the engine, or to the error that opening it raised.
+    ``opened`` resolves to the engine, or to the error that opening it raised; ``adapters`` are those that
+    every engine is given.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class EngineThread:
             wake=self._wake,
         )
         self._answering: AnsweringEngine | None = None
-        self._loaded: dict[Adapter, Path] = {}
+        self.adapters = Adapters()
         self._calls: collections.deque[
             tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
         ] = collections.deque()
@@ -223,19 +224,17 @@ class EngineThread:
         answering.close()
 
     def _open(self) -> AnsweringEngine:
-        """Another engine, with the adapters of the one before."""
+        """Open another engine, with those adapters of the one before that it takes."""
         atexit.register(self._give_up_opening)
         try:
-            answering = AnsweringEngine(self._open_engine(), self._cache)
+            answering = AnsweringEngine(self._open_engine(), self._cache, self.adapters)
         finally:
             atexit.unregister(self._give_up_opening)
         try:
-            for adapter, path in self._loaded.items():
-                answering.add_adapter(adapter, path)
+            self._batcher.fail(answering.reload_adapters())
         except BaseException:
             answering.close()
             raise
-        answering.adapters = self._loaded
         self._answering = answering
         return answering
 

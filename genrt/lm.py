@@ -277,7 +277,7 @@ class AsyncLM(Reads):
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names that ``adapter=`` takes."""
-        return tuple(self._adapters)
+        return self._loaded_names()
 
     async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
@@ -323,7 +323,7 @@ class AsyncLM(Reads):
             with self._adapters_lock:
                 previous = self._adapters.get(name)
                 self._adapters[name] = adapter
-            if previous is not None:
+            if previous is not None and previous not in self._thread.adapters.lost:
                 self._batcher.retire(previous)
 
         return self._thread.call(load_and_bind)

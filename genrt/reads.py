@@ -215,12 +215,19 @@ class Reads:
     def _batcher(self) -> Batcher:
         return self._thread.batcher
 
+    def _loaded_names(self) -> tuple[str, ...]:
+        lost = self._thread.adapters.lost
+        return tuple(name for name, adapter in list(self._adapters.items()) if adapter not in lost)
+
     def _bound(self, name: str | None) -> Adapter | None:
         if name is None:
             return None
         adapter = self._adapters.get(name) if isinstance(name, str) else None
+        lost = self._thread.adapters.lost
+        if adapter in lost:
+            raise lost[adapter].fresh()
         if adapter is None:
-            loaded = ", ".join(map(repr, self._adapters)) or "none"
+            loaded = ", ".join(map(repr, self._loaded_names())) or "none"
             raise UnknownAdapter(
                 f"no adapter is named {name!r} (loaded: {loaded}); load it with add_adapter first"
             )

@@ -1,13 +1,28 @@
-"""Which directories pass as adapters, before any engine sees them."""
+"""Which directories pass as adapters, before any engine sees them; and adapters across restarts."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import genrt
+from genrt.engine import Adapter
 from genrt.engines.adapters import check_adapter_directory
-from genrt.errors import InvalidAdapter
+from genrt.engines.exact import NGram
+from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
+from genrt.lm import AsyncLM
+from tests.scripted import Gate, ScriptedEngine, passes
 
 
 def directory(root: Path, **files: str) -> Path:
@@ -55,3 +70,226 @@ def test_a_configuration_that_is_no_json_object_is_refused(tmp_path: Path, text:
     (tmp_path / "adapter_config.json").write_text(text, encoding="latin-1")
     with pytest.raises(InvalidAdapter, match=r"adapter_config\.json"):
         check_adapter_directory(directory(tmp_path, adapter_model__safetensors=""))
+
+
+# -- across restarts --------------------------------------------------------------------------
+
+MODEL = NGram.random(6, seed=1)
+PROMPT = [1, 2]
+
+Load: TypeAlias = Callable[..., AsyncLM]
+
+
+def make_table(directory: Path, *, seed: int) -> Path:
+    """An adapter of the exact engine."""
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    save_file({"table": NGram.random(6, seed=seed).table}, directory / "adapter_model.safetensors")
+    return directory
+
+
+@pytest.fixture(
+    params=[
+        "exact",
+        pytest.param("transformers", marks=pytest.mark.vllm),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ]
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def folders(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """Directories of two adapters that fit the model, to be done with as one likes."""
+    if kind == "exact":
+        return make_table(tmp_path / "a", seed=2), make_table(tmp_path / "b", seed=3)
+    loras: tuple[Path, Path] = request.getfixturevalue("loras")
+    copies = (tmp_path / "a", tmp_path / "b")
+    for path, copy in zip(loras, copies, strict=True):
+        shutil.copytree(path, copy)
+    return copies
+
+
+@pytest.fixture
+def load(kind: str, request: pytest.FixtureRequest) -> Iterator[Load]:
+    with ExitStack() as opened:
+
+        def one(**arguments: Any) -> AsyncLM:
+            if kind == "exact":
+                lm = genrt.load(MODEL, engine="exact", **arguments)
+            else:
+                llama: Path = request.getfixturevalue("llama")
+                options: dict[str, Any] = {}
+                if kind == "vllm":
+                    options = {"dtype": "float32", "max_num_seqs": 8, "max_lora_rank": 8}
+                    options |= {"enable_lora": True, "kv_cache_memory_bytes": 2**26, "max_loras": 2}
+                lm = genrt.load(llama, engine=kind, engine_options=options, **arguments)
+            return opened.enter_context(lm)
+
+        yield one
+
+
+def overwrite(folder: Path, other: Path) -> None:
+    for file in other.iterdir():
+        shutil.copyfile(file, folder / file.name)
+
+
+def delete(folder: Path, _: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def spoil(folder: Path, _: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"no weights")
+
+
+def rows(lm: AsyncLM, name: str | None) -> torch.Tensor:
+    contexts = [PROMPT, [3], [2, 2, 2]]
+    return lm.batch_next_token_logprobs_sync(contexts, adapter=name)
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, atol=5e-4)
+
+
+@pytest.mark.promise(number=30)
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+@pytest.mark.parametrize("becomes", [overwrite, delete, spoil])
+def test_an_adapter_survives_a_restart_whatever_becomes_of_its_folder(
+    load: Load,
+    folders: tuple[Path, Path],
+    becomes: Callable[[Path, Path], None],
+    cache_bytes: int,
+) -> None:
+    first, second = folders
+    lm = load(cache_bytes=cache_bytes)
+    lm.add_adapter_sync("a", first)
+    base, tuned = rows(lm, None), rows(lm, "a")
+    becomes(first, second)
+    lm.restart()
+    lm.clear_cache()
+    assert near(rows(lm, "a"), tuned)
+    assert near(rows(lm, None), base)
+    assert not near(tuned, base)
+
+
+@pytest.mark.promise(number=30)
+def test_of_a_name_that_was_bound_twice_the_later_weights_survive_and_what_was_removed_does_not(
+    load: Load, folders: tuple[Path, Path]
+) -> None:
+    lm = load()
+    lm.add_adapter_sync("removed", folders[0])
+    lm.add_adapter_sync("a", folders[0])
+    earlier = rows(lm, "a")
+    lm.add_adapter_sync("a", folders[1])
+    later = rows(lm, "a")
+    lm.remove_adapter("removed")
+    for folder in folders:
+        shutil.rmtree(folder)
+    lm.restart()
+    lm.clear_cache()
+    assert near(rows(lm, "a"), later)
+    assert not near(later, earlier)
+    with pytest.raises(UnknownAdapter, match="removed"):
+        rows(lm, "removed")
+    assert lm.adapters == ("a",)
+
+
+class Picky:
+    """Opens exact engines, of which every one after the first refuses adapters of these names, and which
+    die in the steps that are to."""
+
+    def __init__(self, *names: str, gate: Gate | None = None) -> None:
+        self._names = names
+        self._gate = gate
+        self.opened: list[ScriptedEngine] = []
+
+    def __call__(self) -> ScriptedEngine:
+        refuses = self._names if self.opened else ()
+        death = {} if self.opened or self._gate is None else {2: EngineDied("dead")}
+
+        class Engine(ScriptedEngine):
+            def add_adapter(self, adapter: Adapter, path: Path) -> None:
+                if adapter.name in refuses:
+                    raise InvalidAdapter(f"{path} is not to my liking")
+                super().add_adapter(adapter, path)
+
+        self.opened.append(Engine(fail_at=death))
+        return self.opened[-1]
+
+
+@pytest.mark.promise(number=30)
+def test_an_adapter_that_cannot_be_loaded_again_is_lost_alone(tmp_path: Path) -> None:
+    folder = make_table(tmp_path / "a", seed=2)
+    with genrt.load(engine=Picky("bad")) as lm:
+        lm.add_adapter_sync("good", folder)
+        lm.add_adapter_sync("bad", folder)
+        good, _ = lm.next_token_logprobs_sync([1], adapter="good"), rows(lm, "bad")
+        lm.restart()
+        assert lm.adapters == ("good",)
+        for ask in (rows, lambda lm, name: lm.draw_sync(PROMPT, adapter=name)):
+            with pytest.raises(UnknownAdapter, match=r"'bad' was lost.*not to my liking"):
+                ask(lm, "bad")
+        with pytest.raises(UnknownAdapter, match="lost"):
+            lm.remove_adapter("bad")
+        assert torch.equal(lm.next_token_logprobs_sync([1], adapter="good"), good)
+        rows(lm, None)
+        assert lm.statistics().cache.rows == 1 + 3, "good's and the base model's"
+        lm.restart()
+        assert lm.adapters == ("good",)
+
+
+@pytest.mark.promise(number=30)
+async def test_what_is_in_flight_for_a_lost_adapter_gets_its_error_and_nobody_else(
+    tmp_path: Path,
+) -> None:
+    engines = Picky("bad", gate=Gate())
+    folder = make_table(tmp_path / "a", seed=2)
+    async with await genrt.aload(engine=engines, restart="auto") as lm:
+        for name in ("good", "bad"):
+            await lm.add_adapter(name, folder)
+        await lm.next_token_logprobs([7])
+        asked = [
+            asyncio.ensure_future(lm.next_token_logprobs([number], adapter=name))
+            for number, name in ((1, "good"), (2, "bad"), (3, None), (4, "bad"))
+        ]
+        ends = await asyncio.gather(*asked, return_exceptions=True)
+        assert [isinstance(end, UnknownAdapter) for end in ends] == [False, True, False, True]
+        assert "lost" in str(ends[1])
+        again = await lm.next_token_logprobs([5], adapter="good")
+        assert again.shape == (8,)
+        statistics = lm.statistics().batcher
+        assert (statistics.in_flight, statistics.queued, statistics.failed) == (0, 0, 2)
+        await passes()
+
+
+def test_the_copies_go_with_their_adapter_and_with_the_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = make_table(tmp_path / "a", seed=2)
+    (folder / "notes.txt").write_text("of no interest")
+
+    def copied() -> list[str]:
+        return sorted(file.name for file in tmp_path.glob("genrt-adapters-*/*/*"))
+
+    lm = genrt.load(MODEL, engine="exact")
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    lm.add_adapter_sync("a", folder)
+    lm.add_adapter_sync("b", folder)
+    assert copied() == sorted(files * 2)
+    lm.remove_adapter("a")
+    lm.next_token_logprobs_sync([1])
+    assert copied() == files
+    wrong = make_table(tmp_path / "wrong", seed=1)
+    spoil(wrong, folder)
+    with pytest.raises(InvalidAdapter, match=str(wrong)):
+        lm.add_adapter_sync("c", wrong)
+    assert copied() == files
+    lm.restart()
+    assert copied() == files
+    lm.close()
+    del lm
+    gc.collect()
+    assert list(tmp_path.glob("genrt-adapters-*")) == []

@@ -1,16 +1,90 @@
-"""Which directories may be loaded as LoRA adapters: safetensors and JSON, nothing that can run code."""
+"""Which directories may be loaded as LoRA adapters, and a runtime's own copies of those that are.
+
+Rules:
+    Safetensors and JSON are copied and loaded, nothing that can run code.
+    An adapter is what its files were when it was added. Every engine of the runtime loads the copies, the
+    one after a restart too, whatever has become of the directory.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
-from genrt.errors import InvalidAdapter
+from genrt.engine import Adapter
+from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
+_COPIED = frozenset({".json", ".safetensors"})
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
+
+
+class Adapters:
+    """The adapters that a runtime has loaded, and those that it lost at a restart.
+
+    The copies go when an adapter is forgotten, and all that is left with this object or the process."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Adapter, Path] = {}
+        self._root: Path | None = None
+        self.lost: dict[Adapter, GenrtError] = {}
+
+    def __contains__(self, adapter: Adapter) -> bool:
+        return adapter in self._copies
+
+    def __iter__(self) -> Iterator[tuple[Adapter, Path]]:
+        """Each with the directory of its copy, in the order in which they were added."""
+        return iter(list(self._copies.items()))
+
+    def keep(self, adapter: Adapter, path: Path) -> Path:
+        """Copy the adapter's files; return the directory of the copies.
+
+        Raises:
+            InvalidAdapter: the directory may not be loaded, or cannot be copied.
+        """
+        check_adapter_directory(path)
+        try:
+            if self._root is None:
+                self._root = Path(tempfile.mkdtemp(prefix="genrt-adapters-"))
+                weakref.finalize(self, _remove, self._root, os.getpid())
+            copy = Path(tempfile.mkdtemp(dir=self._root))
+            for file in path.iterdir():
+                if file.suffix in _COPIED and file.is_file():
+                    shutil.copyfile(file, copy / file.name)
+        except OSError as error:
+            raise InvalidAdapter(f"{path} cannot be copied: {error}") from error
+        self._copies[adapter] = copy
+        return copy
+
+    def forget(self, adapter: Adapter) -> None:
+        """Delete the adapter's copies."""
+        copy = self._copies.pop(adapter, None)
+        if copy is not None:
+            shutil.rmtree(copy, ignore_errors=True)
+
+    def lose(self, adapter: Adapter, reason: Exception) -> GenrtError:
+        """Forget an adapter that another engine does not take; return what whoever names it is told."""
+        self.forget(adapter)
+        lost = UnknownAdapter(
+            f"adapter {adapter.name!r} was lost when the engine was restarted: load it again with "
+            f"add_adapter ({reason})"
+        )
+        lost.__cause__ = reason
+        self.lost[adapter] = lost
+        return lost
+
+
+def _remove(root: Path, process: int) -> None:
+    """Delete the copies, but not in a forked child, whose parent has them."""
+    if os.getpid() == process:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def check_adapter_directory(path: Path) -> None:

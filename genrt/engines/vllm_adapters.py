@@ -1,8 +1,6 @@
-"""vLLM's LoRA adapters by version: snapshots, who uses which, and the base model's stand-in.
+"""vLLM's LoRA adapters by version: who uses which, and the base model's stand-in.
 
 Rules:
-    An adapter's files are copied when it is added: vLLM reads them again whenever it has evicted the
-    weights, and must not find those that a later version put there.
     Every version has a name and number of its own in vLLM, whose prefix cache is keyed by the name.
     An adapter that was removed stays until the last request bound to it has ended.
 
@@ -45,7 +43,7 @@ class VLLMAdapters:
         self._core = core
         self._base_needs_twin = base_needs_twin
         self._numbers = itertools.count(1)
-        self._directory = tempfile.TemporaryDirectory(prefix="genrt-adapters-")
+        self._directory = tempfile.TemporaryDirectory(prefix="genrt-twin-")
         self._loaded: dict[Adapter, LoRARequest] = {}
         self._users: collections.Counter[Adapter] = collections.Counter()
         self._removed: set[Adapter] = set()
@@ -58,19 +56,13 @@ class VLLMAdapters:
             InvalidAdapter: vLLM does not take it; its reason is the message.
         """
         check_adapter_directory(path)
-        snapshot = self._new_directory()
-        for name in (CONFIG_NAME, WEIGHTS_NAME):
-            shutil.copyfile(path / name, snapshot / name)
-        self._loaded[adapter] = self._load(snapshot, f"{adapter.name} from {path}")
+        self._loaded[adapter] = self._load(path, adapter.name)
         if self._base_needs_twin and self._base is None:
-            self._base = self._load(self._twin(snapshot), "B = 0")
+            self._base = self._load(self._twin(path), "B = 0")
 
-    def _new_directory(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self._directory.name))
-
-    def _load(self, snapshot: Path, what: str) -> LoRARequest:
+    def _load(self, directory: Path, what: str) -> LoRARequest:
         number = next(self._numbers)
-        lora = LoRARequest(f"genrt-{number}", number, str(snapshot))
+        lora = LoRARequest(f"genrt-{number}", number, str(directory))
         try:
             loaded = self._core.add_lora(lora)
         except Exception as error:
@@ -94,7 +86,7 @@ class VLLMAdapters:
             )
 
     def _twin(self, source: Path) -> Path:
-        twin = self._new_directory()
+        twin = Path(tempfile.mkdtemp(dir=self._directory.name))
         shutil.copyfile(source / CONFIG_NAME, twin / CONFIG_NAME)
         weights = load_file(source / WEIGHTS_NAME)
         for name, weight in weights.items():
@@ -142,7 +134,6 @@ class VLLMAdapters:
         lora = self._loaded.pop(adapter)
         self._removed.discard(adapter)
         self._core.remove_lora(lora.lora_int_id)
-        shutil.rmtree(lora.lora_path, ignore_errors=True)
 
     def close(self) -> None:
         self._directory.cleanup()

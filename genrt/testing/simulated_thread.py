@@ -8,13 +8,13 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import Adapter, Engine, EngineStatistics, Request, Result
+from genrt.engines.adapters import Adapters
 from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError
 from genrt.testing.ledger import Ledger
 from genrt.testing.simulated_engine import SimulatedEngine
@@ -64,7 +64,7 @@ class SimulatedThread:
             clock=clock.time,
         )
         self._batcher._lock = cast("threading.Lock", _CheckedLock())
-        self._loaded: dict[Adapter, Path] = {}
+        self.adapters = Adapters()
         self._calls: collections.deque[
             tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
         ] = collections.deque()
@@ -85,10 +85,8 @@ class SimulatedThread:
 
     def _open(self) -> AnsweringEngine:
         self._engine = self._open_engine()
-        answering = AnsweringEngine(self._engine, self._cache)
-        for adapter, path in self._loaded.items():
-            answering.add_adapter(adapter, path)
-        answering.adapters = self._loaded
+        answering = AnsweringEngine(self._engine, self._cache, self.adapters)
+        self._batcher.fail(answering.reload_adapters())
         return answering
 
     # -- as EngineThread ----------------------------------------------------------------------
