@@ -37,7 +37,8 @@ SIMPLE = ["guide/testing.md"]
 """Pages whose examples open no model but the exact one."""
 
 WITH_A_MODEL = [page for page in PAGES if blocks((DOCS / page).read_text("utf-8"), "python")]
-WITH_A_MODEL = [page for page in WITH_A_MODEL if page not in (*SIMPLE, "guide/adapters.md")]
+SPECIAL = ("guide/adapters.md", "migration/genlm.md")
+WITH_A_MODEL = [page for page in WITH_A_MODEL if page not in (*SIMPLE, *SPECIAL)]
 
 
 def text_of(page: str) -> str:
@@ -68,6 +69,16 @@ async def test_the_examples_of_a_page_run(
     await examples_of(page, {"__name__": "docs"})
 
 
+@pytest.mark.vllm
+@pytest.mark.embedded
+@pytest.mark.genlm
+async def test_the_examples_with_genlm_run(
+    embedded: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(genrt, "load", lambda: embedded)
+    await examples_of("migration/genlm.md", {"__name__": "docs"})
+
+
 @pytest.mark.parametrize("page", SIMPLE)
 async def test_the_examples_on_the_exact_engine_run(page: str) -> None:
     await examples_of(page, {"__name__": "docs"})
@@ -84,6 +95,28 @@ async def test_the_examples_with_adapters_run(
     namespace: dict[str, Any] = {"__name__": "docs"}
     await examples_of("guide/adapters.md", namespace)
     assert not torch.allclose(namespace["base"], namespace["formal"], atol=0.1)
+
+
+WIDEST = 104
+"""Columns of code and outputs that a page has room for, in a window of 1,400 pixels."""
+
+
+def test_code_and_outputs_are_no_wider_than_a_page() -> None:
+    shown = {page: re.findall(r"^```\w*\n(.*?)^```", text_of(page), re.S | re.M) for page in PAGES}
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        outputs = [output for cell in code for output in cell["outputs"]]
+        texts = [each.get("text") or each["data"]["text/plain"] for each in outputs]
+        shown[path.name] = ["".join(each) for each in [*(cell["source"] for cell in code), *texts]]
+    wide = [
+        (page, line)
+        for page, blocks in shown.items()
+        for block in blocks
+        for line in block.splitlines()
+        if len(line) > WIDEST
+    ]
+    assert wide == []
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -302,7 +335,7 @@ def test_the_commands_and_extras_in_the_docs_are_there() -> None:
     for target in re.findall(r"(?:`|\$ )make ([a-z]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = re.findall(r"genrt\[([a-z,]+)\]", text) + re.findall(r"[Ee]xtras? `(\w+)`", text)
+    extras = re.findall(r"\.\[([a-z,]+)\]", text) + re.findall(r"[Ee]xtras? `(\w+)`", text)
     assert extras
     for extra in ",".join(extras).split(","):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), f"no extra {extra}"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import genrt
 from genrt import demo
@@ -28,7 +27,8 @@ DOCUMENTS = [
     "SECURITY.md",
     "tests/README.md",
 ]
-RESULT_BEFORE_LINE = 35
+PYTHON_BEFORE_LINE, RESULT_BEFORE_LINE = 10, 35
+LONGEST_README = 170
 
 
 def text_of(document: str) -> str:
@@ -59,13 +59,7 @@ async def run_block(block: str, document: str, namespace: dict[str, Any]) -> lis
 @pytest.mark.vllm
 @pytest.mark.embedded
 @pytest.mark.genlm
-async def test_every_example_in_the_readme_runs_and_prints_what_it_says(
-    llama: Path, loras: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "path/to").mkdir(parents=True)
-    (tmp_path / "path/to/model").symlink_to(llama)
-    (tmp_path / "path/to/adapter").symlink_to(loras[0])
-    monkeypatch.chdir(tmp_path)
+async def test_every_example_in_the_readme_runs_and_prints_what_it_says() -> None:
     examples = blocks(text_of("README.md"), "python")
     namespace: dict[str, Any] = {"__name__": "readme"}
     try:
@@ -74,11 +68,11 @@ async def test_every_example_in_the_readme_runs_and_prints_what_it_says(
         if "lm" in namespace:
             await namespace["lm"].aclose()
     assert printed == [promised_output(block) for block in examples]
-    assert sum(map(len, printed)) >= 4
+    assert sum(map(len, printed)) >= 3
     texts, weights = zip(*namespace["result"].posterior(), strict=True)
     assert set(texts) <= {" Paris.", " Rome.", " Tokyo."}
     assert sum(weights) == pytest.approx(1.0)
-    assert not torch.allclose(namespace["base"], namespace["formal"], atol=0.1)
+    assert sum(weight for _, weight in namespace["numbers"]) == pytest.approx(1.0)
 
 
 async def test_the_examples_in_contributing_run() -> None:
@@ -104,8 +98,10 @@ def test_links_lead_to_files(document: str) -> None:
     assert [link for link in links if "://" not in link and not (here / link).exists()] == []
 
 
-def test_the_readme_shows_the_demos_result_early() -> None:
+def test_the_readme_is_short_and_shows_code_and_the_demos_result_early() -> None:
     text = text_of("README.md")
+    assert text[: text.index("```python")].count("\n") < PYTHON_BEFORE_LINE
+    assert text.count("\n") <= LONGEST_README
     assert f"\nprompt   {demo.PROMPT}\npattern  {demo.PATTERN}\n" in text
     lines = text.splitlines()
     (weights,) = (
@@ -123,7 +119,7 @@ def test_the_names_in_the_documents_are_there() -> None:
     methods = set(re.findall(r"\blm\.([a-z_]+)\b", text)) - {"py"}
     with genrt.load(NGram.random(3), engine="exact") as lm:
         assert {name for name in methods if not hasattr(lm, name)} == set()
-    assert {"next_token_logprobs", "sample", "add_adapter"} <= methods
+    assert {"next_token_logprobs", "sample", "draw"} <= methods
     for name in set(re.findall(r"\bgenrt(?:\.[A-Za-z_]\w*)+", text)):
         assert pkgutil.resolve_name(name) is not None
 
@@ -132,8 +128,16 @@ def test_the_commands_in_the_readme_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?:`|\$ )make ([a-z]+)", "\n".join(map(text_of, DOCUMENTS))):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
-    extras = re.findall(r"genrt\[([a-z,]+)\]", text_of("README.md"))
+    extras = re.findall(r'pip install -e "\.\[([a-z,]+)\]"', text_of("README.md"))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert extras
     for extra in ",".join(extras).split(","):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), f"no extra {extra}"
+
+
+def test_nobody_is_told_to_install_what_no_index_has() -> None:
+    """Before a release, pip finds genrt in a checkout alone."""
+    pages = [*map(ROOT.joinpath, DOCUMENTS), *(ROOT / "docs").rglob("*.md")]
+    pages += (ROOT / "notebooks").glob("*.ipynb")
+    for page in pages:
+        assert not re.search(r"pip install \W*genrt", page.read_text(encoding="utf-8")), page.name
