@@ -271,6 +271,16 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             ":",
         ),
         (
+            "a choice is no resampling point",
+            "await self._point(asked, due=self._has_weighed)",
+            "await self._point(asked, due=False)",
+        ),
+        (
+            "questions that were forgotten are not told of at the end",
+            "                raise forgotten\n            if not",
+            "                pass\n            if not",
+        ),
+        (
             "a program may sample in tasks of its own",
             "if asyncio.current_task() is not self._task:",
             "if False:",

@@ -55,6 +55,7 @@ HOUSE = (
     "inference/metropolis.py",
     "inference/smc.py",
     "inference/programs.py",
+    "inference/unawaited.py",
     "inference/text_model.py",
     "inference/awrs.py",
     "inference/potentials.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -101,14 +102,14 @@ async def test_a_text_written_by_hand_has_the_law_of_a_text_model(resample_when:
 
 async def mixed(p: Execution) -> Any:
     """Everything that an execution offers, in every order."""
-    scale = p.uniform()
+    scale = await p.uniform()
     p.observe(-scale)
-    kind = p.choice(["short", "long"], log_weights=[0.0, -1.0])
+    kind = await p.choice(["short", "long"], log_weights=[0.0, -1.0])
     tokens = [0]
     for _ in range(1 if kind == "short" else 3):
         tokens.append(await p.sample(tokens, mask=[0, 1, 2]))
-        p.observe(-0.5 * p.choice([0, 1]))
-        p.observe(-p.uniform())
+        p.observe(-0.5 * await p.choice([0, 1]))
+        p.observe(-await p.uniform())
     await p.condition(tokens, [3])
     row = await p.lm.next_token_logprobs(tokens)
     last = await p.sample(tokens, temperature=2.0)
@@ -160,8 +161,8 @@ async def test_the_mixed_program_has_the_evidence_that_its_observations_say() ->
 
 async def test_chance_without_a_language_model_has_its_laws() -> None:
     async def program(p: Execution) -> tuple[int, str, str]:
-        letter = p.choice("xyz", log_weights=[0.0, -math.inf, math.log(3)])
-        return int(4 * p.uniform()), letter, p.choice(["l", "r"])
+        letter = await p.choice("xyz", log_weights=[0.0, -math.inf, math.log(3)])
+        return int(4 * await p.uniform()), letter, await p.choice(["l", "r"])
 
     with genrt.load(MODEL, engine="exact") as lm:
         result = await importance_sampling(Program(lm, program), num_particles=2000).run(1)
@@ -174,6 +175,247 @@ async def test_chance_without_a_language_model_has_its_laws() -> None:
     assert_samples_from(result.values, law)
     assert result.log_evidence == 0
     assert result.token_ids == ((),) * 2000
+
+
+# -- draws from weights of one's own ----------------------------------------------------------
+
+EXPERTS = NGram.random([b"a", b"b", b"c"], order=2, seed=1, zeros=0.4)
+
+
+async def product_of_experts(p: Execution) -> tuple[int, ...]:
+    """What two prompts agree on, token by token."""
+    tokens: tuple[int, ...] = ()
+    for _ in range(3):
+        rows = await p.lm.batch_next_token_logprobs([[0, 1, *tokens], [2, 0, *tokens]])
+        both = rows.sum(dim=0)
+        p.observe(float(both.logsumexp(0)))
+        tokens += (await p.choice(range(3), log_weights=both),)
+    return tokens
+
+
+def of_experts() -> dict[Any, float]:
+    """The weight of every text that the product of experts can give."""
+    weights = {}
+    for text in itertools.product(range(3), repeat=3):
+        logprobs = [
+            float(EXPERTS.row([*prompt, *text[:place]])[token])
+            for prompt in ([0, 1], [2, 0])
+            for place, token in enumerate(text)
+        ]
+        weights[text] = math.exp(sum(logprobs))
+    return {text: weight for text, weight in weights.items() if weight > 0}
+
+
+async def walk(p: Execution) -> tuple[int, ...]:
+    """A hidden path of three places, and what is seen of it."""
+    path = [0]
+    for _ in range(4):
+        path.append((path[-1] + await p.choice([0, 1, 2], log_weights=[0.0, 1.0, -1.0])) % 3)
+        p.observe(-1.5 * (path[-1] == 1))
+    return tuple(path[1:])
+
+
+def of_walks() -> dict[Any, float]:
+    weights: dict[Any, float] = {}
+    total = 1 + math.exp(1) + math.exp(-1)
+    for moves in itertools.product(range(3), repeat=4):
+        path = tuple(itertools.accumulate(moves, lambda at, move: (at + move) % 3))
+        chance = math.exp(sum([0.0, 1.0, -1.0][move] for move in moves)) / total**4
+        weights[path] = weights.get(path, 0.0) + chance * math.exp(-1.5 * path.count(1))
+    return weights
+
+
+async def halving(p: Execution) -> int:
+    """Uniform numbers, weighed one by one; some particles are weighed, and others go on."""
+    above = 0
+    for _ in range(3):
+        number = await p.uniform()
+        if number < 0.5:
+            p.observe(-0.7)
+        above += number >= 0.5
+    return above
+
+
+OWN_DRAWS: dict[str, tuple[Any, dict[Any, float]]] = {
+    "product of experts": (product_of_experts, of_experts()),
+    "walk": (walk, of_walks()),
+    "halving": (
+        halving,
+        {k: math.comb(3, k) * 0.5**k * (0.5 * math.exp(-0.7)) ** (3 - k) for k in range(4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_DRAWS)
+@pytest.mark.parametrize("resample_when", [0.5, 1.0, every_step])
+async def test_a_weight_that_changed_is_resampled_before_the_next_draw_of_any_kind(
+    name: str, resample_when: Any
+) -> None:
+    program, weights = OWN_DRAWS[name]
+    evidence = sum(weights.values())
+    with genrt.load(EXPERTS, engine="exact") as lm:
+        smc = SMC(Program(lm, program), num_particles=6, resample_when=resample_when)
+        replayed: Any = SMC(
+            Forgetful(Program(lm, program)), num_particles=6, resample_when=resample_when
+        )
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(150)))
+        assert all([same(await replayed.run(seed), results[seed]) for seed in range(4)])
+    if resample_when is every_step or resample_when == 1.0:
+        assert max(len(result.infos) for result in results) >= 3
+        assert sum(info.resampled for result in results for info in result.infos) > 0
+    assert_weighted_samples_from(
+        [(result.values, result.log_weights) for result in results],
+        {value: weight / evidence for value, weight in weights.items()},
+        log_evidence=math.log(evidence),
+    )
+
+
+async def test_resampling_at_choices_steadies_the_evidence() -> None:
+    async def rare(p: Execution) -> None:
+        for _ in range(12):
+            p.observe(0.0 if await p.choice([True, False]) else -3.0)
+
+    exact = ((1 + math.exp(-3)) / 2) ** 12
+    with genrt.load(EXPERTS, engine="exact") as lm:
+        spread = {}
+        for resample_when in (0.0, 0.5):
+            smc = SMC(Program(lm, rare), num_particles=30, resample_when=resample_when)
+            results = await asyncio.gather(*(smc.run(seed) for seed in range(60)))
+            evidence = np.exp([result.log_evidence for result in results]) / exact
+            spread[resample_when] = float(evidence.std())
+            assert abs(evidence.mean() - 1) < 5 * spread[resample_when] / 60**0.5
+    assert spread[0.5] < 0.6 * spread[0.0], spread
+
+
+async def test_a_choice_without_a_change_of_weight_before_it_makes_no_step() -> None:
+    async def program(p: Execution) -> Any:
+        p.observe(-1.0)
+        drawn = [await p.choice("ab"), await p.uniform(), await p.sample([0]), await p.choice("ab")]
+        p.observe(-1.0)
+        await p.condition([0], [1])
+        return drawn, await p.uniform(), await p.choice("ab")
+
+    with genrt.load(EXPERTS, engine="exact") as lm:
+        result = await SMC(Program(lm, program), num_particles=3).run(0)
+    assert len(result.infos) == 2
+    assert [info.token_ids.tolist() for info in result.infos][1] == [-1, -1, -1]
+
+
+async def test_a_particle_that_is_dead_draws_nothing_more() -> None:
+    async def program(p: Execution) -> None:
+        p.observe(-math.inf)
+        await p.choice("ab", log_weights=[-math.inf, -math.inf])
+        raise Broken
+
+    with genrt.load(EXPERTS, engine="exact") as lm:
+        result = await SMC(Program(lm, program), num_particles=3).run(0)
+    assert result.log_evidence == -math.inf
+
+
+# -- what was forgotten -----------------------------------------------------------------------
+
+
+async def forgets_sample(p: Execution) -> Any:
+    return [p.sample([0]) for _ in range(3)]
+
+
+async def forgets_and_uses(p: Execution) -> Any:
+    tokens = [0]
+    tokens.append(p.sample(tokens))  # type: ignore[arg-type]
+    return await p.sample(tokens)
+
+
+async def forgets_and_calls(p: Execution) -> Any:
+    return p.choice("ab").upper()  # type: ignore[attr-defined]
+
+
+async def forgets_and_adds(p: Execution) -> Any:
+    return 1 + p.uniform()  # type: ignore[operator]
+
+
+async def forgets_and_asks(p: Execution) -> Any:
+    if p.choice([True, False]):
+        await p.sample([0])
+    return 1
+
+
+async def forgets_and_observes(p: Execution) -> Any:
+    p.observe(p.uniform())  # type: ignore[arg-type]
+
+
+async def drops_condition(p: Execution) -> Any:
+    token = await p.sample([0])
+    p.condition([0], [token])  # type: ignore[unused-coroutine]
+    await p.sample([0])
+    return await p.sample([0])
+
+
+async def forgets_in_a_dictionary(p: Execution) -> Any:
+    return {"a": [(1, p.lm.draw([0]))]}
+
+
+async def forgets_a_task(p: Execution) -> Any:
+    return asyncio.ensure_future(asyncio.sleep(0))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (forgets_sample, r"forgets_sample never awaited p.sample in line \d+: write await"),
+        (forgets_and_uses, "never awaited p.sample in line"),
+        (forgets_and_calls, "never awaited p.choice in line"),
+        (forgets_and_adds, "never awaited p.uniform in line"),
+        (forgets_and_asks, "never awaited p.choice in line"),
+        (forgets_and_observes, "never awaited p.uniform in line"),
+        (drops_condition, "never awaited p.condition in line"),
+        (forgets_in_a_dictionary, "not awaited, of .*draw: write await"),
+        (forgets_a_task, "not awaited, of Task"),
+    ],
+)
+async def test_a_forgotten_await_is_told_with_its_line(program: Any, message: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest, match=message):
+        await SMC(Program(lm, program), num_particles=3).run(0)
+    gc.collect()
+
+
+async def test_the_line_is_that_of_the_call() -> None:
+    with genrt.load(MODEL, engine="exact") as lm, pytest.raises(InvalidRequest) as caught:
+        await SMC(Program(lm, drops_condition), num_particles=3).run(0)
+    line = drops_condition.__code__.co_firstlineno + 2
+    assert f"p.condition in line {line}:" in str(caught.value)
+
+
+async def test_awaiting_later_is_not_forgetting() -> None:
+    async def program(p: Execution) -> int:
+        later = p.sample([0])
+        first = await p.sample([1])
+        both = asyncio.gather(p.condition([0], [1]), p.condition([0], [2]))
+        await both
+        return first + await later
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(Program(lm, program), num_particles=5, resample_when=every_step).run(0)
+    assert all(
+        value == sum(ids) for value, ids in zip(result.values, result.token_ids, strict=True)
+    )
+
+
+async def test_what_a_dead_or_failed_particle_left_is_not_complained_of() -> None:
+    async def dies(p: Execution) -> None:
+        p.sample([0])  # type: ignore[unused-coroutine]
+        p.observe(-math.inf)
+        await p.sample([0])
+
+    async def fails(p: Execution) -> None:
+        await p.sample([0])
+        raise Broken
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(Program(lm, dies), num_particles=3).run(0)
+        assert result.log_evidence == -math.inf
+        with pytest.raises(Broken):
+            await SMC(Program(lm, fails), num_particles=3).run(0)
+    gc.collect()
 
 
 # -- steps ------------------------------------------------------------------------------------
@@ -330,7 +572,7 @@ class Unhashable:
 
 async def test_values_are_of_any_type_and_posteriors_of_what_is_hashable() -> None:
     async def program(p: Execution) -> Any:
-        return Unhashable(p.choice("ab")), {"tokens": [await p.sample([0])]}
+        return Unhashable(await p.choice("ab")), {"tokens": [await p.sample([0])]}
 
     with genrt.load(MODEL, engine="exact") as lm:
         result = await importance_sampling(Program(lm, program), num_particles=30).run(0)
@@ -357,7 +599,7 @@ async def test_an_exception_reaches_the_caller_and_cancels_the_others() -> None:
 
     async def program(p: Execution) -> None:
         nonlocal cancelled
-        if p.choice([True, False]):
+        if await p.choice([True, False]):
             await p.lm.next_token_logprobs([0])
             raise Broken("in the middle")
         try:
@@ -406,7 +648,7 @@ async def test_a_program_that_is_no_function_of_its_choices_is_refused() -> None
     async def another_kind(p: Execution) -> None:
         ran["kind"] += 1
         if ran["kind"] > 3:
-            p.uniform()
+            await p.uniform()
         for _ in range(3):
             await p.sample([0])
 
@@ -419,7 +661,7 @@ async def test_a_program_that_is_no_function_of_its_choices_is_refused() -> None
         ran["later"] += 1
         await p.sample([0])
         if ran["later"] > 3:
-            p.choice("ab")
+            await p.choice("ab")
         for _ in range(3):
             await p.sample([0])
 
@@ -449,7 +691,11 @@ async def in_wait_for(p: Execution) -> None:
     await asyncio.wait_for(p.sample([0]), 60)
 
 
-@pytest.mark.parametrize("program", [in_a_task, in_wait_for])
+async def choice_in_a_task(p: Execution) -> None:
+    await asyncio.gather(p.choice("ab"), p.uniform())
+
+
+@pytest.mark.parametrize("program", [in_a_task, in_wait_for, choice_in_a_task])
 async def test_samples_of_other_tasks_are_refused(program: Any) -> None:
     with (
         genrt.load(MODEL, engine="exact") as lm,
@@ -509,6 +755,13 @@ def offering(act: Callable[[Execution], Any]) -> Any:
         (lambda p: p.observe(None), InvalidRequest, "not None"),
         (lambda p: p.observe(True), InvalidRequest, "for a condition"),
         (lambda p: p.choice([]), InvalidRequest, "0 values and no log-weights"),
+        (
+            lambda p: p.choice({"a", "b"}),
+            InvalidRequest,
+            "choice got a set: give the values in a list",
+        ),
+        (lambda p: p.choice({"a": 1}), InvalidRequest, "choice got a dict"),
+        (lambda p: p.choice(iter("ab")), InvalidRequest, "choice got a str_ascii_iterator"),
         (lambda p: p.choice("ab", log_weights=[0.0]), InvalidRequest, "2 values and 1 log-weights"),
         (lambda p: p.choice("ab", log_weights=[-math.inf] * 2), InvalidRequest, "choice got the"),
         (lambda p: p.choice("ab", log_weights=[0.0, math.nan]), InvalidRequest, "choice got the"),

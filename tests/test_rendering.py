@@ -202,7 +202,7 @@ def test_values_of_any_type_are_shown() -> None:
 async def counted(p: Execution) -> dict[str, Any]:
     token_ids = [0, await p.sample([0])]
     p.observe(-0.1 * token_ids[1])
-    return {"drawn": token_ids[1:], "twice": p.uniform() < 0.5}
+    return {"drawn": token_ids[1:], "twice": await p.uniform() < 0.5}
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ class Growth(NamedTuple):
     Attributes:
         particle: what became of it.
         log_weight: what its log-weight gained; -inf if it died.
-        token_id: the token it drew, the end token included; ``DEAD`` if it could draw none.
+        token_id: the token it drew, the end token included; ``DEAD`` if it drew none.
     """
 
     particle: Any

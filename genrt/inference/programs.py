@@ -17,13 +17,17 @@ of the program, of the product of its observations. A masked ``sample`` draws fr
 the mask and observes the mask's mass, so that it counts as a draw from the row, and the mask as a
 condition.
 
-A step takes every particle from its next ``sample`` to the one after, or to its end. Resampling may copy
-a particle in between, and a coroutine cannot be copied. So a particle is the list of its choices: one
-child goes on where its parent stopped, the others run from the beginning with the choices that were made,
-without asking anybody for them, before they go on by themselves. Therefore a program has to be a function
-of its choices: all randomness comes from ``p``, and what it changes outside of itself it changes again.
-``sample`` is awaited by the program itself and not by tasks that it starts, and ``asyncio.timeout`` and
-task groups may not be open around it: another task goes on after it.
+Steps. What is drawn is awaited: ``sample``, ``choice``, ``uniform``. A step takes a particle from one
+draw to just before another, or to its end: to the next draw after its weight has changed, by ``observe``,
+``condition`` or a mask, and to the next ``sample`` in any case. Particles are resampled between steps, so
+no change of a weight waits longer for that than to the next draw.
+
+Resampling may copy a particle, and a coroutine cannot be copied. So a particle is the list of its
+choices: one child goes on where its parent stopped, the others run from the beginning with the choices
+that were made, without asking anybody for them, before they go on by themselves. Therefore a program has
+to be a function of its choices: all randomness comes from ``p``, and what it changes outside of itself it
+changes again. Draws are awaited by the program itself and not by tasks that it starts, and
+``asyncio.timeout`` and task groups may not be open around them: another task goes on after them.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
@@ -35,17 +39,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import finite, runtime, token_bytes
 from genrt.inference.model import DEAD, Growth
-from genrt.inference.resampling import normalised
+from genrt.inference.resampling import Floats, normalised
+from genrt.inference.unawaited import Questions, check_returned, question
 from genrt.texts import decoded
 
 if TYPE_CHECKING:
@@ -55,6 +61,9 @@ if TYPE_CHECKING:
 __all__ = ["Execution", "Program"]
 
 T = TypeVar("T")
+
+Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
+"""Log-weights of one's own, on any device."""
 
 
 class _Choice(NamedTuple):
@@ -70,22 +79,31 @@ class Execution:
     ``lm`` is the runtime, for whatever else is to be asked: rows, scores, other draws with seeds.
     """
 
-    def __init__(self, lm: AsyncLM, choices: Sequence[_Choice]) -> None:
+    def __init__(
+        self, lm: AsyncLM, choices: Sequence[_Choice], pause: tuple[Any, ...] | None
+    ) -> None:
         self.lm = lm
         self._choices = list(choices)
         self._to_replay = len(choices)
         self._replayed = 0
-        self._is_live = not choices
+        self._pause = pause
+        """For what it paused, and goes on again; ``None`` before the first pause."""
+        self._is_live = pause is None
+        self._questions = Questions()
         self._task: asyncio.Task[Any] | None = None
 
     def _begin(self, rng: np.random.Generator) -> None:
         """A step begins in the running task, with this randomness."""
         self._rng = rng
         self._task = asyncio.current_task()
-        self._may_draw = True
+        self._has_sampled = False
+        self._has_drawn = False
+        self._has_weighed = False
+        """Since something was drawn in this step."""
         self._log_weight = 0.0
         self._drawn = DEAD
 
+    @question
     async def sample(
         self,
         token_ids: TokenIds,
@@ -110,11 +128,6 @@ class Execution:
                 task than the program's, or what ``AsyncLM.draw`` refuses; also ContextTooLong,
                 UnknownAdapter, EngineFailed, Closed, as there.
         """
-        if asyncio.current_task() is not self._task:
-            raise InvalidRequest(
-                "sample was awaited in another task than the program's, as gather, wait_for and "
-                "create_task do: await it in the program itself, one after the other"
-            )
         if finite("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
         if temperature <= 0:
@@ -122,12 +135,10 @@ class Execution:
                 f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
             )
         asked = ("sample", _fingerprint(token_ids), float(temperature), adapter)
-        if self._replayed < self._to_replay:
-            return cast("int", self._replay(asked))
-        self._is_live = True
-        if not self._may_draw or self._log_weight == -math.inf:
-            await _Pause()
-        self._may_draw = False
+        if self._is_replaying(asked):
+            return int(self._replay(asked))
+        await self._point(asked, due=self._has_sampled or self._has_weighed)
+        self._has_sampled = self._has_drawn = True
         drawn = await self.lm.draw(
             token_ids,
             mask=mask,
@@ -143,6 +154,7 @@ class Execution:
         self._choices.append(_Choice(asked, drawn.token_id))
         return drawn.token_id
 
+    @question
     async def condition(
         self,
         token_ids: TokenIds,
@@ -160,7 +172,7 @@ class Execution:
             self.observe(float(scores.double().sum()))
 
     def observe(self, log_weight: float) -> None:
-        """Add to the particle's log-weight; -inf ends the particle at its next ``sample``.
+        """Add to the particle's log-weight; -inf ends the particle at its next draw.
 
         Raises:
             InvalidRequest: NaN, +inf, or not a number.
@@ -177,18 +189,34 @@ class Execution:
             raise InvalidRequest(f"observe takes a finite log-weight, or -inf, not {number}")
         if self._is_live:
             self._log_weight += number
+            self._has_weighed = self._has_drawn
 
-    def uniform(self) -> float:
-        """A number drawn uniformly from [0, 1)."""
-        return cast("float", self._chosen(("uniform",), lambda: float(self._rng.random())))
-
-    def choice(self, values: Sequence[T], *, log_weights: Sequence[float] | None = None) -> T:
-        """One of these, uniformly, or in proportion to the exponentials of ``log_weights``.
+    @question
+    async def uniform(self) -> float:
+        """A number drawn uniformly from [0, 1).
 
         Raises:
-            InvalidRequest: there is no value, there are not as many log-weights, none is above -inf, or
-                one is NaN or +inf.
+            InvalidRequest: it was awaited in another task than the program's.
         """
+        return float(await self._chosen(("uniform",), lambda: float(self._rng.random())))
+
+    @question
+    async def choice(self, values: Sequence[T], *, log_weights: Weights | None = None) -> T:
+        """One of these, uniformly, or in proportion to the exponentials of ``log_weights``.
+
+        So it draws from weights of your own, too: the sum of two rows, for example, with the values
+        ``range(vocab_size)`` and after ``observe`` of their ``logsumexp``.
+
+        Raises:
+            InvalidRequest: there is no value, or no order of them; there are not as many log-weights,
+                none is above -inf, one is NaN or +inf; it was awaited in another task than the program's.
+        """
+        if isinstance(values, Mapping | Set) or not hasattr(values, "__getitem__"):
+            raise InvalidRequest(
+                f"choice got a {type(values).__name__}: give the values in a list, in a fixed order"
+            )
+        if self._is_live and self._log_weight == -math.inf:
+            await _Pause()  # for ever: weights of its own have no sum
         count = len(values)
         if not count or (log_weights is not None and len(log_weights) != count):
             weights = "no" if log_weights is None else len(log_weights)
@@ -199,7 +227,7 @@ class Execution:
         shares = None
         if log_weights is not None:
             try:
-                weighed = np.array(log_weights, np.float64)
+                weighed = _array(log_weights)
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(
                     f"choice got the log-weights {log_weights!r}: give numbers"
@@ -209,18 +237,38 @@ class Execution:
                     f"choice got the log-weights {weighed}: they are finite, or -inf but for one"
                 )
             shares = normalised(weighed)
-        asked = ("choice", count)
-        place: int = self._chosen(asked, lambda: int(self._rng.choice(count, p=shares)))
-        return values[place]
+        chosen = await self._chosen(
+            ("choice", count), lambda: int(self._rng.choice(count, p=shares))
+        )
+        return values[chosen]
 
-    def _chosen(self, asked: tuple[Any, ...], choose: Callable[[], Any]) -> Any:
-        if self._replayed < self._to_replay:
-            return self._replay(asked)
-        if not self._is_live:
-            raise _changed(("sample",), asked)
+    async def _chosen(self, asked: tuple[Any, ...], choose: Callable[[], T]) -> T:
+        if self._is_replaying(asked):
+            return cast("T", self._replay(asked))
+        await self._point(asked, due=self._has_weighed)
+        self._has_drawn = True
         chosen = choose()
         self._choices.append(_Choice(asked, chosen))
         return chosen
+
+    def _is_replaying(self, asked: tuple[Any, ...]) -> bool:
+        """Whether this draw was made before. Raises InvalidRequest in another task than the program's."""
+        if asyncio.current_task() is not self._task:
+            raise InvalidRequest(
+                f"{asked[0]} was awaited in another task than the program's, as gather, wait_for and "
+                "create_task do: await it in the program itself, one after the other"
+            )
+        return self._replayed < self._to_replay
+
+    async def _point(self, asked: tuple[Any, ...], *, due: bool) -> None:
+        """Before a draw: wait for the next step if one is due here, or if the particle is dead."""
+        if not self._is_live:
+            if asked != self._pause:
+                raise _changed(self._pause or asked, asked)
+            self._is_live = True
+        elif due or self._log_weight == -math.inf:
+            self._pause = asked
+            await _Pause()
 
     def _replay(self, asked: tuple[Any, ...]) -> Any:
         choice = self._choices[self._replayed]
@@ -241,6 +289,12 @@ def _fingerprint(token_ids: TokenIds) -> int:
         ) from error
 
 
+def _array(log_weights: Any) -> Floats:
+    if isinstance(log_weights, torch.Tensor):
+        log_weights = log_weights.detach().double().cpu().numpy()
+    return np.array(log_weights, np.float64)
+
+
 def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:
     return InvalidRequest(
         f"the program asked for {now[0]} where it had asked for {before[0]} before, or with other "
@@ -253,6 +307,7 @@ class _Trace:
     """A particle: the choices of one execution, and at most once that execution itself, to go on with."""
 
     choices: tuple[_Choice, ...] = ()
+    pause: tuple[Any, ...] | None = None
     token_ids: tuple[int, ...] = ()
     finished: bool = False
     value: Any = None
@@ -305,7 +360,7 @@ class Program:
         return particle.value
 
     async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
-        """Every execution, all at once, to the ``sample`` after the next, or to its end."""
+        """Every execution, all at once, to its next resampling point or to its end."""
         seeds = np.random.SeedSequence(seed).spawn(len(particles))
         growing = [
             asyncio.ensure_future(self._grown(particle, np.random.default_rng(each)))
@@ -323,7 +378,7 @@ class Program:
         try:
             execution, coroutine = particle.live.pop()
         except IndexError:
-            execution = Execution(self._lm, particle.choices)
+            execution = Execution(self._lm, particle.choices, particle.pause)
             coroutine = self._function(execution)
             if not inspect.iscoroutine(coroutine):
                 raise InvalidRequest(
@@ -332,18 +387,30 @@ class Program:
         execution._begin(rng)
         try:
             finished, value = await _UntilPause(coroutine)
+        except (AttributeError, TypeError, ValueError) as error:
+            # What a coroutine raises where a value is wanted.
+            if (forgotten := execution._questions.forgotten()) is not None:
+                raise forgotten from error
+            raise
         finally:
             execution._task = None  # which will hold what comes of it, and so itself
-        if not execution._is_live:
-            raise _changed(("sample",), ("nothing",))
         log_weight, token_id = execution._log_weight, execution._drawn
         if log_weight == -math.inf:
             coroutine.close()
+            execution._questions.forgotten()
             return Growth(particle, log_weight, DEAD)
+        if finished:
+            if (forgotten := execution._questions.forgotten()) is not None:
+                raise forgotten
+            if not execution._is_live:
+                raise _changed(execution._pause or ("a draw",), ("nothing",))
+            check_returned(value)
         token_ids = particle.token_ids if token_id == DEAD else (*particle.token_ids, token_id)
         live = [] if finished else [(execution, coroutine)]
-        trace = _Trace(tuple(execution._choices), token_ids, finished, value, live)
-        return Growth(trace, log_weight, token_id)
+        choices, pause = tuple(execution._choices), execution._pause
+        return Growth(
+            _Trace(choices, pause, token_ids, finished, value, live), log_weight, token_id
+        )
 
 
 class _Pause:

@@ -70,7 +70,7 @@ class Info:
         resampled: whether it began by resampling.
         ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.
         token_ids: int64 ``[N]``, the token that each one drew, the end token included; -1 for a
-            particle that was not extended, or died.
+            particle that drew none: it was not extended, died, or is a program that drew something else.
         log_increments: float64 ``[N]``, what was added to each log-weight after any resampling: 0 for
             a particle that was not extended, -inf for one that died.
         log_weights: float64 ``[N]``, those after the step.

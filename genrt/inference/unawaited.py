@@ -1,0 +1,110 @@
+"""What a program asked or returned without awaiting it: found, and told by name and line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Iterator
+from types import CodeType
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from genrt.errors import InvalidRequest
+
+__all__ = ["Questions", "check_returned", "question"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", bound="Asks")
+
+
+class _Asked(NamedTuple):
+    """A question, and where it was asked."""
+
+    name: str
+    coroutine: Coroutine[Any, Any, Any]
+    code: CodeType
+    line: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has begun to await it."""
+        return inspect.getcoroutinestate(self.coroutine) == inspect.CORO_CREATED
+
+
+class Questions:
+    """Those of one execution that may still have to be awaited."""
+
+    def __init__(self) -> None:
+        self._asked: list[_Asked] = []
+
+    def remember(self, asked: _Asked) -> None:
+        """Keep it as long as it is not awaited, so that it is not lost when the program drops it."""
+        self._asked = [each for each in self._asked if each.is_open]
+        self._asked.append(asked)
+
+    def forgotten(self) -> InvalidRequest | None:
+        """The error for those that nobody has awaited, which nobody can await from now on."""
+        unawaited = [each for each in self._asked if each.is_open]
+        self._asked.clear()
+        for each in unawaited:
+            each.coroutine.close()
+        if not unawaited:
+            return None
+        calls = dict.fromkeys(f"p.{each.name} in line {each.line}" for each in unawaited)
+        names = unawaited[0].code.co_qualname.split(".")
+        program = next((name for name in reversed(names) if "<" not in name), names[-1])
+        return InvalidRequest(
+            f"the program {program} never awaited {', '.join(calls)}: write await in front of the call"
+        )
+
+
+class Asks(Protocol):
+    """What has questions."""
+
+    _questions: Questions
+
+
+def question(
+    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
+    """The method, whose calls are remembered until they are awaited."""
+
+    @functools.wraps(method)
+    def ask(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        coroutine = method(self, *args, **kwargs)
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is not None:
+            self._questions.remember(
+                _Asked(method.__name__, coroutine, caller.f_code, caller.f_lineno)
+            )
+        return coroutine
+
+    return ask
+
+
+def check_returned(value: Any) -> None:
+    """Raise InvalidRequest if there is something to await in what a program returned: in the value
+    itself, or in its lists, tuples, sets and dictionaries."""
+    left = list(_awaitables(value))
+    for each in left:
+        if inspect.iscoroutine(each):
+            each.close()
+    if left:
+        name = getattr(left[0], "__qualname__", type(left[0]).__name__)
+        raise InvalidRequest(
+            f"the program returned what it has not awaited, of {name}: write await in front of the call"
+        )
+
+
+def _awaitables(value: Any) -> Iterator[Any]:
+    values = [value]
+    seen: set[int] = set()
+    while values:
+        each = values.pop()
+        if isinstance(each, dict | list | tuple | set | frozenset):
+            if id(each) not in seen:
+                seen.add(id(each))
+                values += [*each, *each.values()] if isinstance(each, dict) else each
+        elif inspect.isawaitable(each):
+            yield each
