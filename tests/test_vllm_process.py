@@ -107,6 +107,53 @@ def test_memory_is_bound_to_a_node_only_where_there_are_several(
     assert bound[-1] == [1]
 
 
+LEAVES = """
+import json, logging, os, signal, subprocess, sys, threading, warnings
+import torch, vllm
+import genrt, genrt.engines.vllm
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "warnings": (warnings.filters[:], warnings.showwarning),
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
+        "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "logging": (logging.root.level, logging.root.handlers[:]),
+        "torch": (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
+                  torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()),
+        "processor": os.sched_getaffinity(0),
+    }
+
+def told(when):
+    now = state()
+    changed.extend(f"{when}: {name}" for name in now if now[name] != before[name])
+
+os.environ["VLLM_DIST_IDENT"] = "the caller's"
+before, changed = state(), []
+options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
+lm = genrt.load(model, engine_options=options)
+told("opened")
+lm.next_token_logprobs_sync([1, 2])
+lm.sample_sync([1], max_tokens=2)
+told("asked")
+lm.restart()
+told("restarted")
+lm.close()
+told("closed")
+print("changed:", json.dumps(changed))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.promise(number=27)
+def test_opening_restarting_and_closing_leave_the_process_as_it_was(llama: Path) -> None:
+    end = children.run({"leaves": LEAVES}, model=str(llama))["leaves"]
+    assert end.status == 0, end.err
+    [line] = [line for line in end.out.splitlines() if line.startswith("changed: ")]
+    assert json.loads(line.removeprefix("changed: ")) == []
+    assert "ld.so" not in end.err
+
+
 @pytest.mark.vllm
 def test_no_object_is_asked_for_anything_where_vllm_looks_for_its_kernels(
     monkeypatch: pytest.MonkeyPatch,

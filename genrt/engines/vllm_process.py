@@ -1,4 +1,4 @@
-"""What else is in the process where vLLM for CPUs is opened, and would keep it from opening.
+"""What else is in the process where vLLM is opened: what would keep it from opening, and what it changes.
 
 Private and touched here: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
 calls them, ``torch.cpu._init_amx``, and vLLM's operator ``init_cpu_memory_env``. All hindrances were
@@ -8,17 +8,45 @@ seen with vLLM 0.32: whoever imports genlm-backend before loading a model meets 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.triton_utils import HAS_TRITON
 
-__all__ = ["undisturbed"]
+__all__ = ["left_alone", "undisturbed"]
 
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
 BIND = "init_cpu_memory_env"
+
+
+@contextmanager
+def left_alone() -> Iterator[Callable[[str], None]]:
+    """Keep the environment, ``sys.excepthook`` and ``torch.set_num_threads`` as they are. vLLM is opened
+    inside of this, which yields what restores one variable before the end.
+
+    vLLM sets some ten variables, for its workers and for what it imports later; ``LD_PRELOAD`` among
+    them, about which every program complains that is started from a folder with a space in its path.
+    torch's process groups have exceptions printed with a rank, and vLLM's worker for CPUs puts a warning
+    in the place of ``torch.set_num_threads``.
+    """
+    environment, hook, set_num_threads = dict(os.environ), sys.excepthook, torch.set_num_threads
+
+    def restore(name: str) -> None:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            os.environ.pop(name, None)
+
+    try:
+        yield restore
+    finally:
+        for name in {*environment, *os.environ}:
+            if os.environ.get(name) != environment.get(name):
+                restore(name)
+        sys.excepthook, torch.set_num_threads = hook, set_num_threads
 
 
 @contextmanager
