@@ -24,7 +24,7 @@ from genrt.engine import (
 )
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.masks import Mask, Masks, check_masks, packed_mask
-from genrt.numbers import check_float, check_int, shown
+from genrt.numbers import check_float, check_int, named, shown
 from genrt.token_ids import TokenIds, advice_for, host_array, id_words
 
 __all__ = [
@@ -230,10 +230,14 @@ def must_move(device: str | torch.device | None, own: torch.device) -> bool:
     """
     if device is None:
         return False
+    advice = f"device is {named(device)}: give {str(own)!r} or 'cpu'"
+    given: object = device
+    if not isinstance(given, str | int | torch.device):  # or torch's error would show what it is
+        raise InvalidRequest(advice)
     try:
-        wanted = torch.device(device)
+        wanted = torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise InvalidRequest(f"device is {device!r}: give {str(own)!r} or 'cpu'") from error
+        raise InvalidRequest(advice) from error
     if wanted.type == own.type and wanted.index in (None, own.index):
         return False
     if wanted.type != "cpu":

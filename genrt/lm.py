@@ -42,6 +42,7 @@ from genrt.engine import (
 from genrt.engine_thread import EngineThread
 from genrt.engines.adapters import check_adapter_directory
 from genrt.errors import InvalidRequest
+from genrt.numbers import named
 from genrt.reads import Reads
 from genrt.statistics import Statistics
 
@@ -311,9 +312,9 @@ class AsyncLM(Reads):
         """Loads and binds on the engine thread, so that the last call wins, and an adapter whose caller
         left meanwhile is bound or was never loaded."""
         if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"an adapter's name must be a non-empty str, got {name!r}")
+            raise InvalidRequest(f"an adapter's name must be a non-empty str, got {named(name)}")
         if not isinstance(path, str | os.PathLike):
-            raise InvalidRequest(f"an adapter's path must be a str or a Path, got {path!r}")
+            raise InvalidRequest(f"an adapter's path must be a str or a Path, got {named(path)}")
         directory = Path(path).expanduser()
         check_adapter_directory(directory)
         adapter = Adapter(name, next(self._versions))

@@ -16,6 +16,7 @@ from genrt.engine_thread import EngineThread
 from genrt.engines import check_choice, open_engine
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
+from genrt.numbers import named
 
 if TYPE_CHECKING:
     from genrt.engines.exact import NGram
@@ -153,7 +154,7 @@ def _start(
     if seed is not None:
         check_int("seed", seed, 0)
     if restart not in (None, "auto"):
-        raise InvalidRequest(f'restart must be "auto" or None, got {restart!r}')
+        raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     if not isinstance(engine_options, Mapping | None):
         raise InvalidRequest(
             f"engine_options must be a mapping of option names to values, got {engine_options!r}"

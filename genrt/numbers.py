@@ -8,7 +8,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["check_float", "check_int", "shown"]
+__all__ = ["check_float", "check_int", "named", "shown"]
 
 _LONG = 10**40
 """Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
@@ -21,7 +21,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
         InvalidRequest: it is no integer, or not from ``low`` to ``high``, both included.
     """
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be an int, got {value!r}")
+        raise InvalidRequest(f"{name} must be an int, got {shown(value)}")
     number = int(value)
     if number < low or (high is not None and number > high):
         bound = f"at least {low}" if high is None else f"from {low} to {high}"
@@ -36,7 +36,7 @@ def check_float(name: str, value: object, low: float, high: float) -> float:
         InvalidRequest: it is no number, not finite, or not from ``low`` to ``high``, both included.
     """
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+        raise InvalidRequest(f"{name} must be a number, got {shown(value)}")
     try:
         number = float(value)
     except OverflowError:  # an int beyond every float
@@ -47,8 +47,16 @@ def check_float(name: str, value: object, low: float, high: float) -> float:
     return number
 
 
-def shown(number: object) -> str:
-    """Return a number as a message shows it."""
-    if isinstance(number, int) and abs(number) >= _LONG:
-        return f"an int of {number.bit_length()} bits"
-    return str(number)
+def shown(value: object) -> str:
+    """Return a number, a truth value or ``None`` as a message shows it. Of anything else it shows the
+    type alone: that may be a prompt in the wrong place."""
+    if isinstance(value, int) and abs(value) >= _LONG:
+        return f"an int of {value.bit_length()} bits"
+    if value is None or isinstance(value, int | float | np.number | np.bool_):
+        return str(value)
+    return f"a value of type {type(value).__name__}"
+
+
+def named(value: object) -> str:
+    """Return what a message shows where a name was expected: a str in full, else as ``shown`` does."""
+    return repr(value) if isinstance(value, str) else shown(value)

@@ -25,6 +25,7 @@ from genrt.batcher import Batcher
 from genrt.engine import Adapter, ReadRequest, Request, Result
 from genrt.engine_thread import EngineThread
 from genrt.errors import UnknownAdapter
+from genrt.numbers import named
 from genrt.sampling import BatchDraw, Draw, TopLogprobs
 
 __all__ = ["Reads"]
@@ -229,7 +230,7 @@ class Reads:
         if adapter is None:
             loaded = ", ".join(map(repr, self._loaded_names())) or "none"
             raise UnknownAdapter(
-                f"no adapter is named {name!r} (loaded: {loaded}); load it with add_adapter first"
+                f"no adapter is named {named(name)} (loaded: {loaded}); load it with add_adapter first"
             )
         return adapter
 
