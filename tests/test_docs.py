@@ -72,6 +72,7 @@ async def test_the_examples_of_a_page_run(
 @pytest.mark.vllm
 @pytest.mark.embedded
 @pytest.mark.genlm
+@pytest.mark.filterwarnings("ignore:Common vocabulary")
 async def test_the_examples_with_genlm_run(
     embedded: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
