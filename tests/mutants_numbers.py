@@ -306,6 +306,35 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "inference/diagnostics.py",
+        "test_diagnostics.py",
+        (
+            "chains are not cut in halves",
+            "    scores = _halves(_normal_scores(numbers))\n",
+            "    scores = _normal_scores(numbers)\n",
+        ),
+        (
+            "chains at one value are perfect",
+            "    if (scores == scores[0, 0]).all():\n        return UNKNOWN\n",
+            "    if (scores == scores[0, 0]).all():\n        return Diagnosis(numbers.size, 1.0)\n",
+        ),
+        (
+            "differences between chains do not count",
+            "return within, (steps - 1) / steps * within + between",
+            "return within, within",
+        ),
+        (
+            "lags whose autocorrelation is noise count",
+            "pairs[: negative[0] if len(negative) else None]",
+            "pairs[:]",
+        ),
+        (
+            "whether chains are at the common values is not looked at",
+            "return [(codes == code)",
+            "return [(codes < 0)",
+        ),
+    ),
+    *breaks(
         "inference/baselines.py",
         "test_baselines.py",
         (

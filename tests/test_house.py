@@ -67,6 +67,7 @@ HOUSE = (
     "inference/lineages.py",
     "inference/charts.py",
     "inference/summary.py",
+    "inference/diagnostics.py",
     "inference/legible.py",
     "inference/state.py",
     "inference/resampling.py",

@@ -21,6 +21,7 @@ from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import (
+    SMC,
     Chains,
     Execution,
     Growth,
@@ -139,6 +140,13 @@ CASES = [
 ]  # fmt: skip
 
 
+RARE = NGram([b"a", b"b", b""], torch.tensor([[0.7, 0.1, 0.2]] * 3).log(), eos_token_id=2)
+
+
+def two_bs(text: Text) -> float:
+    return 0.0 if text.bytes.count(b"b") == 2 else -math.inf
+
+
 # -- the law ----------------------------------------------------------------------------------
 
 
@@ -245,7 +253,7 @@ async def test_a_run_is_its_steps_and_each_may_be_taken_again(name: str) -> None
         sampler = MetropolisHastings(model, num_chains=4, num_steps=5, warm_up=2)
         seen: list[tuple[Chains, Moves]] = []
         result = await sampler.run(1, on_step=lambda state, moves: seen.append((state, moves)))
-        state, particles = sampler.init(1), []
+        state, states, counted = sampler.init(1), [], []
         async for after, moves in sampler.steps(sampler.init(1)):
             again, _ = await sampler.step(state)
             assert [chain.particle.token_ids for chain in again.chains if chain] == [
@@ -253,10 +261,16 @@ async def test_a_run_is_its_steps_and_each_may_be_taken_again(name: str) -> None
             ]
             state = after
             if moves.step > 2:
-                particles += [chain.particle for chain in after.chains if chain]
+                states.append(after)
+                counted.append(moves)
             if moves.step == 5:
                 break
-        assert same(sampler.result(particles), result)
+        by_steps = sampler.result(states, moves=counted)
+    assert same(by_steps, result)
+    assert by_steps.chains is not None
+    assert result.chains is not None
+    assert by_steps.chains.acceptance.tolist() == result.chains.acceptance.tolist()
+    assert by_steps.chains.log_weights.tolist() == result.chains.log_weights.tolist()
     assert [moves.step for _, moves in seen] == list(range(6))
     assert len(result.texts) == 4 * 3
 
@@ -265,7 +279,7 @@ async def test_cancelling_a_step_leaves_the_state_good() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         for name in ("awrs", "program"):
             sampler = MetropolisHastings(case(name, lm)[0], num_chains=4, num_steps=6)
-            expected, state, particles = await sampler.run(2), sampler.init(2), list[Any]()
+            expected, state, states = await sampler.run(2), sampler.init(2), list[Chains]()
             for turns in range(7):
                 step = asyncio.ensure_future(sampler.step(state))
                 for _ in range(7 * turns):
@@ -274,8 +288,97 @@ async def test_cancelling_a_step_leaves_the_state_good() -> None:
                 await asyncio.gather(step, return_exceptions=True)
                 state, _ = await sampler.step(state)
                 if turns:
-                    particles += [chain.particle for chain in state.chains if chain]
-            assert same(sampler.result(particles), expected)
+                    states.append(state)
+            assert same(sampler.result(states), expected)
+
+
+# -- how well chains mixed --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["constraint", "twist", "program"])
+async def test_a_result_has_its_chains(name: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        model, _ = case(name, lm)
+        sampler = MetropolisHastings(model, num_chains=6, num_steps=9, warm_up=3)
+        seen: list[tuple[Chains, Moves]] = []
+        result = await sampler.run(1, on_step=lambda state, moves: seen.append((state, moves)))
+        chains = result.chains
+        assert chains is not None
+        counted = [(state, moves) for state, moves in seen if moves.step > 3]
+        for place in range(6):
+            visited = [state.chains[place] for state, _ in counted]
+            for step, chain in enumerate(visited):
+                assert chain is not None
+                assert chains.values[place][step] == model.value(chain.particle)
+                assert chains.lengths[place, step] == len(chain.particle.token_ids)
+                gained = sum(growth.log_weight for growth in chain.growths)
+                assert chains.log_weights[place, step] == pytest.approx(gained)
+            accepted = [bool(moves.accepted[place]) for _, moves in counted]
+            assert chains.acceptance[place] == pytest.approx(np.mean(accepted))
+    assert sorted(map(str, result.values)) == sorted(
+        str(value) for each in chains.values for value in each
+    )
+    assert chains.missing == 0
+    assert result.ess == chains.ess <= len(result.texts)
+    assert result.diagnose(len).ess <= len(result.texts)
+
+
+async def test_chains_that_hardly_move_do_not_claim_to_be_worth_all_their_texts() -> None:
+    """200 texts of chains that seldom go far, as those of a sharp potential do."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, max_tokens=8, potential=lambda text: 12.0 * text.count("bb"))
+        result = await MetropolisHastings(model, num_chains=4, num_steps=50).run(0)
+    assert result.chains is not None
+    assert len(result.texts) == 200
+    assert len(result.posterior()) > 1
+    assert result.ess < 20
+    assert result.chains.r_hat > 1.1
+
+
+async def test_where_all_chains_are_at_one_text_nothing_is_known() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, max_tokens=3, constraint=regex("b", lm))
+        result = await MetropolisHastings(model, num_chains=4, num_steps=32).run(0)
+        once = await MetropolisHastings(model, num_chains=4, num_steps=1).run(0)
+    assert result.posterior() == [("b", 1.0)]
+    assert math.isnan(result.ess)
+    assert result.weights.sum() == pytest.approx(1)
+    assert result.expectation(len) == 1
+    assert result.sample(3, seed=0) == ["b"] * 3
+    assert once.ess == 4
+
+
+async def test_states_of_one_run_make_a_result() -> None:
+    with genrt.load(RARE, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, max_tokens=4, potential=two_bs)
+        sampler = MetropolisHastings(model, num_chains=40, num_steps=5, attempts=5)
+        state, states, moves = sampler.init(0), [], []
+        for _ in range(6):
+            state, made = await sampler.step(state)
+            states.append(state)
+            moves.append(made)
+        result = sampler.result(states, moves=moves)
+        assert result.chains is not None
+        found = [chain is not None for chain in state.chains]
+        assert result.chains.missing == 40 - sum(found) > 0
+        assert result.chains.log_weights.shape == (sum(found), 6)
+        taken = np.mean([made.accepted[found] for made in moves[1:]], axis=0)
+        assert result.chains.acceptance.tolist() == taken.tolist()
+        without = sampler.result(states).chains
+        assert without is not None
+        assert np.isnan(without.acceptance).all()
+        nothing = sampler.result([])
+        assert (nothing.texts, nothing.ess, nothing.posterior()) == ((), 0.0, [])
+        with pytest.raises(InvalidRequest, match="different chains: give those of one run"):
+            sampler.result([sampler.init(0), *states])
+
+
+async def test_other_results_have_no_chains_to_diagnose() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(TextModel(lm, PROMPT, max_tokens=2), num_particles=2).run(0)
+    assert result.chains is None
+    with pytest.raises(InvalidRequest, match="MetropolisHastings has chains"):
+        result.diagnose(len)
 
 
 # -- how chains begin -------------------------------------------------------------------------
@@ -292,13 +395,6 @@ async def test_chains_that_find_no_text_are_left_out() -> None:
     assert result.ess == 0
     assert not any(moves.accepted.any() for moves in seen)
     assert all(moves.log_ratios.tolist() == [-math.inf] * 3 for moves in seen)
-
-
-RARE = NGram([b"a", b"b", b""], torch.tensor([[0.7, 0.1, 0.2]] * 3).log(), eos_token_id=2)
-
-
-def two_bs(text: Text) -> float:
-    return 0.0 if text.bytes.count(b"b") == 2 else -math.inf
 
 
 async def test_some_chains_may_find_none_and_the_others_go_on() -> None:

@@ -238,6 +238,29 @@ def test_results_of_every_algorithm_are_shown_and_count_what_was_asked(lm: Async
         assert str(result)
 
 
+def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
+    text = TextModel(lm, [0], max_tokens=4)
+    with lm:
+        result = MetropolisHastings(text, num_chains=5, num_steps=40).run_sync(0)
+        unknown = MetropolisHastings(text, num_chains=2, num_steps=3).run_sync(0)
+    assert result.chains is not None
+    for shown in (str(result), "".join(parsed(result).itertext())):
+        assert "of 40 steps each" in shown
+        assert f"{result.chains.ess:.1f}" in shown
+        assert "by autocorrelation" in shown
+        assert f"{result.chains.r_hat:.2f}" in shown
+        assert f"{result.chains.acceptance.mean():.2f}" in shown
+        assert "log evidence" not in shown
+    expected = f"5 chains, ess={result.ess:.1f}, r_hat={result.chains.r_hat:.2f}, "
+    assert f"Result(200 particles, 200 alive, {expected}" in repr(result)
+    for shown in (str(unknown), "".join(parsed(unknown).itertext())):
+        assert "too few steps, or all at one value: unknown" in shown
+        assert "nan" not in shown
+    assert "2 chains, ess=nan, r_hat=nan" in repr(unknown)
+    again = pickle.loads(pickle.dumps(result))  # noqa: S301
+    assert str(again) == str(result)
+
+
 def test_a_result_is_plain_data_that_outlives_its_runtime(real: Result) -> None:
     again = pickle.loads(pickle.dumps(real))  # noqa: S301
     assert again._repr_html_() == real._repr_html_()

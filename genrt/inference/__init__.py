@@ -16,6 +16,7 @@ What ``run`` returns is a ``Result``: weighted texts, the evidence, and how they
 from __future__ import annotations
 
 from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
+from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.genealogy import Genealogy
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
@@ -38,7 +39,9 @@ from genrt.inference.text_model import TextModel, TextParticle
 __all__ = [
     "SMC",
     "BestOfN",
+    "ChainStatistics",
     "Chains",
+    "Diagnosis",
     "Drawn",
     "Execution",
     "Genealogy",

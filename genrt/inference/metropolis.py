@@ -14,7 +14,8 @@ adaptive weighted rejection, each text keeps the estimates it was drawn with, an
 (Andrieu & Roberts 2009, the pseudo-marginal approach).
 
 A chain begins with an importance sample of the model: with the first text whose weight is positive.
-Texts of later steps follow pi ever more closely; there is no estimate of the evidence.
+Texts of later steps follow pi ever more closely; there is no estimate of the evidence. How many
+independent texts they are worth, and whether the chains agree, ``genrt.inference.diagnostics`` estimates.
 
 Metropolis et al. (1953), Hastings (1970). For probabilistic programs: Wingate, Stuhlmüller & Goodman
 (2011), *Lightweight implementations of probabilistic programming languages via transformational
@@ -26,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
 from genrt.inference.checks import frozen, integer, seeds_of_step
+from genrt.inference.diagnostics import chain_statistics
 from genrt.inference.model import Growth, Model, checked_model
 from genrt.inference.progress import Progress
 from genrt.inference.result import Result
@@ -81,6 +83,14 @@ class Moves:
     cuts: NDArray[np.int64]
     accepted: NDArray[np.bool_]
     log_ratios: NDArray[np.float64]
+
+
+class _Visit(NamedTuple):
+    """Where a chain was after a step."""
+
+    chain: int
+    particle: Any
+    log_weight: float
 
 
 class MetropolisHastings:
@@ -187,24 +197,26 @@ class MetropolisHastings:
         on_step: Callable[[Chains, Moves], None] | None = None,
         progress: bool = False,
     ) -> Result:
-        """All moves, and every text of every chain after the warm-up, weighted alike; the log evidence is
-        NaN. The same seed and rows give the same result.
+        """Make all moves, and return every text of every chain after the warm-up, weighted alike, with
+        how well the chains mixed; the log evidence is NaN. The same seed and rows give the same result.
 
         Args:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
         state, counting = self.init(seed), Counting(self._model)
-        counted: list[Any] = []
+        visits: list[list[_Visit]] = []
+        counted: list[Moves] = []
         with Progress("MH", self._num_steps + 1, shown=progress) as shown:
             while state.step <= self._num_steps:
                 state, moves = await self.step(state)
                 if state.step > self._warm_up + 1:
-                    counted += [chain.particle for chain in state.chains if chain is not None]
+                    visits.append(_visits(state))
+                    counted.append(moves)
                 shown.step(accepted=f"{moves.accepted.mean():.2f}")
                 if on_step is not None:
                     on_step(state, moves)
-        return replace(self.result(counted), statistics=counting.statistics())
+        return replace(self._result(visits, counted), statistics=counting.statistics())
 
     def run_sync(
         self,
@@ -217,14 +229,44 @@ class MetropolisHastings:
         interrupt cancels it."""
         return blocking(self.run(seed, on_step=on_step, progress=progress))
 
-    def result(self, particles: Sequence[Any]) -> Result:
-        """These particles of chains, weighted alike."""
+    def result(self, states: Sequence[Chains], *, moves: Sequence[Moves] = ()) -> Result:
+        """Return every text of these states of one run, weighted alike, with how well the chains mixed.
+
+        Args:
+            states: in order, from the first step's on.
+            moves: those that led to them, of which the acceptance rates are; without them these are NaN.
+
+        Raises:
+            InvalidRequest: the states are of different runs, or one has not begun.
+        """
+        return self._result([_visits(state) for state in states], moves)
+
+    def _result(self, visits: Sequence[Sequence[_Visit]], moves: Sequence[Moves]) -> Result:
+        places = [visit.chain for visit in visits[0]] if visits else []
+        if any([visit.chain for visit in step] != places for step in visits):
+            raise InvalidRequest(
+                "the states have different chains: give those of one run, from the first step's on"
+            )
+        particles = [visit.particle for step in visits for visit in step]
+        values = tuple(map(self._model.value, particles))
+        count = len(places)
+        shape = len(visits), count
+        log_weights = np.array([visit.log_weight for step in visits for visit in step])
+        lengths = np.array([len(particle.token_ids) for particle in particles], dtype=np.int64)
+        accepted = [made.accepted[places] for made in moves if made.step > 0]
         return Result(
             texts=tuple(map(self._model.text, particles)),
             token_ids=tuple(particle.token_ids for particle in particles),
-            values=tuple(map(self._model.value, particles)),
+            values=values,
             log_weights=frozen(np.zeros(len(particles))),
             log_evidence=math.nan,
+            chains=chain_statistics(
+                [values[place::count] for place in range(count)],
+                frozen(log_weights.reshape(shape).T.copy()),
+                frozen(lengths.reshape(shape).T.copy()),
+                frozen(np.mean(accepted, axis=0) if accepted else np.full(count, math.nan)),
+                missing=self._num_chains - count,
+            ),
         )
 
     async def _begun(self, state: Chains, seeds: np.random.SeedSequence) -> tuple[Chains, Moves]:
@@ -265,6 +307,14 @@ class MetropolisHastings:
                 places, await self._model.grow(particles, number), strict=True
             ):
                 grown[place].append(growth)
+
+
+def _visits(state: Chains) -> list[_Visit]:
+    return [
+        _Visit(place, chain.particle, sum(growth.log_weight for growth in chain.growths))
+        for place, chain in enumerate(state.chains)
+        if chain is not None
+    ]
 
 
 def _goes_on(growths: Sequence[Growth]) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from genrt.inference.charts import BLUE, charts
+from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.genealogy import Genealogy
 from genrt.inference.legible import (
     abbreviated,
@@ -59,7 +62,11 @@ def one_line(summary: Summary) -> str:
     parts = [count_of(summary.particles, "particle"), f"{summary.alive:,} alive"]
     if summary.steps:
         parts.append(count_of(summary.steps, "step"))
-    parts.append(f"log_evidence={summary.log_evidence:.3f}, ess={summary.ess:.1f}")
+    if summary.chains is None:
+        parts.append(f"log_evidence={summary.log_evidence:.3f}, ess={summary.ess:.1f}")
+    else:
+        parts.append(count_of(len(summary.chains.values), "chain"))
+        parts.append(f"ess={summary.ess:.1f}, r_hat={summary.chains.r_hat:.2f}")
     if summary.entries:
         first = summary.entries[0]
         parts.append(f'{first.weight:.3f} "{abbreviated(first.label, 60)}"')
@@ -129,7 +136,10 @@ def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     if not math.isnan(summary.log_evidence):
         note = f"Z = {math.exp(summary.log_evidence):.3g}" if summary.log_evidence < 700 else ""
         yield "log evidence", number(summary.log_evidence), note
-    yield "ESS", f"{summary.ess:,.1f}", ""
+    if summary.chains is not None and summary.alive:
+        yield from _mixing(summary.chains)
+    else:
+        yield "ESS", f"{summary.ess:,.1f}", ""
     if summary.steps:
         resampled = summary.resampled
         yield (
@@ -137,6 +147,21 @@ def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
             f"{summary.steps:,}",
             f"resampled before {resampled:,} of them" if resampled else "never resampled",
         )
+
+
+def _mixing(chains: ChainStatistics) -> Iterable[tuple[str, str, str]]:
+    steps = count_of(len(chains.values[0]), "step")
+    missing = f"; {chains.missing:,} more found no text" if chains.missing else ""
+    yield "chains", f"{len(chains.values):,}", f"of {steps} each{missing}"
+    known = chains.ess == chains.ess
+    note = "by autocorrelation" if known else "too few steps, or all at one value: unknown"
+    yield "ESS", f"{chains.ess:,.1f}" if known else number(math.nan), note
+    known = chains.r_hat == chains.r_hat
+    yield "R-hat", number(chains.r_hat, digits=2), "1 if chains agree" if known else "unknown"
+    if not np.isnan(chains.acceptance).any():
+        least, most = chains.acceptance.min(), chains.acceptance.max()
+        note = f"of the moves; {least:.2f} to {most:.2f} by chain"
+        yield "accepted", f"{chains.acceptance.mean():.2f}", note
 
 
 def _table(summary: Summary) -> Iterable[str]:

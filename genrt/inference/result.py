@@ -13,6 +13,7 @@ import numpy as np
 from genrt.errors import InvalidRequest
 from genrt.inference import plots, rendering
 from genrt.inference.checks import integer
+from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose
 from genrt.inference.genealogy import Genealogy
 from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, normalised
 from genrt.inference.state import Info
@@ -46,6 +47,7 @@ class Result:
         log_evidence: the estimate of log Z; -inf if every particle died, NaN from an algorithm that
             has no estimate.
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
+        chains: of Metropolis–Hastings, where each chain was, and how well they mixed.
         statistics: what the runtime did from the beginning of ``run`` to its end, asked by whomever: it
             counts what other programs asked meanwhile too. ``None`` from ``result``, and for a model
             that has no runtime as ``lm``.
@@ -58,13 +60,24 @@ class Result:
     log_evidence: float
     infos: tuple[Info, ...] = ()
     statistics: Statistics | None = None
+    chains: ChainStatistics | None = None
     _tokens: Mapping[int, bytes] = field(default_factory=dict)
     """What each of the drawn tokens says."""
 
     @property
     def ess(self) -> float:
-        """The effective sample size; 0 if every particle died."""
-        return effective_sample_size(self.log_weights) if len(self.log_weights) else 0.0
+        """The effective sample size; 0 if every particle died.
+
+        Of weighted particles it is Kong's, of chains the least by autocorrelation, as
+        ``ChainStatistics.ess``, and NaN where that is not known.
+        """
+        if not self._is_alive:
+            return 0.0
+        return effective_sample_size(self.log_weights) if self.chains is None else self.chains.ess
+
+    @property
+    def _is_alive(self) -> bool:
+        return bool((self.log_weights > -math.inf).any())
 
     @property
     def ancestors(self) -> tuple[Ancestors, ...]:
@@ -74,7 +87,7 @@ class Result:
     @property
     def weights(self) -> Floats:
         """The normalised weights, float64 ``[N]``; all 0 if every particle died."""
-        if self.ess == 0:
+        if not self._is_alive:
             return np.zeros(len(self.log_weights))
         return normalised(self.log_weights)
 
@@ -103,7 +116,7 @@ class Result:
 
     def expectation(self, function: Callable[[Any], float]) -> float:
         """The posterior mean of a function of the values; NaN if every particle died."""
-        if self.ess == 0:
+        if not self._is_alive:
             return math.nan
         return float(
             sum(
@@ -121,10 +134,24 @@ class Result:
         """
         rng = np.random.default_rng(integer("seed", seed, at_least=0))
         size = integer("count", count, at_least=0)
-        if self.ess == 0:
+        if not self._is_alive:
             raise InvalidRequest("every particle died: there is nothing to draw from")
         chosen = rng.choice(len(self.values), size, p=self.weights)
         return [self.values[index] for index in chosen]
+
+    def diagnose(self, function: Callable[[Any], float]) -> Diagnosis:
+        """Return how well the chains mixed, as far as a function of their values shows: the effective
+        sample size of ``expectation(function)``, and R-hat.
+
+        Raises:
+            InvalidRequest: the result has no chains, or the function gives something that is no number.
+        """
+        if self.chains is None:
+            raise InvalidRequest(
+                "this result has no chains, and its particles' weights make its ess: MetropolisHastings "
+                "has chains"
+            )
+        return diagnose(self.chains.values, function)
 
     def genealogy(self, *, lineages: int = LINEAGES) -> Genealogy:
         """The family tree of the particles as a picture: which grew from which, with what they drew.
@@ -189,5 +216,6 @@ class Result:
             self.log_evidence,
             self.infos,
             self.statistics,
+            self.chains,
             with_curves=with_curves,
         )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genrt.inference.diagnostics import ChainStatistics, key_of
 from genrt.inference.legible import label
 from genrt.inference.resampling import Floats, effective_sample_size, normalised
 from genrt.inference.state import Info
@@ -64,7 +65,7 @@ class Summary:
     Attributes:
         particles: how many there are, dead ones included.
         alive: how many have a positive weight.
-        ess: the effective sample size.
+        ess: the effective sample size; NaN where it is not known.
         log_evidence: log Z_hat; NaN without an estimate.
         entries: the heaviest distinct values, of any that weigh something.
         others: how many distinct values more there are.
@@ -73,6 +74,7 @@ class Summary:
         resampled: how many of them began by resampling.
         curves: ``None`` without steps, or if they were not asked for.
         statistics: what the runtime did; ``None`` if that is not known.
+        chains: how chains mixed, where there are some.
     """
 
     particles: int
@@ -86,6 +88,7 @@ class Summary:
     resampled: int
     curves: Curves | None
     statistics: Statistics | None
+    chains: ChainStatistics | None
 
 
 def summarised(
@@ -94,27 +97,28 @@ def summarised(
     log_evidence: float,
     infos: Sequence[Info],
     statistics: Statistics | None,
+    chains: ChainStatistics | None,
     *,
     with_curves: bool,
 ) -> Summary:
     """A result in short, which is cheap without the curves. Values that cannot be hashed are told apart
     by how Python writes them."""
     alive = int((log_weights > -math.inf).sum())
+    ess = 0.0
+    if alive:
+        ess = effective_sample_size(log_weights) if chains is None else chains.ess
     weights = normalised(log_weights) if alive else np.zeros(len(log_weights))
     total: dict[Any, list[Any]] = {}
     for value, weight in zip(values, weights, strict=True):
         if weight > 0:
-            try:
-                entry = total.setdefault((type(value), value), [value, 0.0, 0])
-            except TypeError:
-                entry = total.setdefault((type(value), label(value)), [value, 0.0, 0])
+            entry = total.setdefault(key_of(value), [value, 0.0, 0])
             entry[1] += float(weight)
             entry[2] += 1
     heaviest = sorted(total.values(), key=lambda entry: -entry[1])
     return Summary(
         particles=len(log_weights),
         alive=alive,
-        ess=effective_sample_size(log_weights) if alive else 0.0,
+        ess=ess,
         log_evidence=log_evidence,
         entries=tuple(Entry(label(value), *rest) for value, *rest in heaviest[:SHOWN]),
         others=len(heaviest[SHOWN:]),
@@ -123,6 +127,7 @@ def summarised(
         resampled=sum(info.resampled for info in infos),
         curves=_curves(infos) if infos and with_curves else None,
         statistics=statistics,
+        chains=chains,
     )
 
 

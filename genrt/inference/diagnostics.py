@@ -1,0 +1,222 @@
+r"""How well chains mix: acceptance, effective sample size by autocorrelation, R-hat.
+
+What is known of M chains of T steps is known for one function f of their values at a time. Each chain is
+cut in two halves, so that a drift shows as a difference between chains, and the values of f are replaced
+by the normal scores of their ranks, so that its tails may be heavy, or infinite. Of these 2 M sequences
+z_m of n steps, with W the mean of their variances and B the variance of their means,
+
+    var+ = (n - 1) / n W + B,        R-hat = sqrt(var+ / W),
+
+which is 1 for chains that agree. R-hat is taken of f and of |f - median f|, and the larger one counts.
+The autocorrelation at lag t, with the mean of the autocovariances c_t, is
+
+    rho_t = 1 - (W - mean_m c_t(z_m)) / var+,
+
+and with the sums P_k = rho_2k + rho_2k+1 up to the first that is not positive, none larger than the one
+before (Geyer's initial monotone sequence),
+
+    ESS = 2 M n / max(1, -1 + 2 sum_k P_k).
+
+So far these are the definitions of Stan and ArviZ, but for one: the ESS is never more than there are
+values, because more would be noise here.
+
+NaN says that nothing is known: f has one value alone, at which chains may be stuck; chains have fewer
+than four steps; or there are so few chains, and so short ones, that they may all be in one place by
+chance. The R-hat of one chain is not known either. Of one step of each chain the ESS is M, since chains
+are independent.
+
+Geyer (1992), *Practical Markov chain Monte Carlo*. Vehtari, Gelman, Simpson, Carpenter & Bürkner (2021),
+*Rank-normalization, folding, and localization: an improved R-hat for assessing convergence of MCMC*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genrt.errors import InvalidRequest
+from genrt.inference.legible import label
+from genrt.inference.resampling import Floats
+
+__all__ = ["ChainStatistics", "Diagnosis", "chain_statistics", "diagnose", "diagnosed", "key_of"]
+
+INDICATED = 10
+"""Of so many of the commonest values it is diagnosed how often chains are at them."""
+
+FEWEST_STEPS = 4
+"""A half of fewer steps has no autocorrelation."""
+
+MANY_CHAINS, LONG = 4, 100
+"""Fewer chains than these have to be as long as that for anything to be known of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """How well chains mix, as far as one function of their values shows.
+
+    Fields:
+        ess: how many independent values would give as good an estimate of the function's mean.
+        r_hat: by what factor the chains together are more spread than each; 1 if they agree.
+    """
+
+    ess: float
+    r_hat: float
+
+
+UNKNOWN = Diagnosis(math.nan, math.nan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainStatistics:
+    """The chains of a run: where they were, and how well they mixed. Chains that found no text to begin
+    with are left out.
+
+    Fields:
+        values: of each chain those of its steps, in order, without the warm-up.
+        log_weights: float64 ``[chains, steps]``, what each text gained on its way, by the model.
+        lengths: int64 ``[chains, steps]``, how many tokens each text has.
+        acceptance: float64 ``[chains]``, the share of its moves that each chain took; NaN if that is not
+            known.
+        missing: how many chains found no text to begin with.
+        ess: the least effective sample size, by autocorrelation, of the log-weights, the lengths, and
+            whether a chain is at a value, for each of the ten commonest; NaN if none is known.
+        r_hat: the largest R-hat of the same; NaN if none is known.
+    """
+
+    values: tuple[tuple[Any, ...], ...]
+    log_weights: Floats
+    lengths: NDArray[np.int64]
+    acceptance: Floats
+    missing: int
+    ess: float
+    r_hat: float
+
+
+def chain_statistics(
+    values: Sequence[Sequence[Any]],
+    log_weights: Floats,
+    lengths: NDArray[np.int64],
+    acceptance: Floats,
+    *,
+    missing: int,
+) -> ChainStatistics:
+    """Diagnose chains; the arguments are the fields of what is returned."""
+    diagnoses = [
+        diagnosed(each)
+        for each in (log_weights, lengths.astype(np.float64), *_indicators(values, lengths.shape))
+    ]
+    return ChainStatistics(
+        values=tuple(map(tuple, values)),
+        log_weights=log_weights,
+        lengths=lengths,
+        acceptance=acceptance,
+        missing=missing,
+        ess=min((each.ess for each in diagnoses if each.ess == each.ess), default=math.nan),
+        r_hat=max((each.r_hat for each in diagnoses if each.r_hat == each.r_hat), default=math.nan),
+    )
+
+
+def diagnose(values: Sequence[Sequence[Any]], function: Callable[[Any], float]) -> Diagnosis:
+    """Diagnose chains by a function of their values.
+
+    Raises:
+        InvalidRequest: the function gives something that is no number.
+    """
+    try:
+        numbers = [[float(function(value)) for value in chain] for chain in values]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
+    return diagnosed(np.array(numbers, dtype=np.float64))
+
+
+def diagnosed(numbers: Floats) -> Diagnosis:
+    """Diagnose chains by numbers ``[chains, steps]``, infinite ones too; unknown if one is NaN."""
+    if not numbers.size or np.isnan(numbers).any():
+        return UNKNOWN
+    chains, steps = numbers.shape
+    if steps == 1:
+        return Diagnosis(float(chains), math.nan)
+    if steps < FEWEST_STEPS or (chains < MANY_CHAINS and steps < LONG):
+        return UNKNOWN
+    scores = _halves(_normal_scores(numbers))
+    if (scores == scores[0, 0]).all():
+        return UNKNOWN
+    if chains == 1:
+        return Diagnosis(_ess(scores), math.nan)
+    with np.errstate(invalid="ignore"):  # infinities less an infinite median, which are equal
+        folded = np.nan_to_num(np.abs(numbers - np.median(numbers)), nan=0.0, posinf=math.inf)
+    spread = _r_hat(_halves(_normal_scores(folded)))
+    return Diagnosis(_ess(scores), max(_r_hat(scores), 0.0 if math.isnan(spread) else spread))
+
+
+def key_of(value: Any) -> Hashable:
+    """Return what tells values apart: themselves, or how Python writes them if they cannot be hashed."""
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), label(value)
+    return type(value), value
+
+
+def _indicators(values: Sequence[Sequence[Any]], shape: tuple[int, ...]) -> list[Floats]:
+    """Whether each value is the commonest, the next one, and so on, as 0 and 1."""
+    places: dict[Hashable, int] = {}
+    codes = np.array(
+        [places.setdefault(key_of(value), len(places)) for chain in values for value in chain],
+        dtype=np.int64,
+    )
+    commonest = np.argsort(-np.bincount(codes), kind="stable")[:INDICATED]
+    return [(codes == code).astype(np.float64).reshape(shape) for code in commonest]
+
+
+def _halves(numbers: Floats) -> Floats:
+    """The chains in halves; of an odd number of steps the middle one is left out."""
+    half = numbers.shape[1] // 2
+    return np.concatenate([numbers[:, :half], numbers[:, -half:]])
+
+
+def _normal_scores(numbers: Floats) -> Floats:
+    """The quantiles of the normal law at the ranks of these numbers, of equal ones at their mean rank."""
+    _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places.reshape(numbers.shape)]
+    # Blom's (1958) fractions, which are never 0 or 1.
+    fractions = torch.from_numpy((ranks - 3 / 8) / (numbers.size + 1 / 4))
+    scores: Floats = torch.special.ndtri(fractions).numpy()
+    return scores
+
+
+def _variances(scores: Floats) -> tuple[float, float]:
+    """``W`` and ``var+``."""
+    steps = scores.shape[1]
+    within = float(scores.var(axis=1, ddof=1).mean())
+    between = float(scores.mean(axis=1).var(ddof=1))
+    return within, (steps - 1) / steps * within + between
+
+
+def _r_hat(scores: Floats) -> float:
+    """R-hat: NaN if all scores are equal, infinite if they differ between chains alone."""
+    within, total = _variances(scores)
+    if total == 0:
+        return math.nan
+    return math.sqrt(total / within) if within > 0 else math.inf
+
+
+def _ess(scores: Floats) -> float:
+    """The effective sample size of sequences ``[sequences, steps]`` that are not all equal."""
+    sequences, steps = scores.shape
+    within, total = _variances(scores)
+    centred = scores - scores.mean(axis=1, keepdims=True)
+    spectrum = np.fft.rfft(centred, 2 * steps, axis=1)
+    covariances = np.fft.irfft(spectrum * spectrum.conj(), 2 * steps, axis=1)[:, :steps] / steps
+    correlations = 1 - (within - covariances.mean(axis=0)) / total
+    correlations[0] = 1.0
+    pairs = correlations[: steps // 2 * 2].reshape(-1, 2).sum(axis=1)
+    negative = np.nonzero(pairs <= 0)[0]
+    pairs = np.minimum.accumulate(pairs[: negative[0] if len(negative) else None])
+    return float(sequences * steps / max(1.0, -1 + 2 * float(pairs.sum())))

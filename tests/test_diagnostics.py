@@ -1,0 +1,302 @@
+"""How well chains mix: against Markov chains whose answer is known, and what is not claimed to be known.
+
+Of a stationary chain with autocorrelations r^t the effective sample size is T (1 - r) / (1 + r), up to
+what its ends take off; of the two-state chain that is so for r = 1 - a - b, with a and b the
+probabilities of leaving its states. Fixed seeds; estimates are averaged over many runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.errors import InvalidRequest
+from genrt.inference import MetropolisHastings, Result, TextModel
+from genrt.inference.diagnostics import chain_statistics, diagnose, diagnosed
+from genrt.testing import exact_posterior
+from genrt.texts import Text
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+def two_states(rng: Generator, chains: int, steps: int, share: float, r: float) -> Floats:
+    """Stationary chains on 0 and 1, with this share of ones and autocorrelation ``r``."""
+    states = np.empty((chains, steps))
+    states[:, 0] = rng.random(chains) < share
+    for step in range(1, steps):
+        redrawn = rng.random(chains) < share
+        states[:, step] = np.where(rng.random(chains) < r, states[:, step - 1], redrawn)
+    return states
+
+
+def autoregressive(rng: Generator, chains: int, steps: int, r: float) -> Floats:
+    numbers = rng.standard_normal((chains, steps))
+    for step in range(1, steps):
+        numbers[:, step] = r * numbers[:, step - 1] + math.sqrt(1 - r * r) * numbers[:, step]
+    return numbers
+
+
+Chains: TypeAlias = Callable[[Generator, int, int, float], Floats]
+MARKOV: dict[str, Chains] = {
+    "two states": lambda rng, chains, steps, r: two_states(rng, chains, steps, 0.5, r),
+    "two uneven states": lambda rng, chains, steps, r: two_states(rng, chains, steps, 0.2, r),
+    "autoregressive": autoregressive,
+    "heavy tails": lambda rng, chains, steps, r: np.tan(
+        1.5 * np.tanh(autoregressive(rng, chains, steps, r))
+    ),
+}
+
+
+@pytest.mark.parametrize("r", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(("chains", "steps"), [(1, 4000), (4, 1000), (50, 80)])
+@pytest.mark.parametrize("name", MARKOV)
+def test_the_effective_sample_size_is_that_of_the_theory(
+    name: str, chains: int, steps: int, r: float
+) -> None:
+    found = [
+        diagnosed(MARKOV[name](np.random.default_rng(seed), chains, steps, r)) for seed in range(20)
+    ]
+    exact = chains * steps * (1 - r) / (1 + r)
+    # Halves of 40 steps hold fewer lags of r = 0.9 than there are.
+    least, most = (0.5, 1.4) if r == 0.9 and steps == 80 else (0.85, 1.1)
+    assert least * exact < statistics.mean(each.ess for each in found) < 1.15 * exact
+    assert all(each.ess <= chains * steps for each in found)
+    assert chains == 1 or all(each.r_hat < most for each in found)
+
+
+def by_definition(numbers: Floats) -> tuple[float, float]:
+    """ESS and R-hat of finite numbers, by loops over the docstring's formulas."""
+    chains, steps = numbers.shape
+    half = steps // 2
+
+    def scores_of(values: Floats) -> list[list[float]]:
+        flat = sorted(values.ravel().tolist())
+        scores = {}
+        for value in flat:
+            places = [place + 1 for place, other in enumerate(flat) if other == value]
+            share = (statistics.mean(places) - 3 / 8) / (len(flat) + 1 / 4)
+            scores[value] = statistics.NormalDist().inv_cdf(share)
+        rows = [row[:half] for row in values.tolist()] + [row[-half:] for row in values.tolist()]
+        return [[scores[value] for value in row] for row in rows]
+
+    def spread(rows: list[list[float]]) -> tuple[float, float]:
+        within = statistics.mean(statistics.variance(row) for row in rows)
+        between = statistics.variance([statistics.mean(row) for row in rows])
+        return within, (half - 1) / half * within + between
+
+    def r_hat(rows: list[list[float]]) -> float:
+        within, total = spread(rows)
+        return math.sqrt(total / within)
+
+    def covariance(row: list[float], lag: int) -> float:
+        mean = statistics.mean(row)
+        return float(
+            sum((a - mean) * (b - mean) for a, b in zip(row, row[lag:], strict=False)) / half
+        )
+
+    rows = scores_of(numbers)
+    within, total = spread(rows)
+    correlations = [
+        1 - (within - statistics.mean(covariance(row, lag) for row in rows)) / total if lag else 1.0
+        for lag in range(half)
+    ]
+    tau, least = -1.0, math.inf
+    for lag in range(0, half - 1, 2):
+        pair = correlations[lag] + correlations[lag + 1]
+        if pair <= 0:
+            break
+        least = min(least, pair)
+        tau += 2 * least
+    folded = scores_of(np.abs(numbers - np.median(numbers)))
+    return 2 * chains * half / max(tau, 1.0), max(r_hat(rows), r_hat(folded))
+
+
+@pytest.mark.parametrize(("chains", "steps"), [(4, 4), (4, 5), (5, 20), (2, 101), (9, 33)])
+@pytest.mark.parametrize("r", [0.0, 0.7, 0.98])
+def test_both_numbers_are_those_of_the_formulas(chains: int, steps: int, r: float) -> None:
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        for numbers in (
+            autoregressive(rng, chains, steps, r),
+            np.round(autoregressive(rng, chains, steps, r), 1),
+            autoregressive(rng, chains, steps, r) + np.arange(chains)[:, None],
+        ):
+            found = diagnosed(numbers)
+            assert (found.ess, found.r_hat) == pytest.approx(by_definition(numbers), rel=1e-9)
+
+
+def test_chains_in_different_places_are_told_from_chains_that_agree() -> None:
+    rng = np.random.default_rng(0)
+    numbers = autoregressive(rng, 4, 200, 0.3)
+    assert diagnosed(numbers).r_hat < 1.02
+    assert diagnosed(numbers + np.array([[0], [0], [0], [3]])).r_hat > 1.3
+    assert diagnosed(numbers * np.array([[1], [1], [1], [9]])).r_hat > 1.1, (
+        "the same mean, another spread"
+    )
+    drifting = numbers + np.linspace(0, 3, 200)
+    assert diagnosed(drifting).r_hat > 1.2, "all alike, but not yet where they will be"
+    assert diagnosed(drifting).ess < 0.2 * diagnosed(numbers).ess
+
+
+def test_chains_that_never_move_are_worth_one_value_each() -> None:
+    stuck = np.repeat([[0.0], [1.0], [1.0], [0.0], [2.0]], 50, axis=1)
+    found = diagnosed(stuck)
+    assert found.ess == pytest.approx(5, rel=0.1)
+    assert found.r_hat == math.inf
+
+
+@pytest.mark.parametrize("factor", [1e-300, 1e-9, 1.0, 1e300])
+def test_scale_and_infinities_make_no_difference(factor: float) -> None:
+    numbers = autoregressive(np.random.default_rng(1), 5, 40, 0.5)
+    expected = diagnosed(numbers)
+    assert diagnosed(numbers * factor).ess == pytest.approx(expected.ess)
+    far = np.where(numbers == numbers.max(), math.inf, numbers)
+    assert diagnosed(far) == expected
+    half = np.where(numbers < 0, -math.inf, math.inf)
+    assert diagnosed(half).ess == pytest.approx(diagnosed(np.sign(numbers)).ess)
+
+
+UNKNOWN: dict[str, Any] = {
+    "nothing": np.zeros((0, 0)),
+    "no chain": np.zeros((0, 5)),
+    "one value": np.full((8, 100), 3.0),
+    "one value but in the middle": np.array([[1.0] * 3 + [2.0] + [1.0] * 3] * 9),
+    "three steps": np.random.default_rng(0).random((50, 3)),
+    "three chains of 99 steps": np.random.default_rng(0).random((3, 99)),
+    "not a number": np.where(np.arange(400).reshape(4, 100) == 7, math.nan, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_is_not_claimed(name: str) -> None:
+    found = diagnosed(UNKNOWN[name])
+    assert math.isnan(found.ess)
+    assert math.isnan(found.r_hat)
+
+
+def test_one_chain_does_not_know_whether_another_would_agree() -> None:
+    found = diagnosed(autoregressive(np.random.default_rng(0), 1, 500, 0.5))
+    assert 100 < found.ess < 250
+    assert math.isnan(found.r_hat)
+
+
+def test_of_one_step_each_chain_is_one_independent_value() -> None:
+    assert diagnosed(np.random.default_rng(0).random((7, 1))).ess == 7
+
+
+def test_short_sticky_chains_seldom_claim_much_more_than_they_are_worth() -> None:
+    """The least that is known of: four chains of four steps, and one of a hundred."""
+    for chains, steps, r in ((4, 4, 0.9), (4, 20, 0.9), (4, 50, 0.99), (1, 100, 0.8)):
+        means, claims = [], []
+        for seed in range(400):
+            states = two_states(np.random.default_rng(seed), chains, steps, 0.5, r)
+            means.append(states.mean())
+            claims.append(diagnosed(states).ess)
+        exact = 0.25 / np.mean((np.array(means) - 0.5) ** 2)
+        known = np.array(claims)[~np.isnan(claims)]
+        assert np.mean(known > 3 * exact) < 0.1
+
+
+# -- functions of values ----------------------------------------------------------------------
+
+
+def test_chains_are_diagnosed_by_functions_of_their_values() -> None:
+    states = two_states(np.random.default_rng(0), 4, 200, 0.5, 0.5)
+    values = [["yes" if state else "no" for state in chain] for chain in states]
+    expected = diagnosed(states)
+    functions: list[Callable[[Any], Any]] = [
+        len, lambda value: value == "yes", lambda value: np.float32(value == "no"),
+    ]  # fmt: skip
+    for function in functions:
+        found = diagnose(values, function)
+        assert found.ess == pytest.approx(expected.ess)
+        assert found.r_hat == pytest.approx(expected.r_hat)
+    assert math.isnan(diagnose(values, lambda value: 1.0).ess)
+    wrong: list[Callable[[Any], Any]] = [str, lambda value: None, list]
+    for function in wrong:
+        with pytest.raises(InvalidRequest, match="diagnosed by numbers"):
+            diagnose(values, function)
+
+
+def statistics_of(values: list[list[Any]], **options: Any) -> Any:
+    zeros = np.zeros((len(values), len(values[0])))
+    given: dict[str, Any] = {
+        "log_weights": zeros, "lengths": zeros.astype(int), "acceptance": zeros[:, 0], "missing": 0,
+    }  # fmt: skip
+    return chain_statistics(values, **(given | options))
+
+
+def test_the_worst_of_weights_lengths_and_common_values_is_reported() -> None:
+    rng = np.random.default_rng(0)
+    quick, slow = rng.integers(0, 3, (4, 300)).astype(float), two_states(rng, 4, 300, 0.5, 0.95)
+    alone = statistics_of(quick.tolist())
+    assert alone.ess > 800
+    assert alone.r_hat < 1.02
+    by_value = statistics_of(slow.tolist())
+    for worse in (
+        statistics_of(quick.tolist(), log_weights=slow),
+        statistics_of(quick.tolist(), lengths=slow.astype(int)),
+        by_value,
+    ):
+        assert worse.ess == pytest.approx(diagnosed(slow).ess)
+        assert worse.r_hat == pytest.approx(diagnosed(slow).r_hat)
+    unhashable = statistics_of([[[value] for value in chain] for chain in slow.tolist()])
+    assert (unhashable.ess, unhashable.r_hat) == (by_value.ess, by_value.r_hat)
+
+
+def test_chains_at_one_value_are_unknown() -> None:
+    found = statistics_of([["a"] * 50] * 8)
+    assert math.isnan(found.ess)
+    assert math.isnan(found.r_hat)
+
+
+# -- the real thing ---------------------------------------------------------------------------
+
+
+STICKY = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)
+
+
+def likes_bb(text: Text) -> float:
+    return 6.0 * text.count("bb")
+
+
+@pytest.fixture(scope="module")
+def sticky() -> Result:
+    with genrt.load(STICKY, engine="exact") as lm:
+        model = TextModel(lm, [0], max_tokens=5, potential=likes_bb)
+        sampler = MetropolisHastings(model, num_chains=160, num_steps=70, warm_up=20)
+        return sampler.run_sync(0)
+
+
+@pytest.mark.parametrize("name", ["a value", "length", "beginning"])
+def test_chains_are_worth_what_they_claim(sticky: Result, name: str) -> None:
+    """Forty runs of four chains, cut out of one of 160: what the error of their means says that they are
+    worth, and what they say."""
+    assert sticky.chains is not None
+    [(common, _), *_] = sticky.posterior()
+    functions: dict[str, Callable[[Any], float]] = {
+        "a value": lambda value: value == common,
+        "length": len,
+        "beginning": lambda value: value.startswith("aba"),
+    }
+    function = functions[name]
+    exact = exact_posterior(STICKY, [0], max_tokens=5, potential=likes_bb).texts
+    law = {data.decode(): probability for data, probability in exact.items()}
+    mean = sum(probability * function(text) for text, probability in law.items())
+    variance = sum(probability * (function(text) - mean) ** 2 for text, probability in law.items())
+    runs = [sticky.chains.values[first : first + 4] for first in range(0, 160, 4)]
+    means = [np.mean([[function(value) for value in chain] for chain in run]) for run in runs]
+    worth = variance / np.mean((np.array(means) - mean) ** 2)
+    claims = [diagnose(run, function).ess for run in runs]
+    assert worth < 100, "of 200 values: this is to be sticky"
+    assert 0.4 * worth < statistics.median(claims) < 2 * worth
+    assert sticky.ess <= 1.5 * 40 * worth
