@@ -846,6 +846,36 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="process",
     ),
     *breaks(
+        "inference/genealogy.py",
+        "test_genealogy.py",
+        (
+            "the legend stays in one row and runs out of the picture",
+            "if x > LEGEND_LEFT and x + mark.width > wide:",
+            "if x > LEGEND_LEFT and x + mark.width > 10 * wide:",
+        ),
+        (
+            "the picture is narrower than an entry of its legend",
+            "wide = max(columns.end + RIGHT, LEGEND_LEFT + max(entry.width for entry in marks))",
+            "wide = columns.end + RIGHT",
+        ),
+        only="legend",
+    ),
+    *breaks(
+        "engines/vllm_process.py",
+        "test_vllm_process.py",
+        (
+            "memory is bound, and told of, where there is one node for all of it",
+            "setattr(operators, BIND, lambda nodes: None)",
+            "setattr(operators, BIND, bind)",
+        ),
+        (
+            "memory is never bound again",
+            "        setattr(operators, BIND, bind)\n\n\ndef _has",
+            "        pass\n\n\ndef _has",
+        ),
+        only="memory",
+    ),
+    *breaks(
         "engines/vllm_process.py",
         "test_vllm_process.py",
         (
