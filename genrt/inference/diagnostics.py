@@ -60,7 +60,7 @@ MANY_CHAINS, LONG = 4, 100
 class Diagnosis:
     """How well chains mix, as far as one function of their values shows.
 
-    Fields:
+    Attributes:
         ess: how many independent values would give as good an estimate of the function's mean.
         r_hat: by what factor the chains together are more spread than each; 1 if they agree.
     """
@@ -77,7 +77,7 @@ class ChainStatistics:
     """The chains of a run: where they were, and how well they mixed. Chains that found no text to begin
     with are left out.
 
-    Fields:
+    Attributes:
         values: of each chain those of its steps, in order, without the warm-up.
         log_weights: float64 ``[chains, steps]``, what each text gained on its way, by the model.
         lengths: int64 ``[chains, steps]``, how many tokens each text has.

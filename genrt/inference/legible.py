@@ -11,6 +11,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from genrt.texts import decoded
+
 __all__ = [
     "abbreviated",
     "count_of",
@@ -129,6 +131,6 @@ def said(token_ids: Sequence[int], tokens: Mapping[int, bytes]) -> str:
         if tokens.get(token_id):
             known += tokens[token_id]
         else:
-            parts += [known.decode(errors="replace"), token_label(token_id, tokens)]
+            parts += [decoded(bytes(known)), token_label(token_id, tokens)]
             known.clear()
-    return printable("".join([*parts, known.decode(errors="replace")]))
+    return printable("".join([*parts, decoded(bytes(known))]))
