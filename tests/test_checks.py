@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -19,6 +19,7 @@ from genrt.inference import (
     SMC,
     BestOfN,
     Execution,
+    Growth,
     MetropolisHastings,
     Program,
     Rejection,
@@ -137,6 +138,74 @@ def test_numbers_of_numpy_are_taken(name: str) -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         for value in (1, 0.5, np.float32(0.5), np.float64(0.5), np.int64(1)):
             NUMBERS[name](lm, value)
+
+
+async def promised(state: Any) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    "rule", [promised, lambda state: None, lambda state: "no", lambda state: np.array([1, 0])]
+)
+def test_a_rule_that_gives_no_truth_value_is_refused(rule: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(model_of(lm), num_particles=2, resample_when=rule)
+        with pytest.raises(
+            InvalidRequest, match=r"resample_when gave a .*: give a rule that returns"
+        ):
+            smc.run_sync(0)
+
+
+@pytest.mark.parametrize("chosen", [[[0], [0, 1]], ([0, 1], "ab"), ([0, 1], [None, 0]), None, {}])
+def test_a_resampler_that_gives_no_ancestors_is_refused(chosen: Any) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(
+            model_of(lm),
+            num_particles=2,
+            resample_when=lambda state: True,
+            resample=lambda rng, log_weights: chosen,
+        )
+        with pytest.raises(InvalidRequest, match="the resampler gave"):
+            smc.run_sync(0)
+
+
+class Wrong:
+    """A model that says something else of its first growth than it should."""
+
+    max_steps = 2
+
+    def __init__(self, lm: AsyncLM, gain: float | None) -> None:
+        self._model, self._gain = model_of(lm), gain
+
+    def start(self) -> Any:
+        return self._model.start()
+
+    async def grow(self, particles: Sequence[Any], seed: int) -> list[Growth]:
+        first, *others = await self._model.grow(particles, seed)
+        return others if self._gain is None else [first._replace(log_weight=self._gain), *others]
+
+    def text(self, particle: Any) -> str:
+        return self._model.text(particle)
+
+    def value(self, particle: Any) -> Any:
+        return self._model.value(particle)
+
+
+@pytest.mark.parametrize(
+    ("gain", "message"),
+    [(math.nan, "gained nan"), (math.inf, "gained inf"), (None, "gave 2 growths of 3 particles")],
+)
+@pytest.mark.parametrize("name", ["SMC", "Metropolis-Hastings"])
+def test_every_algorithm_refuses_what_a_wrong_model_gives(
+    name: str, gain: float | None, message: str
+) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        wrong = Wrong(lm, gain)
+        algorithm: Any = SMC(wrong, num_particles=3)
+        if name != "SMC":
+            algorithm = MetropolisHastings(wrong, num_chains=3, num_steps=2)
+        with pytest.raises(InvalidRequest, match=message):
+            algorithm.run_sync(0)
 
 
 def test_numbers_come_back_as_pythons() -> None:

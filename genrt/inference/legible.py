@@ -7,6 +7,7 @@ them, markup, or a megabyte in one line. Whatever is shown of it goes through he
 from __future__ import annotations
 
 import html
+import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "count_of",
     "escaped",
     "escaped_attribute",
+    "fixed",
     "label",
     "number",
     "printable",
@@ -99,11 +101,16 @@ def escaped_attribute(text: str, *, most: int) -> str:
     return html.escape(text[:place]) + ELLIPSIS
 
 
+def fixed(value: float, *, digits: int = 3) -> str:
+    """Return a number with so many digits after the point, or with an exponent if it is enormous."""
+    return f"{value:.6g}" if 1e9 <= abs(value) < math.inf else f"{value:.{digits}f}"
+
+
 def number(value: float, *, digits: int = 3) -> str:
     """A number for people: a real minus sign, infinity as a sign, NaN as a dash."""
     if value != value:
         return "\N{EN DASH}"
-    return f"{value:.{digits}f}".replace("inf", "\N{INFINITY}").replace("-", MINUS)
+    return fixed(value, digits=digits).replace("inf", "\N{INFINITY}").replace("-", MINUS)
 
 
 def count_of(count: int, noun: str) -> str:

@@ -36,7 +36,7 @@ from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
 from genrt.inference.checks import frozen, integer, seeds_of_step
 from genrt.inference.diagnostics import chain_statistics
-from genrt.inference.model import Growth, Model, checked_model
+from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.result import Result
 from genrt.inference.runtime import Counting
@@ -292,21 +292,21 @@ class MetropolisHastings:
         self, prefixes: Sequence[tuple[Growth, ...]], seeds: np.random.SeedSequence
     ) -> list[tuple[Growth, ...]]:
         """Each of these grown to its end, or until it died."""
-        grown = [list(prefix) for prefix in prefixes]
+        histories = [list(prefix) for prefix in prefixes]
         while True:
-            places = [place for place, growths in enumerate(grown) if _goes_on(growths)]
+            places = [place for place, growths in enumerate(histories) if _goes_on(growths)]
             if not places:
-                return [tuple(growths) for growths in grown]
+                return [tuple(growths) for growths in histories]
             particles = [
-                grown[place][-1].particle if grown[place] else self._model.start()
+                histories[place][-1].particle if histories[place] else self._model.start()
                 for place in places
             ]
             [seed] = seeds.spawn(1)
             number = int(seed.generate_state(1, np.uint64)[0] >> 1)
             for place, growth in zip(
-                places, await self._model.grow(particles, number), strict=True
+                places, await grown(self._model, particles, number), strict=True
             ):
-                grown[place].append(growth)
+                histories[place].append(growth)
 
 
 def _visits(state: Chains) -> list[_Visit]:

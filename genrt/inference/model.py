@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["DEAD", "Growth", "Model", "Particle", "checked_model"]
+__all__ = ["DEAD", "Growth", "Model", "Particle", "checked_model", "grown"]
 
 DEAD = -1
 """In place of a token: none could be drawn."""
@@ -85,3 +86,24 @@ def checked_model(model: Any) -> Model:
             f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
         )
     return model
+
+
+async def grown(model: Model, particles: Sequence[Any], seed: int) -> list[Growth]:
+    """Return what the model makes of these particles.
+
+    Raises:
+        InvalidRequest: it gives another number of growths, or a gain that is NaN or +inf.
+        GenrtError: whatever else the model raised.
+    """
+    growths = await model.grow(particles, seed)
+    if len(growths) != len(particles):
+        raise InvalidRequest(
+            f"the model gave {len(growths)} growths of {len(particles)} particles: give one for each"
+        )
+    for each in growths:
+        if not each.log_weight < math.inf:
+            raise InvalidRequest(
+                f"the model says that a particle gained {each.log_weight}: log-weights are finite, "
+                "or -inf"
+            )
+    return growths

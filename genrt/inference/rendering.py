@@ -19,6 +19,7 @@ from genrt.inference.legible import (
     count_of,
     escaped,
     escaped_attribute,
+    fixed,
     number,
 )
 from genrt.inference.summary import Entry, Summary
@@ -63,7 +64,7 @@ def one_line(summary: Summary) -> str:
     if summary.steps:
         parts.append(count_of(summary.steps, "step"))
     if summary.chains is None:
-        parts.append(f"log_evidence={summary.log_evidence:.3f}, ess={summary.ess:.1f}")
+        parts.append(f"log_evidence={fixed(summary.log_evidence)}, ess={summary.ess:.1f}")
     else:
         parts.append(count_of(len(summary.chains.values), "chain"))
         parts.append(f"ess={summary.ess:.1f}, r_hat={summary.chains.r_hat:.2f}")

@@ -19,17 +19,17 @@ large language models via sequential Monte Carlo*.
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
 from genrt.inference.checks import finite, frozen, integer, seeds_of_step
-from genrt.inference.model import DEAD, Growth, Model, checked_model
+from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
@@ -125,14 +125,14 @@ class SMC:
         increments = np.zeros(len(before))
         token_ids = np.full(len(before), DEAD)
         if unfinished:
-            grown = await self._model.grow([particles[index] for index in unfinished], for_tokens)
-            _check_gains(grown)
-            new = dict(zip(unfinished, grown, strict=True))
+            growing = [particles[index] for index in unfinished]
+            growths = await grown(self._model, growing, for_tokens)
+            new = dict(zip(unfinished, growths, strict=True))
             particles = tuple(
                 new[index].particle if index in new else old for index, old in enumerate(particles)
             )
-            increments[list(unfinished)] = [each.log_weight for each in grown]
-            token_ids[list(unfinished)] = [each.token_id for each in grown]
+            increments[list(unfinished)] = [each.log_weight for each in growths]
+            token_ids[list(unfinished)] = [each.token_id for each in growths]
         after = State(particles, frozen(before + increments), state.step + 1, state.seed)
         return after, Info(
             step=state.step,
@@ -205,17 +205,30 @@ class SMC:
 
     def _is_due(self, state: State) -> bool:
         if callable(self._resample_when):
-            return bool(self._resample_when(state))
+            answer: Any = self._resample_when(state)
+            if not isinstance(answer, bool | np.bool_ | int):
+                if inspect.iscoroutine(answer):
+                    answer.close()
+                raise InvalidRequest(
+                    f"resample_when gave a {type(answer).__name__}: give a rule that returns True or "
+                    "False"
+                )
+            return bool(answer)
         return state.ess < self._resample_when * self._num_particles
 
     def _resampled(self, rng: np.random.Generator, state: State) -> tuple[Ancestors, Floats]:
         """The ancestors of the next particles, and their log-weights."""
         count = len(state.log_weights)
         chosen = self._resample(rng, state.log_weights)
-        if isinstance(chosen, tuple) and len(chosen) == 2:
-            ancestors, log_weights = np.array(chosen[0]), np.array(chosen[1], dtype=np.float64)
-        else:
-            ancestors, log_weights = np.array(chosen), np.full(count, state.log_evidence)
+        try:
+            if isinstance(chosen, tuple) and len(chosen) == 2:
+                ancestors, log_weights = np.array(chosen[0]), np.array(chosen[1], dtype=np.float64)
+            else:
+                ancestors, log_weights = np.array(chosen), np.full(count, state.log_evidence)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the resampler gave {chosen!r}: give {count} integers, or those and as many log-weights"
+            ) from error
         if ancestors.shape != (count,) or ancestors.dtype.kind not in "iu":
             raise InvalidRequest(
                 f"the resampler gave ancestors {list(ancestors.shape)} of {ancestors.dtype}: give "
@@ -231,15 +244,6 @@ class SMC:
                 f"the resampler gave log-weights {log_weights}: give {count}, finite or -inf"
             )
         return ancestors.astype(np.int64), log_weights
-
-
-def _check_gains(grown: Sequence[Growth]) -> None:
-    for each in grown:
-        if not each.log_weight < math.inf:
-            raise InvalidRequest(
-                f"the model says that a particle gained {each.log_weight}: log-weights are finite, "
-                "or -inf"
-            )
 
 
 def importance_sampling(model: Model, *, num_particles: int) -> SMC:
