@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Hashable, Iterable, Iterator
-from itertools import chain
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from genrt.engine import Request
-from genrt.waiters import Waiter
+from genrt.waiters import Entry, Waiter
 
-__all__ = ["Admission", "Window"]
+__all__ = ["Admission", "Ready", "Window"]
 
 GOOD_STEPS = 8
-"""After so many steps that went well it is tried to send more again; a step that fails is dear."""
+"""After so many steps that went well, more is sent again: a step that fails costs as much as many do."""
 
 _NBYTES = attrgetter("nbytes")
 
@@ -39,15 +39,17 @@ class Admission:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._queued = 0
-        self._waiting: dict[Hashable, dict[Waiter, None]] = {}
+        # Of clients, and of each one's waiters, the first is found at once. With each waiter, its bytes.
+        self._waiting: OrderedDict[Hashable, OrderedDict[Waiter, int]] = OrderedDict()
+        self._clients: dict[Waiter, Hashable] = {}
 
     def __len__(self) -> int:
         """How many waiters wait for room."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._clients)
 
     def requests(self) -> Iterator[Request]:
-        """What those ask who wait for room."""
-        for waiter in chain.from_iterable(self._waiting.values()):
+        """Requests of the waiters that wait for room."""
+        for waiter in self._clients:
             yield from waiter.requests
 
     @property
@@ -72,49 +74,121 @@ class Admission:
 
     def must_wait(self, requests: Collection[Request]) -> bool:
         """Whether there is no room for a question of these, or others have waited longer."""
-        return bool(self._waiting) or not self._fits(requests)
+        return bool(self._clients) or not self._fits(requests, sum(map(_NBYTES, requests)))
 
-    def _fits(self, requests: Collection[Request]) -> bool:
+    def _fits(self, requests: Collection[Request], nbytes: int) -> bool:
         return not self._queued or (
             self._queued + len(requests) <= self._max_requests
-            and self._bytes + sum(map(_NBYTES, requests)) <= self._max_bytes
+            and self._bytes + nbytes <= self._max_bytes
         )
 
     def wait(self, waiter: Waiter) -> None:
-        """Behind the others of the same client: its event loop, or the thread that asks."""
+        """Have it wait behind the others of the same client: its event loop, or the thread that asks."""
         client = waiter.loop or threading.get_ident()
+        nbytes = sum(map(_NBYTES, waiter.requests))
         waiter.missing = len(waiter.requests)
-        self._waiting.setdefault(client, {})[waiter] = None
+        self._clients[waiter] = client
+        try:
+            self._waiting.setdefault(client, OrderedDict())[waiter] = nbytes
+        except BaseException:  # an interrupt
+            self.withdraw(waiter)
+            raise
 
     def withdraw(self, waiter: Waiter) -> bool:
-        """Whether this one was waiting; it does not any more."""
-        for client, waiters in self._waiting.items():
-            if waiter in waiters:
-                del waiters[waiter]
-                if not waiters:
-                    del self._waiting[client]
-                return True
-        return False
+        """Have it wait no more; returns whether it did."""
+        client = self._clients.pop(waiter, None)
+        if client is None:
+            return False
+        waiters = self._waiting.get(client, OrderedDict())
+        waiters.pop(waiter, None)
+        if not waiters:
+            self._waiting.pop(client, None)
+        return True
+
+    def first(self) -> Waiter | None:
+        """Return the waiter whose turn it is, if there is room for its question."""
+        if not self._waiting:
+            return None
+        waiter, nbytes = next(iter(next(iter(self._waiting.values())).items()))
+        return waiter if self._fits(waiter.requests, nbytes) else None
 
     def next(self) -> Waiter | None:
-        """The waiter whose turn it is, if there is room for its question; it waits no more."""
-        for client, waiters in self._waiting.items():
-            waiter = next(iter(waiters))
-            if not self._fits(waiter.requests):
-                return None
-            del self._waiting[client], waiters[waiter]
-            if waiters:
-                self._waiting[client] = waiters
+        """Return the first waiter, if there is room for its question; it waits no more."""
+        waiter = self.first()
+        if waiter is not None:
+            self._waiting.move_to_end(self._clients[waiter])
+            self.withdraw(waiter)
             waiter.missing = 0
-            return waiter
-        return None
+        return waiter
 
     def clear(self) -> list[Waiter]:
-        """Empty the queue; who waited for room in it."""
-        waiting = list(chain.from_iterable(self._waiting.values()))
+        """Empty the queue; returns who waited for room in it."""
+        waiting = [*self._clients]
         self._waiting.clear()
+        self._clients.clear()
         self._queued = self._bytes = 0
         return waiting
+
+
+class Ready:
+    """The entries that are ready to be sent, oldest first, and when the next of them are.
+
+    Args:
+        most: how many are sent at once; that many are sent without waiting for more.
+        wait_seconds: how long the oldest waits for more.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, most: int, wait_seconds: float, clock: Callable[[], float]) -> None:
+        self._most = most
+        self._wait_seconds = float(wait_seconds)
+        self._clock = clock
+        self._entries: OrderedDict[Entry, None] = OrderedDict()  # its first is found at once
+        self._due = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Have these sent after the others; those that are here already keep their place."""
+        if not self._entries:
+            self._due = self._clock() + self._wait_seconds
+        self._entries.update(dict.fromkeys(entries))
+
+    def put_back(self, entries: Sequence[Entry]) -> None:
+        """Have these, which were taken, sent before the others and without waiting for more."""
+        for entry in reversed(entries):
+            self._entries[entry] = None
+            self._entries.move_to_end(entry, last=False)
+        if entries:
+            self._due = self._clock()
+
+    def discard(self, entry: Entry) -> None:
+        """Have this one not sent, if it is here."""
+        self._entries.pop(entry, None)
+
+    def seconds_until_due(self) -> float | None:
+        """How long nothing is to be sent; ``None`` while there is nothing."""
+        if not self._entries:
+            return None
+        return 0.0 if len(self._entries) >= self._most else max(0.0, self._due - self._clock())
+
+    def take(self, room: int) -> list[Entry]:
+        """Remove and return those that are to be sent now, and for which there is room."""
+        if self.seconds_until_due() != 0.0:
+            return []
+        count = min(self._most, room, len(self._entries))
+        return [self._entries.popitem(last=False)[0] for _ in range(count)]
+
+    def clear(self) -> None:
+        """Have nothing sent."""
+        self._entries.clear()
 
 
 class Window:
@@ -129,12 +203,12 @@ class Window:
         return max(0, self._size - in_flight)
 
     def shrink(self, in_flight: int) -> None:
-        """So many were too many."""
+        """Halve the window: these ran out of memory together."""
         self._size = max(1, in_flight // 2)
         self._good_steps = 0
 
     def grow(self) -> None:
-        """A step went well; after some such, twice as many may."""
+        """Count a step that went well; after ``GOOD_STEPS`` of them, double the window."""
         self._good_steps += 1
         if self._good_steps == GOOD_STEPS:
             self._size = min(2 * self._size, sys.maxsize)

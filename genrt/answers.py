@@ -7,13 +7,16 @@ Rules:
     the cache, whose rows answer without the engine.
     A step's reads are answered together, kind by kind, with one copy to the host per kind, and nothing
     waits for the device before that.
+    What needs no forward, a read from a row in the cache, is answered beside the step, not in its place.
+    An engine that raises when it is told to forget something may still hold it: it is told again before
+    it gets anything new, and if it raises again, an equal request fails, alone.
     A row that was only read from is not kept: that would copy it. One that was moved to the host is.
     A read's answer depends on its row and itself alone, never on what it was batched with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -37,8 +40,8 @@ from genrt.engine import (
     Result,
     SampleRequest,
     TopTokens,
-    failure,
     seed_of,
+    survived,
 )
 from genrt.engines.adapters import Adapters
 from genrt.errors import EngineDied, GenrtError, InvalidAdapter
@@ -76,6 +79,8 @@ class AnsweringEngine:
         self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
         self._asked: set[Request] = set()
         self._cached: dict[ReadRequest, Tensor] = {}
+        self._refused: list[Finished] = []
+        self._unforgotten: dict[Request, GenrtError] = {}
         self._reads = 0
         self._bytes_to_host = 0
 
@@ -104,7 +109,7 @@ class AnsweringEngine:
         return f"AnsweringEngine({self.engine!r}, {readers} reads in progress)"
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As in the Engine protocol, and reads."""
+        """As in the Engine protocol, and reads. What needs no forward is in ``ready`` from now on."""
         new: dict[Request, None] = {}
         asked: list[Request] = []
         readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
@@ -127,19 +132,31 @@ class AnsweringEngine:
                     continue
                 new[row] = None
             readers[row] = {request: None}
+        refused: list[Finished] = []
+        for request, error in self._still_held(new).items():
+            del new[request]
+            concerned: list[Request] = [*readers.pop(cast("LogprobsRequest", request), ())]
+            if request in asked:
+                asked.remove(request)
+                concerned.append(request)
+            refused += [Finished(each, error=error) for each in concerned]
         if new:
             self.engine.submit(list(new))
+        self._refused += refused
         self._cached |= cached
         self._asked.update(asked)
         for row, joining in readers.items():
             self._readers.setdefault(row, joining).update(joining)
 
+    def ready(self) -> list[Finished]:
+        """The ends of what was submitted and needs no forward: reads from rows that are in the cache, and
+        requests that the engine can't take."""
+        cached, self._cached = self._cached, {}
+        refused, self._refused = self._refused, []
+        return refused + self._answered([_Read(each, row) for each, row in cached.items()])
+
     def step(self) -> list[Finished]:
-        """As in the Engine protocol. Reads from rows that are in the cache come back at once, in a step
-        without a forward."""
-        if self._cached:
-            cached, self._cached = self._cached, {}
-            return self._answered([_Read(request, row) for request, row in cached.items()])
+        """As in the Engine protocol."""
         try:
             ends = self.engine.step()
         except EngineDied:
@@ -147,6 +164,8 @@ class AnsweringEngine:
         except Exception:
             self._forget()
             raise
+        for end in ends if self._unforgotten else ():
+            self._unforgotten.pop(end.request, None)
         if not self._readers:
             self._asked.difference_update([end.request for end in ends])
             return ends
@@ -166,7 +185,8 @@ class AnsweringEngine:
         return finished + self._answered(reads)
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """As in the Engine protocol; a row is cancelled with the last who wants it."""
+        """As in the Engine protocol; a row is cancelled with the last who wants it. Raises EngineDied
+        alone: any other error of the engine concerns only who asks the same again."""
         unwanted: list[Request] = []
         for request in requests:
             if isinstance(request, ReadRequest):
@@ -182,7 +202,23 @@ class AnsweringEngine:
                 unwanted.append(request)
             self._asked.discard(request)
         if unwanted:
-            self.engine.cancel(unwanted)
+            self._cancel(unwanted)
+
+    def _cancel(self, unwanted: Sequence[Request]) -> None:
+        """Have the engine forget these, and all that it has not forgotten before."""
+        unforgotten = [*self._unforgotten, *unwanted]
+        try:
+            self.engine.cancel(unforgotten)
+        except Exception as error:
+            self._unforgotten = dict.fromkeys(unforgotten, survived(error))
+        else:
+            self._unforgotten.clear()
+
+    def _still_held(self, new: Collection[Request]) -> dict[Request, GenrtError]:
+        """Those of these that the engine was to forget and may still hold, and what it raised instead."""
+        if self._unforgotten:
+            self._cancel([])
+        return {each: error for each, error in self._unforgotten.items() if each in new}
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         copy = self._adapters.keep(adapter, path)
@@ -195,9 +231,15 @@ class AnsweringEngine:
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        if adapter not in self._adapters.lost:
+        """As in the Engine protocol; one that is not loaded, as after a restart, is ignored. Raises
+        EngineDied alone: after any other error the weights may stay until the next restart."""
+        if adapter not in self._adapters:
+            return
+        self._adapters.forget(adapter)
+        try:
             self.engine.remove_adapter(adapter)
-            self._adapters.forget(adapter)
+        except Exception as error:  # nobody waits for this, and no question can name the adapter
+            survived(error)
 
     def reload_adapters(self) -> dict[Adapter, GenrtError]:
         """Load the adapters of the engine before into this one. One that it does not take is lost, with
@@ -225,6 +267,8 @@ class AnsweringEngine:
         self._readers.clear()
         self._asked.clear()
         self._cached.clear()
+        self._refused.clear()
+        self._unforgotten.clear()
         self.engine.close()
 
     def _forget(self) -> None:
@@ -232,8 +276,9 @@ class AnsweringEngine:
         unasked = [row for row in self._readers if row not in self._asked]
         self._readers.clear()
         self._asked.clear()
+        self._unforgotten.clear()
         if unasked:
-            self.engine.cancel(unasked)
+            self._cancel(unasked)
 
     def _answered(self, reads: Sequence[_Read]) -> list[Finished]:
         """The ends of reads whose rows are there. A kind that fails, for want of memory say, fails
@@ -246,7 +291,8 @@ class AnsweringEngine:
             try:
                 results = list(answer(group))
             except Exception as error:
-                finished += [Finished(read.request, error=failure(error)) for read in group]
+                failed = survived(error)
+                finished += [Finished(read.request, error=failed) for read in group]
                 continue
             finished += [
                 Finished(read.request, result) for read, result in zip(group, results, strict=True)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from genrt.engine import (
+    TOKEN_BYTES,
     Adapter,
     Candidates,
     DrawToken,
@@ -37,6 +38,8 @@ __all__ = [
     "check_float",
     "check_int",
     "check_masks",
+    "check_options",
+    "check_timeout",
     "must_move",
 ]
 
@@ -161,12 +164,14 @@ class Limits:
         """
         before = self.token_ids(token_ids)
         after = self.token_ids(continuation, allow_empty=True, name="continuation")
-        self.logprobs_request(
-            (*before, *after[:-1]), adapter
-        )  # the longest, so that it raises first
+        whole = self.logprobs_request((*before, *after[:-1]), adapter).packed
+        start = TOKEN_BYTES * len(before)
+        rows = (
+            LogprobsRequest(adapter=adapter, packed=whole[: start + TOKEN_BYTES * count])
+            for count in range(len(after))
+        )
         return [
-            self.candidates_request((*before, *after[:count]), (token_id,), adapter)
-            for count, token_id in enumerate(after)
+            ReadRequest(row, Candidates((each,))) for row, each in zip(rows, after, strict=True)
         ]
 
     def draw_request(
@@ -246,7 +251,18 @@ def must_move(device: str | torch.device | None, own: torch.device) -> bool:
 
 
 def check_timeout(seconds: float | None) -> float | None:
-    """Raises InvalidRequest unless it is ``None`` or a finite number of at least 0; returns it."""
-    if seconds is not None:
-        check_float("timeout", seconds, 0.0, math.inf)
-    return seconds
+    """Return it as a Python float, or ``None``. Raises InvalidRequest unless it is a finite number of at
+    least 0."""
+    if seconds is None:
+        return None
+    check_float("timeout", seconds, 0.0, math.inf)
+    return float(seconds)  # what numpy's narrow floats are added to loses its precision
+
+
+def check_options(method: str, options: SampleOptions) -> None:
+    """Raises TypeError, as Python does for ``method``, if one is unknown or ``max_tokens`` is missing."""
+    for name in options:
+        if name not in SampleOptions.__annotations__:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+    if "max_tokens" not in options:
+        raise TypeError(f"{method}() missing a required keyword argument: 'max_tokens'")

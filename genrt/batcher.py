@@ -6,7 +6,9 @@ flight, or queues it, if need be when there is room; when the asking loop has go
 and delivers what finished.
 
 Rules:
-    All state changes under one lock, held for dictionary work only; ``turn`` alone talks to the engine.
+    All state changes under one lock, held for dictionary work on what changed, never on all there is but
+    when the batcher is closed or goes on with another engine; ``turn`` alone talks to the engine.
+    A turn with something in flight always steps; what needs no forward is delivered before that.
     A request is in ``_entries`` from the question that queued it until it ends; it ends once.
     Requests that ran out of memory together are sent again, fewer at a time; one alone fails.
     A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
@@ -15,6 +17,9 @@ Rules:
     the lock, so none falls in between.
     A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
     one that holds the lock included, waits for nothing any more, or on a closed loop: it takes no lock.
+    Waiters and loops that are let go of are kept until the lock is free: their end may run any code.
+    The garbage collector and signal handlers may run any code under the lock all the same. What such code
+    may call here takes the lock a second time and reads; ``close`` sees that, and does nothing.
 """
 
 from __future__ import annotations
@@ -24,18 +29,21 @@ import concurrent.futures
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice
 from typing import cast
 
-from genrt.admission import Admission, Window
+from genrt.admission import Admission, Ready, Window
+from genrt.answers import AnsweringEngine
+from genrt.bindings import Bindings
 from genrt.cache import RowCache
-from genrt.engine import Adapter, Engine, Finished, LogprobsRequest, Request, Result, failure
-from genrt.errors import Closed, EngineDied, GenrtError, OutOfMemory
-from genrt.gathering import Gatherings
+from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result, survived
+from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
+from genrt.gathering import MOST_AT_ONCE, AtOnce, Gatherings
 from genrt.statistics import BatcherStatistics
 from genrt.waiters import (
     Entry,
+    OnLoops,
     Outcome,
     Waiter,
     deliver,
@@ -73,24 +81,22 @@ class Batcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
-        self._max_batch_size = max_batch_size or sys.maxsize
-        self._max_wait_seconds = max_wait_seconds
         self._wake = wake
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: dict[Request, Entry] = {}
-        self._ready: dict[Entry, None] = {}
-        self._due = float("inf")
+        most = max_batch_size or sys.maxsize
+        self._ready = Ready(most, max_wait_seconds, clock)
+        self._in_flight: dict[Entry, None] = {}
         self._withdrawn: dict[Entry, None] = {}
-        self._in_flight = 0
+        self._on_loops = OnLoops()
+        self._bindings = Bindings()
+        self._at_once = AtOnce()
         self._admission = Admission(max_queued_requests, max_queued_bytes)
         self._window = Window()
-        self._gatherings = Gatherings(self._lock, self._make_ready, wake, self._max_batch_size)
-        self._retired: list[Adapter] = []
+        self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
         self._closed: GenrtError | None = None
-        self._questions = self._deduplicated = self._cached = 0
-        self._flushes = self._largest_flush = self._retried = 0
-        self._answered = self._failed = self._cancelled = 0
+        self._last_told: list[tuple[Waiter, Outcome]] = []
+        self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
 
     # -- asking: event loops and threads ------------------------------------------------------
 
@@ -100,7 +106,8 @@ class Batcher:
         """The results in order, each in storage of its own; equal requests may appear more than once.
         With ``stacked``, the only result is the stack of the rows, of which there is at least one.
 
-        Cancelling the await withdraws this caller alone. Works on any running event loop.
+        Cancelling the await withdraws this caller alone. Works on any running event loop, and lets it go
+        round now and then however many questions the cache answers.
 
         Raises:
             EngineFailed: the step that one of the requests was in failed; the other requests of this
@@ -108,14 +115,21 @@ class Batcher:
             TimedOut: there was no answer within ``timeout`` seconds; the question is withdrawn.
             Closed: the batcher is closed, or was while this waited.
         """
+        if self._at_once.count >= MOST_AT_ONCE:
+            await asyncio.sleep(0)  # nothing is asked yet: cancelled here, it did not happen
+            self._at_once.count = 0  # not before: with a timeout, this function comes here again
         if timeout is not None:
             return await within(timeout, self.ask(requests, stacked=stacked))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Result]] = loop.create_future()
         waiter = Waiter(requests, loop, future, stacked, {})
+        self._at_once.count += len(requests) or 1
         try:
             results = self._join(waiter)
-            return await future if results is None else results
+            if results is not None:
+                return results
+            self._at_once.count = 0
+            return await future
         finally:
             if waiter.missing and not loop.is_closed():
                 self._leave(waiter)
@@ -126,9 +140,10 @@ class Batcher:
         """``ask`` for a thread, which blocks; an interrupt withdraws the question."""
         future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
         waiter = Waiter(requests, None, future, stacked, {})
+        longest = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
         try:
             results = self._join(waiter)
-            return future.result(timeout) if results is None else results
+            return future.result(longest) if results is None else results
         except concurrent.futures.TimeoutError:
             raise timed_out(cast("float", timeout)) from None
         finally:
@@ -140,24 +155,21 @@ class Batcher:
         with self._lock:
             if self._closed is not None:
                 raise self._closed.fresh()
-            if self._admission.must_wait(waiter.requests) and not self._known(waiter.requests):
-                self._admission.wait(waiter)
-                self._gatherings.end()
-                wake = bool(self._ready)
-            else:
-                try:
-                    queued = self._register(waiter)
-                except BaseException:  # an interrupt, wherever it was
-                    self._admission.recount(
-                        each for each, e in self._entries.items() if not e.in_flight
-                    )
-                    raise
-                wake = bool(queued) and self._gather(queued, waiter.loop)
+            try:
+                if self._admission.must_wait(waiter.requests) and not self._known(waiter.requests):
+                    self._bindings.bind(waiter.requests)
+                    self._admission.wait(waiter)
+                    self._on_loops.add(waiter)
+                    self._gatherings.end()
+                    wake = bool(self._ready)
+                else:
+                    wake = self._gatherings.add(waiter.loop, self._register(waiter))
+            except BaseException:  # an interrupt, wherever it was
+                self._recount()
+                raise
         if wake:
             self._wake()
-        if waiter.missing:
-            return None
-        return outcome_of(waiter)
+        return None if waiter.missing else outcome_of(waiter)
 
     def _known(self, requests: Sequence[Request]) -> bool:
         """Under the lock: whether all of these can be joined, or are in the cache."""
@@ -168,16 +180,16 @@ class Batcher:
         queued: list[Entry] = []
         new: list[Request] = []
         found, entries, borrow = waiter.found, self._entries, self._cache.borrow
-        self._questions += len(waiter.requests)
+        self._counted["questions"] += len(waiter.requests)
         for request in waiter.requests:
             if request in found:
-                self._cached += found[request] is not None
-                self._deduplicated += found[request] is None
+                self._counted["cached"] += found[request] is not None
+                self._counted["deduplicated"] += found[request] is None
                 continue
             row = borrow(request) if isinstance(request, LogprobsRequest) else None
             found[request] = row
             if row is not None:
-                self._cached += 1
+                self._counted["cached"] += 1
                 continue
             waiter.missing += 1
             entry = entries.get(request)
@@ -186,38 +198,39 @@ class Batcher:
                 queued.append(entry)
                 new.append(request)
                 continue
-            self._deduplicated += 1
+            self._counted["deduplicated"] += 1
             entry.waiters[waiter] = None
             self._withdrawn.pop(entry, None)
             if not entry.in_flight and entry not in self._ready:
                 queued.append(entry)
         self._admission.enter(new)
+        self._bindings.bind(new)
+        self._on_loops.add(waiter)
         return queued
 
+    def _recount(self) -> None:
+        """Under the lock: count what is queued and bound anew, after an interrupt in the middle of it."""
+        self._admission.recount(each for each, e in self._entries.items() if not e.in_flight)
+        self._bindings.clear()
+        self._bindings.bind(self._entries)
+        self._bindings.bind(self._admission.requests())
+
     def _admit(self) -> list[Waiter]:
-        """Under the lock: register those who waited for room, as far as there is some; those of them who
-        lack nothing any more."""
+        """Under the lock: register who waited for room, while there is some; those who lack nothing."""
         answered: list[Waiter] = []
         while (waiter := self._admission.next()) is not None:
+            self._bindings.bind(waiter.requests, -1)
             self._make_ready(self._register(waiter))
             if not waiter.missing:
+                self._on_loops.discard(waiter)
                 answered.append(waiter)
         return answered
 
-    def _gather(self, queued: list[Entry], loop: asyncio.AbstractEventLoop | None) -> bool:
-        """Under the lock: queue these until the loop is quiet; True if the engine thread must look."""
-        if loop is None:
-            return self._make_ready(queued)
-        if loop not in self._gatherings:
-            self._sweep(self._gatherings.of_closed_loops())
-        return self._gatherings.add(loop, queued)
-
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
-        """Under the lock. One that was dropped, or sent by another loop, stays as it is."""
+        """Under the lock: have these sent, but for those that were dropped, or sent by another loop.
+        Returns whether the engine thread must look."""
         added = [entry for entry in entries if entry.waiters and not entry.in_flight]
-        if added and not self._ready:
-            self._due = self._clock() + self._max_wait_seconds
-        self._ready.update(dict.fromkeys(added))
+        self._ready.add(added)
         return bool(added)
 
     # -- leaving ------------------------------------------------------------------------------
@@ -225,22 +238,22 @@ class Batcher:
     def _leave(self, waiter: Waiter) -> None:
         with self._lock:
             self._cancel(waiter)
-            answered = self._admit()
-            wake = bool(self._withdrawn or self._retired or self._ready)
+            wake = bool(self._withdrawn or self._bindings or self._ready or self._admission.first())
         if wake:
             self._wake()
-        hand_out(answered)
 
     def _cancel(self, waiter: Waiter) -> None:
         """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
         if waiter.missing:
-            self._cancelled += 1
+            self._counted["cancelled"] += 1
             self._drop(waiter)
 
     def _drop(self, waiter: Waiter) -> None:
         """Under the lock: take a waiter off every request it still waits for."""
         waiter.missing = 0
+        self._on_loops.discard(waiter)
         if self._admission.withdraw(waiter):
+            self._bindings.bind(waiter.requests, -1)
             return
         for request, result in waiter.found.items():
             entry = self._entries.get(request) if result is None else None
@@ -249,34 +262,37 @@ class Batcher:
             if entry.in_flight:
                 self._withdrawn[entry] = None
             else:
-                del self._entries[request]
-                self._ready.pop(entry, None)
+                self._end(entry)
+                self._ready.discard(entry)
                 self._admission.leave([request])
 
-    def _sweep(self, entries: Iterable[Entry]) -> None:
-        """Under the lock: take off these the waiters whose loop was closed under them."""
-        waiters = [waiter for entry in entries for waiter in entry.waiters]
-        loops = {waiter.loop for waiter in waiters if waiter.loop is not None}
-        closed = {loop for loop in loops if loop.is_closed()}
-        for waiter in waiters if closed else ():
-            if waiter.loop in closed:
-                self._cancel(waiter)
+    def _end(self, entry: Entry) -> None:
+        """Under the lock: this one is on its way no more."""
+        del self._entries[entry.request]
+        self._in_flight.pop(entry, None)
+        self._bindings.bind([entry.request], -1)
+
+    def _sweep(self) -> list[object]:
+        """Under the lock: take off the waiters whose loop was closed under them. Returns what it let go
+        of, to be kept until the lock is free."""
+        waiters = self._on_loops.closed()
+        for waiter in waiters:
+            self._cancel(waiter)
+        return [waiters, self._gatherings.of_closed_loops()]
 
     # -- turning: the engine thread -----------------------------------------------------------
 
     def seconds_until_due(self) -> float | None:
         """How long ``turn`` has nothing to do: 0.0 for now, ``None`` for until the next ``wake``."""
         with self._lock:
-            if self._in_flight or self._withdrawn or self._unbound():
+            free = self._bindings.free() or self._admission.first()
+            if self._in_flight or self._withdrawn or free:
                 return 0.0
-            if not self._ready:
-                return None
-            if len(self._ready) >= self._max_batch_size:
-                return 0.0
-            return max(0.0, self._due - self._clock())
+            return self._ready.seconds_until_due()
 
-    def turn(self, engine: Engine) -> None:
-        """Move everything one engine step on: withdraw, submit the next flush, step, deliver.
+    def turn(self, engine: AnsweringEngine) -> None:
+        """Move everything one engine step on: withdraw, submit the next flush, deliver what needs no
+        forward, step, deliver.
 
         Raises:
             EngineDied: the engine can't go on. Nobody has been told; what was in flight still is.
@@ -289,65 +305,59 @@ class Batcher:
             engine.remove_adapter(adapter)
             self._cache.forget(adapter)
             with self._lock:
-                self._retired.remove(adapter)
+                self._bindings.gone(adapter)
         if flush:
-            try:
-                engine.submit(flush)
-            except EngineDied:
-                raise
-            except Exception as error:
-                self._settle([Finished(r, error=failure(error)) for r in flush])
-        if not self._in_flight:
-            return
+            self._settle(self._sent(engine, flush))
+        if self._in_flight:
+            self._settle(self._stepped(engine), stepped=True)
+
+    def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
+        """Submit a flush; what of it has ended already."""
         try:
-            finished = engine.step()
-        except EngineDied:
-            raise
+            engine.submit(flush)
         except Exception as error:
+            failed = survived(error)
+            return [Finished(request, error=failed) for request in flush]
+        return engine.ready()
+
+    def _stepped(self, engine: AnsweringEngine) -> list[Finished]:
+        """Step; what has ended."""
+        try:
+            return engine.step()
+        except Exception as error:
+            failed = survived(error)
             with self._lock:
-                failed = [each for each, entry in self._entries.items() if entry.in_flight]
-            engine.cancel(failed)
-            finished = [Finished(r, error=failure(error)) for r in failed]
-        self._settle(finished)
+                lost = [entry.request for entry in self._in_flight]
+            engine.cancel(lost)
+            return [Finished(request, error=failed) for request in lost]
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
         with self._lock:
-            self._sweep(self._ready)
-            withdrawn = [entry.request for entry in self._withdrawn]
+            gone = self._sweep()
+            withdrawn = [*self._withdrawn]
             self._withdrawn.clear()
-            for request in withdrawn:
-                del self._entries[request]
-            self._in_flight -= len(withdrawn)
+            for entry in withdrawn:
+                self._end(entry)
             flush: list[Request] = []
-            if len(self._ready) >= self._max_batch_size or self._clock() >= self._due:
-                most = min(self._max_batch_size, self._window.room(self._in_flight))
-                for entry in list(islice(self._ready, most)):
-                    del self._ready[entry]
-                    entry.in_flight = True
-                    flush.append(entry.request)
-            self._in_flight += len(flush)
-            self._flushes += bool(flush)
-            self._largest_flush = max(self._largest_flush, len(flush))
-            if not self._ready:
-                self._due = float("inf")
+            for entry in self._ready.take(self._window.room(len(self._in_flight))):
+                entry.in_flight = True
+                self._in_flight[entry] = None
+                flush.append(entry.request)
+            self._counted["flushes"] += bool(flush)
+            self._counted["largest_flush"] = max(self._counted["largest_flush"], len(flush))
             self._admission.leave(flush)
             answered = self._admit()
-            return flush, withdrawn, self._unbound(), answered
+            free = self._bindings.free()
+        del gone  # without the lock: see the rules
+        return flush, [entry.request for entry in withdrawn], free, answered
 
-    def _unbound(self) -> list[Adapter]:
-        """Under the lock: the retired adapters that no request is bound to any more."""
-        if not self._retired:
-            return []
-        bound = {each.adapter for each in chain(self._entries, self._admission.requests())}
-        return [adapter for adapter in self._retired if adapter not in bound]
-
-    def _settle(self, finished: Sequence[Finished]) -> None:
+    def _settle(self, finished: Sequence[Finished], *, stepped: bool = False) -> None:
         """End these requests: cache the rows, then hand every waiter its own. Those that ran out of
         memory with others in flight are queued again."""
         if any(isinstance(end.error, OutOfMemory) for end in finished):
-            if self._in_flight > 1:
+            if len(self._in_flight) > 1:
                 finished = self._send_again(finished)
-        else:
+        elif stepped:
             self._window.grow()
         no_room = self._cache.keep(finished)
         failed: list[tuple[Waiter, Outcome]] = []
@@ -359,14 +369,13 @@ class Batcher:
                 entry = entries.get(request)
                 if entry is None or not entry.in_flight:
                     continue
-                del entries[request]
+                self._end(entry)
                 if withdrawn:
                     withdrawn.pop(entry, None)
-                self._in_flight -= 1
                 if no_room and error is None:
                     error = no_room.get(request)
-                self._failed += error is not None
-                self._answered += error is None
+                self._counted["failed"] += error is not None
+                self._counted["answered"] += error is None
                 for waiter in entry.waiters:
                     if error is not None:
                         self._drop(waiter)
@@ -375,6 +384,7 @@ class Batcher:
                     waiter.found[request] = result
                     waiter.missing -= 1
                     if not waiter.missing:
+                        self._on_loops.discard(waiter)
                         answered.append(waiter)
             answered += self._admit()  # who failed may have left room in the queue
         deliver(failed)
@@ -384,68 +394,86 @@ class Batcher:
         """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
         short = [end.request for end in finished if isinstance(end.error, OutOfMemory)]
         with self._lock:
-            self._window.shrink(self._in_flight)
+            self._window.shrink(len(self._in_flight))
             self._requeue([entry for entry in map(self._entries.get, short) if entry is not None])
         return [end for end in finished if not isinstance(end.error, OutOfMemory)]
 
     def _requeue(self, entries: Iterable[Entry]) -> None:
         """Under the lock: these, which the engine has forgotten, are ready again, before all others."""
-        again: dict[Entry, None] = {}
+        again: list[Entry] = []
         for entry in [entry for entry in entries if entry.in_flight]:
-            self._in_flight -= 1
             if entry in self._withdrawn:
-                del self._withdrawn[entry], self._entries[entry.request]
+                del self._withdrawn[entry]
+                self._end(entry)
                 continue
             entry.in_flight = False
-            again[entry] = None
-        self._retried += len(again)
+            del self._in_flight[entry]
+            again.append(entry)
+        self._counted["retried"] += len(again)
         self._admission.enter([entry.request for entry in again])
-        self._ready = again | self._ready
-        if again:
-            self._due = self._clock()
+        self._ready.put_back(again)
 
     # -- the rest of a life -------------------------------------------------------------------
 
     def retire(self, adapter: Adapter) -> None:
         """Have ``turn`` remove the adapter from the engine once no request is bound to it."""
         with self._lock:
-            self._retired.append(adapter)
+            self._bindings.retire(adapter)
         self._wake()
 
     def fail(self, lost: Mapping[Adapter, GenrtError]) -> None:
         """End every request that is bound to one of these adapters with that one's error."""
         with self._lock:
             bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
-            queued = [entry for entry in bound if not entry.in_flight]
-            self._admission.leave([entry.request for entry in queued])
-            for entry in queued:
-                entry.in_flight = True
-            self._ready = {entry: None for entry in self._ready if not entry.in_flight}
-            self._in_flight += len(queued)
-        if bound:
-            errors = [lost[cast("Adapter", entry.request.adapter)] for entry in bound]
-            ends = zip(bound, errors, strict=True)
-            self._settle([Finished(entry.request, error=error) for entry, error in ends])
+            for entry in bound:
+                if not entry.in_flight:
+                    self._ready.discard(entry)
+                    self._admission.leave([entry.request])
+                    entry.in_flight = True
+                    self._in_flight[entry] = None
+        requests = [(entry.request, cast("Adapter", entry.request.adapter)) for entry in bound]
+        self._settle([Finished(request, error=lost[adapter]) for request, adapter in requests])
 
-    def close(self, reason: GenrtError | None = None) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """Whether questions are refused; looked at without the lock."""
+        return self._closed is not None
+
+    def close(self, reason: GenrtError | None = None) -> bool:
         """End every waiter with ``reason`` (``Closed`` by default), and every later question too.
-        Idempotent; returns at once, whatever the engine is doing."""
+        Idempotent; returns at once, whatever the engine is doing.
+
+        Returns ``False``, and does nothing, if the calling thread is in the middle of something under the
+        lock, as where a finalizer or a signal handler interrupts it: another thread must close then.
+        """
+        # As threading.Condition asks a lock. Taking it would go on in a state that is half changed.
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return False
         with self._lock:
-            if self._closed is not None:
-                return
-            self._closed = reason or Closed("the runtime was closed: restart it, or load it again")
-            waiting = dict.fromkeys(self._admission.clear())
-            waiters = waiting | {w: None for e in self._entries.values() for w in e.waiters}
-            for waiter in waiters:
-                waiter.missing = 0
-            for entry in self._entries.values():
-                entry.waiters.clear()
-            self._entries.clear()
-            self._gatherings.clear()
-            self._ready.clear()
-            self._withdrawn.clear()
-            self._in_flight, self._due = 0, float("inf")
-        deliver([(waiter, self._closed.fresh()) for waiter in waiters])
+            if self._closed is None:
+                self._closed = reason or Closed(WAS_CLOSED)
+                self._last_told = [(waiter, self._closed.fresh()) for waiter in self._let_go()]
+            told, gone = self._last_told, self._gatherings.clear()
+        del gone
+        deliver(told)  # also what an earlier call did not come to, which an interrupt ended
+        self._last_told = []
+        return True
+
+    def _let_go(self) -> Iterable[Waiter]:
+        """Under the lock: forget everything that is asked; who waited."""
+        waiting = dict.fromkeys(self._admission.clear())
+        waiters = waiting | {w: None for e in self._entries.values() for w in e.waiters}
+        for waiter in waiters:
+            waiter.missing = 0
+        for entry in self._entries.values():
+            entry.waiters.clear()
+        self._entries.clear()
+        self._on_loops.clear()
+        self._ready.clear()
+        self._withdrawn.clear()
+        self._in_flight.clear()
+        self._bindings.clear()
+        return waiters
 
     def reopen(self) -> None:
         """Take questions again, for another engine."""
@@ -455,22 +483,14 @@ class Batcher:
     def resume(self) -> None:
         """Send everything that was in flight again: another engine is in the place of that one's."""
         with self._lock:
-            self._requeue(self._entries.values())
+            self._requeue([*self._in_flight])
 
     def statistics(self) -> BatcherStatistics:
         with self._lock:
             return BatcherStatistics(
-                questions=self._questions,
-                deduplicated=self._deduplicated,
-                cached=self._cached,
-                flushes=self._flushes,
-                largest_flush=self._largest_flush,
-                retried=self._retried,
-                answered=self._answered,
-                failed=self._failed,
-                cancelled=self._cancelled,
+                **self._counted,
                 queued=self._admission.queued,
-                in_flight=self._in_flight,
+                in_flight=len(self._in_flight),
                 waiting=len(self._admission),
             )
 

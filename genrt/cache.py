@@ -49,9 +49,7 @@ class RowCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._rows: LRUCache[LogprobsRequest, Tensor] = LRUCache(
-            max_bytes, getsizeof=_storage_bytes
-        )
+        self._rows = self._empty()
         self._lock = threading.Lock()
         self._hits = 0
         self._misses = 0
@@ -131,13 +129,21 @@ class RowCache:
     def forget(self, adapter: Adapter) -> None:
         """Drop the rows of an adapter that no later request can name."""
         with self._lock:
-            for request in [each for each in self._rows if each.adapter == adapter]:
-                del self._rows[request]
+            requests = [*self._rows]
+        for request in requests:  # a look at each takes too long for others to wait
+            if request.adapter == adapter:
+                with self._lock:
+                    self._rows.pop(request, None)
 
     def clear(self) -> None:
         """Drop every row. The counters stay."""
+        empty = self._empty()
         with self._lock:
-            self._rows.clear()
+            dropped, self._rows = self._rows, empty
+        del dropped  # without the lock: that takes longer
+
+    def _empty(self) -> LRUCache[LogprobsRequest, Tensor]:
+        return LRUCache(self._max_bytes, getsizeof=_storage_bytes)
 
     def statistics(self) -> CacheStatistics:
         with self._lock:

@@ -34,6 +34,7 @@ __all__ = [
     "abbreviated",
     "failure",
     "seed_of",
+    "survived",
 ]
 
 if TYPE_CHECKING:
@@ -171,8 +172,8 @@ class SampleRequest:
 class DrawToken:
     """Wanted of a row: one token, with its importance weight.
 
-    Masks are long, and nearly all draws differ in something else: the hash is of that alone, and masks
-    are compared last.
+    Masks are long, so they are compared last. The hash looks at one only where nothing but the mask may
+    tell draws apart: those with a nonce have that.
 
     Attributes:
         mask: the tokens that may be drawn, packed: token ``i`` is bit ``i % 8`` of byte ``i // 8``, in
@@ -198,7 +199,9 @@ class DrawToken:
         )
 
     def __hash__(self) -> int:
-        return hash((self.temperature, self.seed, self.nonce))
+        if self.nonce is not None:
+            return hash((self.temperature, self.seed, self.nonce))
+        return hash((self.temperature, self.seed, self.mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +367,10 @@ class Engine(Protocol):
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Forget these; requests that are not in progress are ignored. Their memory is free after the
-        next step, and ``step`` does not return them any more."""
+        next step, and ``step`` does not return them any more.
+
+        An engine that raises anything but EngineDied goes on, and is told again before it gets anything
+        new; if it raises again, one of these that is asked anew fails."""
         ...
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
@@ -377,7 +383,8 @@ class Engine(Protocol):
         ...
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Forget an adapter. Requests in progress that are bound to it finish first."""
+        """Forget an adapter. Requests in progress that are bound to it finish first. An engine that
+        raises anything but EngineDied goes on; it is not told again."""
         ...
 
     def statistics(self) -> EngineStatistics:
@@ -430,4 +437,16 @@ def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
         kind = EngineDied
     translated = kind(f"{what}: {type(error).__name__}: {error}")
     translated.__cause__ = error
+    return translated
+
+
+def survived(error: Exception) -> GenrtError:
+    """``failure``, of an engine that goes on.
+
+    Raises:
+        EngineDied: the error says that it can't.
+    """
+    translated = failure(error)
+    if isinstance(translated, EngineDied):
+        raise translated
     return translated

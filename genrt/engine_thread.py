@@ -7,8 +7,9 @@ Rules:
     The engine is opened, used and closed on this thread and nowhere else.
     Between turns the thread sleeps until it is woken; it never polls.
     When the thread ends, for whatever reason, every waiter has been told.
-    A runtime may be collected, and so closed, by any thread at any moment, this one included in the
-    middle of a turn: then ``close`` takes no lock and waits for nobody.
+    A thread whose batcher is closed ends, whoever closed that.
+    A runtime may be collected by any thread at any moment, also while that thread holds a lock of ours:
+    ``abandon``, which is called then, takes none and waits for nobody.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import Engine, EngineStatistics
 from genrt.engines.adapters import Adapters
-from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError
+from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
 
 __all__ = ["EngineThread"]
 
@@ -40,7 +41,7 @@ CLOSE_SECONDS = 5.0
 
 EXIT_SECONDS = 60.0
 """How long an interpreter that exits waits for an engine that is being opened: it may crash if it goes on
-while the thread is anywhere in native code."""
+while the thread is anywhere in native code. For one that is open, it waits ``CLOSE_SECONDS``."""
 
 
 class EngineThread:
@@ -88,6 +89,7 @@ class EngineThread:
         # Not an Event, whose lock a finalizer could find held by its own thread.
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closing = False
+        self._is_opening = False
         self._process = os.getpid()
         self._restart_lock = threading.Lock()
         self._start()
@@ -145,16 +147,24 @@ class EngineThread:
         """End every waiter with ``Closed`` at once, and the thread after the step in progress.
 
         Idempotent, from any thread. With ``wait``, returns when the engine is closed, or after
-        ``CLOSE_SECONDS`` when a step takes longer; the thread then closes it when the step ends."""
+        ``CLOSE_SECONDS`` when a step takes longer; the thread then closes it when the step ends. Called
+        by a finalizer or a signal handler in the middle of a question, it leaves all of that to the
+        thread, and returns at once."""
         if os.getpid() != self._process:
             return
         self._closing = True
-        self._wake()
         if threading.current_thread() is self._thread:
             return  # to the turn in progress, after which it tells everyone and ends
-        self._batcher.close()
-        if wait:
+        told = self._batcher.close()
+        self._wake()
+        if wait and told:
             self._thread.join(CLOSE_SECONDS)
+
+    def abandon(self) -> None:
+        """Have the thread do what ``close`` does, after the step in progress, and return at once."""
+        if os.getpid() == self._process:
+            self._closing = True
+            self._wake()
 
     def restart(self) -> concurrent.futures.Future[Engine]:
         """Close the engine, if that has not happened, and open another one with the same adapters; who
@@ -169,7 +179,7 @@ class EngineThread:
             self.close()
             if self._thread.is_alive():
                 raise EngineFailed(
-                    "the engine is still in a step: wait for that to end, then restart"
+                    "the engine is still in a step, or being opened: wait for that to end, then restart"
                 )
             with self._calls_lock:
                 self._ended = None
@@ -178,10 +188,10 @@ class EngineThread:
             self._start()
             return self.opened
 
-    def _give_up_opening(self) -> None:
+    def _close_at_exit(self) -> None:
         self.close(wait=False)
         if os.getpid() == self._process:
-            self._thread.join(EXIT_SECONDS)
+            self._thread.join(EXIT_SECONDS if self._is_opening else CLOSE_SECONDS)
 
     @property
     def alive(self) -> bool:
@@ -200,6 +210,12 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self._live_and_die()
+        finally:
+            atexit.unregister(self._close_at_exit)
+
+    def _live_and_die(self) -> None:
+        try:
             answering = self._open()
         except BaseException as error:
             self._end(error if isinstance(error, GenrtError) else _died(error))
@@ -210,7 +226,7 @@ class EngineThread:
         while True:
             reason = self._live(answering)
             before, answered = answered, self._batcher.statistics().answered
-            if self._closing or not self._restarts or answered == before:
+            if self._is_over or not self._restarts or answered == before:
                 break
             with contextlib.suppress(Exception):  # it died already
                 answering.close()
@@ -223,13 +239,21 @@ class EngineThread:
         self._end(reason)
         answering.close()
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the thread is to end. The second is for a ``close`` that overlaps with a restart."""
+        return self._closing or self._batcher.is_closed
+
     def _open(self) -> AnsweringEngine:
         """Open another engine, with those adapters of the one before that it takes."""
-        atexit.register(self._give_up_opening)
+        self._is_opening = True
+        atexit.register(self._close_at_exit)
         try:
             answering = AnsweringEngine(self._open_engine(), self._cache, self.adapters)
         finally:
-            atexit.unregister(self._give_up_opening)
+            self._is_opening = False
+            atexit.unregister(self._close_at_exit)
+        atexit.register(self._close_at_exit)  # to be called before what the engine has registered
         try:
             self._batcher.fail(answering.reload_adapters())
         except BaseException:
@@ -246,11 +270,11 @@ class EngineThread:
             return error
         except BaseException as error:
             return _died(error)
-        return _closed()
+        return Closed(WAS_CLOSED)
 
     def _serve(self, answering: AnsweringEngine) -> None:
-        while not self._closing:
-            while self._calls:
+        while not self._is_over:
+            for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
                 future, function = self._calls.popleft()
                 if future.set_running_or_notify_cancel():
                     try:
@@ -264,7 +288,7 @@ class EngineThread:
             seconds = self._batcher.seconds_until_due()
             if seconds == 0.0:
                 self._batcher.turn(answering)
-            elif not self._calls and not self._closing:
+            elif not self._calls and not self._is_over:
                 longest = threading.TIMEOUT_MAX if seconds is None else seconds
                 with contextlib.suppress(queue.Empty):
                     self._signals.get(timeout=min(longest, threading.TIMEOUT_MAX))
@@ -278,10 +302,6 @@ class EngineThread:
             future, _ = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(reason.fresh())
-
-
-def _closed() -> Closed:
-    return Closed("the runtime was closed: restart it, or load it again")
 
 
 def _died(error: BaseException) -> EngineDied:

@@ -44,6 +44,9 @@ __all__ = [
     "UnknownAdapter",
 ]
 
+WAS_CLOSED = "the runtime was closed: restart it, or load it again"
+"""What is told to whoever asks, or still waited, when the runtime's user has closed it."""
+
 
 class GenrtError(Exception):
     """Base of every error that genrt raises; its only argument is the message."""

@@ -12,15 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from genrt.waiters import Entry
 
-__all__ = ["PATIENCE", "Gatherings"]
+__all__ = ["MOST_AT_ONCE", "PATIENCE", "AtOnce", "Gatherings"]
+
+MOST_AT_ONCE = 64
+"""After so many requests in a row that nobody waited for, the loop goes round once."""
 
 PATIENCE = 100
 """How many passes a loop that asks something new in each of them is waited for."""
+
+
+class AtOnce(threading.local):
+    """How many requests in a row this thread has asked without waiting for one: a task that the cache
+    always answers would never let its loop run anything else, not even what is to cancel it. One count
+    serves all tasks of the thread, as another task runs only once the loop has gone on."""
+
+    count = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +55,7 @@ class Gatherings:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: threading.RLock,
         hand_on: Callable[[Iterable[Entry]], bool],
         wake: Callable[[], None],
         most: int,
@@ -62,8 +73,11 @@ class Gatherings:
     def __contains__(self, loop: asyncio.AbstractEventLoop) -> bool:
         return loop in self._by_loop
 
-    def add(self, loop: asyncio.AbstractEventLoop, entries: Iterable[Entry]) -> bool:
-        """A question of the loop that is running queued these; whether the engine thread must look."""
+    def add(self, loop: asyncio.AbstractEventLoop | None, entries: Sequence[Entry]) -> bool:
+        """Gather what a question queued, on the loop that is running; hand on a thread's. Returns whether
+        the engine thread must look."""
+        if loop is None or not entries:
+            return self._hand_on(entries)
         gathering = self._by_loop.get(loop)
         if gathering is None:
             gathering = _Gathering()
@@ -74,21 +88,20 @@ class Gatherings:
             gathering.entries[entry] = None
         return len(gathering.entries) >= self._most and self._end(gathering)
 
-    def of_closed_loops(self) -> Iterator[Entry]:
-        """What loops asked that were closed before they went quiet; these are forgotten."""
-        for loop in [loop for loop in self._by_loop if loop.is_closed()]:
-            yield from self._by_loop.pop(loop).entries
+    def of_closed_loops(self) -> list[object]:
+        """Forget the loops that were closed before they went quiet, and what they asked; returns that."""
+        closed = [loop for loop in self._by_loop if loop.is_closed()]
+        return [(loop, self._by_loop.pop(loop)) for loop in closed]
 
     def end(self) -> None:
         """Hand on what was gathered so far, without waiting for quiet."""
-        for loop, gathering in [*self._by_loop.items()]:
+        for gathering in [*self._by_loop.values()]:
             self._end(gathering)
-            if loop.is_closed():
-                del self._by_loop[loop]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._by_loop.clear()
+    def clear(self) -> object:
+        """Forget everything; returns that."""
+        forgotten, self._by_loop = self._by_loop, {}
+        return forgotten
 
     def _end(self, gathering: _Gathering) -> bool:
         wake = self._hand_on(gathering.entries)

@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from genrt.arguments import (
     SampleOptions,
     TokenIds,
     check_contexts,
+    check_options,
     must_move,
 )
 from genrt.cache import RowCache
@@ -62,7 +63,8 @@ class AsyncLM(Reads):
     Cancelling an await withdraws that question alone: it did not happen, and nobody else notices. So
     does ``timeout=``, which every question takes: seconds, after which it raises ``TimedOut``. While the
     queue is full (``load``'s ``max_queued_requests``), a question waits for room.
-    Whatever is asked after ``close`` raises ``Closed``, and so does what was still waiting.
+    Whatever is asked after ``close`` raises ``Closed``, a batch of nothing too, and so does what was
+    still waiting. Wrong arguments of a batch raise whether there is anything in it or not.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class AsyncLM(Reads):
         self._cache = cache
         self._adapters_lock = threading.Lock()
         self._versions = itertools.count(1)
-        self._finalizer = weakref.finalize(self, thread.close)
+        self._finalizer = self._watched()
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -177,12 +179,11 @@ class AsyncLM(Reads):
         """The rows after each of ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
 
         One question with one future, however many contexts; raises and cancels as
-        ``next_token_logprobs`` does, for the whole batch.
+        ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too.
         """
-        requests = self._row_requests(check_contexts(contexts), device, adapter)
-        if not requests:
-            return torch.empty(0, self.vocab_size, device=device or self.device)
-        return cast("torch.Tensor", (await self._ask(timeout, requests, stacked=True))[0])
+        requests = self._row_requests(contexts, device, adapter)
+        found = await self._ask(timeout, requests, stacked=bool(requests))
+        return self._stack(found, device)
 
     def batch_next_token_logprobs_sync(
         self,
@@ -193,10 +194,9 @@ class AsyncLM(Reads):
         timeout: float | None = None,
     ) -> torch.Tensor:
         """``batch_next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        requests = self._row_requests(check_contexts(contexts), device, adapter)
-        if not requests:
-            return torch.empty(0, self.vocab_size, device=device or self.device)
-        return cast("torch.Tensor", self._ask_sync(timeout, requests, stacked=True)[0])
+        requests = self._row_requests(contexts, device, adapter)
+        found = self._ask_sync(timeout, requests, stacked=bool(requests))
+        return self._stack(found, device)
 
     # -- samples ------------------------------------------------------------------------------
 
@@ -247,6 +247,7 @@ class AsyncLM(Reads):
         self, token_ids: TokenIds, *, timeout: float | None = None, **options: Unpack[SampleOptions]
     ) -> list[int]:
         """``sample``, blocking. An interrupt withdraws the question."""
+        check_options("sample_sync", options)
         return _lists(self._ask_sync(timeout, (self._sample_request(token_ids, **options),)))[0]
 
     async def batch_sample(
@@ -261,7 +262,8 @@ class AsyncLM(Reads):
         With a ``seed``, context ``i`` is drawn with seed ``seed + i``: equal contexts give independent
         samples, and each equals ``sample`` with that seed.
         """
-        return _lists(await self._ask(timeout, self._sample_requests(contexts, **options)))
+        requests = self._sample_requests("batch_sample", contexts, options)
+        return _lists(await self._ask(timeout, requests))
 
     def batch_sample_sync(
         self,
@@ -271,7 +273,8 @@ class AsyncLM(Reads):
         **options: Unpack[SampleOptions],
     ) -> list[list[int]]:
         """``batch_sample``, blocking. An interrupt withdraws the question."""
-        return _lists(self._ask_sync(timeout, self._sample_requests(contexts, **options)))
+        requests = self._sample_requests("batch_sample_sync", contexts, options)
+        return _lists(self._ask_sync(timeout, requests))
 
     # -- adapters -----------------------------------------------------------------------------
 
@@ -331,6 +334,13 @@ class AsyncLM(Reads):
 
     # -- the runtime --------------------------------------------------------------------------
 
+    def _watched(self) -> weakref.finalize[..., AsyncLM]:
+        """Have the thread end when this runtime is garbage. An interpreter that exits waits for it, but
+        that is for the thread to see to."""
+        finalizer = weakref.finalize(self, self._thread.abandon)
+        finalizer.atexit = False
+        return finalizer
+
     @property
     def _engine(self) -> Engine:
         return self._thread.engine
@@ -340,7 +350,8 @@ class AsyncLM(Reads):
         self._cache.clear()
 
     def statistics(self) -> Statistics:
-        """The counters at this moment, as a frozen value; subtract two to see what lay between."""
+        """Return the counters at this moment, as a frozen value; ``later.since(earlier)`` has what was
+        done in between."""
         return Statistics(
             batcher=self._thread.batcher.statistics(),
             cache=self._cache.statistics(),
@@ -356,7 +367,7 @@ class AsyncLM(Reads):
 
     async def aclose(self) -> None:
         """``close`` without holding up the event loop."""
-        await asyncio.to_thread(self.close)
+        await _aside(self.close)
 
     def restart(self) -> None:
         """Close the engine, if that has not happened, and open another one with the same options and
@@ -367,15 +378,21 @@ class AsyncLM(Reads):
 
         Raises:
             EngineFailed: a step takes longer than 5 seconds: wait for it, then try again.
-            Closed: in a forked child. Else what ``load`` raises; the runtime is then closed.
+            Closed: in a forked child. Else what ``load`` raises; the runtime is then closed, as it is by
+                an interrupt.
         """
-        self._finalizer.detach()
-        self._thread.restart().result()
-        self._finalizer = weakref.finalize(self, self._thread.close)
+        try:
+            opened = self._thread.restart()
+            self._finalizer.detach()
+            self._finalizer = self._watched()
+            opened.result()
+        except BaseException:
+            self._thread.close(wait=False)
+            raise
 
     async def arestart(self) -> None:
         """``restart`` without holding up the event loop."""
-        await asyncio.to_thread(self.restart)
+        await _aside(self.restart)
 
     def __enter__(self) -> Self:
         return self
@@ -404,15 +421,27 @@ class AsyncLM(Reads):
         self, token_ids: TokenIds, device: Device | None, adapter: Adapter | None
     ) -> LogprobsRequest | ReadRequest:
         row = self._limits.logprobs_request(token_ids, adapter)
-        if device is not None and must_move(device, self.device):
-            return ReadRequest(row, HostRow())
-        return row
+        return ReadRequest(row, HostRow()) if self._leaves(device) else row
 
     def _row_requests(
         self, contexts: Sequence[TokenIds], device: Device | None, adapter: str | None
     ) -> list[LogprobsRequest | ReadRequest]:
         bound = self._bound(adapter)
-        return [self._row_request(token_ids, device, bound) for token_ids in contexts]
+        self._leaves(device)  # raises, where there are no contexts too
+        return [self._row_request(ids, device, bound) for ids in check_contexts(contexts)]
+
+    def _leaves(self, device: Device | None) -> bool:
+        """Return whether rows for this device are moved to the host. Raises InvalidRequest if they can't
+        be on it."""
+        return device is not None and must_move(device, self.device)
+
+    def _stack(self, found: list[Result], device: Device | None) -> torch.Tensor:
+        """Return the stack of rows that was found for a batch; if that is empty, one of no rows."""
+        if found:
+            return cast("torch.Tensor", found[0])
+        return torch.empty(
+            0, self.vocab_size, device="cpu" if self._leaves(device) else self.device
+        )
 
     def _sample_request(
         self, token_ids: TokenIds, *, adapter: str | None = None, **options: Any
@@ -422,10 +451,13 @@ class AsyncLM(Reads):
         )
 
     def _sample_requests(
-        self, contexts: Sequence[TokenIds], **options: Unpack[SampleOptions]
+        self, method: str, contexts: Sequence[TokenIds], options: SampleOptions
     ) -> list[SampleRequest]:
+        check_options(method, options)
+        if len(check_contexts(contexts)) == 0:
+            self._sample_request([0], **options)  # raises what is wrong with the options
         requests: list[SampleRequest] = []
-        for number, token_ids in enumerate(check_contexts(contexts)):
+        for number, token_ids in enumerate(contexts):
             request = self._sample_request(token_ids, **options)
             if request.seed is not None:
                 request = replace(request, seed=(request.seed + number) % 2**63)
@@ -435,3 +467,12 @@ class AsyncLM(Reads):
 
 def _lists(samples: list[Result]) -> list[list[int]]:
     return [list(cast("tuple[int, ...]", sample)) for sample in samples]
+
+
+async def _aside(function: Callable[[], None]) -> None:
+    """Call this in a thread of its own: all those of the loop's executor may wait for this runtime."""
+    pool = concurrent.futures.ThreadPoolExecutor(1, "genrt-aside")
+    try:
+        await asyncio.get_running_loop().run_in_executor(pool, function)
+    finally:
+        pool.shutdown(wait=False)

@@ -244,6 +244,10 @@ class Reads:
     ) -> list[ReadRequest]:
         bound = self._bound(adapter)
         given = check_masks(masks, len(check_contexts(contexts)))
+        if not given:
+            self._draw_request(
+                [0], None, temperature, seed, bound
+            )  # raises what is wrong with these
         return [
             self._draw_request(ids, mask, temperature, seed, bound, place=place)
             for place, (ids, mask) in enumerate(zip(contexts, given, strict=True))

@@ -1,4 +1,4 @@
-"""What a runtime did, counted where it happens: frozen values, to be subtracted from later ones."""
+"""What a runtime did, counted where it happens: frozen values, and what was done between two of them."""
 
 from __future__ import annotations
 

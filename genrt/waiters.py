@@ -23,6 +23,7 @@ from genrt.sampling import TopLogprobs
 
 __all__ = [
     "Entry",
+    "OnLoops",
     "Outcome",
     "Waiter",
     "deliver",
@@ -68,6 +69,35 @@ class Entry:
     request: Request
     waiters: dict[Waiter, None]
     in_flight: bool = False
+
+
+class OnLoops:
+    """The waiters that wait for something on each event loop, as any loop may be closed under them."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[asyncio.AbstractEventLoop, dict[Waiter, None]] = {}
+
+    def add(self, waiter: Waiter) -> None:
+        """Keep this one until it is discarded, if it waits for something on a loop."""
+        if waiter.loop is not None and waiter.missing:
+            self._waiters.setdefault(waiter.loop, {})[waiter] = None
+
+    def discard(self, waiter: Waiter) -> None:
+        """Forget this one, if it is kept."""
+        loop = waiter.loop
+        if loop is not None and (waiters := self._waiters.get(loop)) is not None:
+            waiters.pop(waiter, None)
+            if not waiters:
+                del self._waiters[loop]
+
+    def closed(self) -> list[Waiter]:
+        """Return those whose loop is closed: nobody will hear what they get."""
+        closed = [loop for loop in self._waiters if loop.is_closed()]
+        return [waiter for loop in closed for waiter in self._waiters[loop]]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._waiters.clear()
 
 
 def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
@@ -124,17 +154,29 @@ def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:
         if loop not in by_loop:
             by_loop[loop] = []
         by_loop[loop].append((waiter.future, outcome))
-    _resolve(by_loop.pop(None, []))
+    _resolve(None, by_loop.pop(None, []))
     for loop, resolved in by_loop.items():
         with contextlib.suppress(RuntimeError):  # closed, and with it all who waited there
-            cast("asyncio.AbstractEventLoop", loop).call_soon_threadsafe(_resolve, resolved)
+            cast("asyncio.AbstractEventLoop", loop).call_soon_threadsafe(_resolve, loop, resolved)
 
 
-def _resolve(done: Iterable[tuple[Any, Outcome]]) -> None:
-    for future, outcome in done:
-        if not future.done():
+def _resolve(loop: asyncio.AbstractEventLoop | None, done: Sequence[tuple[Any, Outcome]]) -> None:
+    """Resolve futures of one loop, or of threads. A loop that is interrupted in it resolves the rest when
+    it goes on."""
+    told = 0
+    try:
+        for future, outcome in done:
             failed = isinstance(outcome, GenrtError)
-            (future.set_exception if failed else future.set_result)(outcome)
+            with _DONE:  # cancelled, at any moment by a signal handler; or told by another thread
+                (future.set_exception if failed else future.set_result)(outcome)
+            told += 1
+    except BaseException:
+        if loop is not None:
+            loop.call_soon(_resolve, loop, done[told:])
+        raise
+
+
+_DONE = contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError)
 
 
 async def within(seconds: float, answer: Awaitable[T]) -> T:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import (
@@ -31,6 +32,10 @@ from genrt.errors import GenrtError
 
 PATIENCE_SECONDS = 30.0
 """After which a test that waits for another thread fails instead of hanging."""
+
+
+NOWHERE = Path("/no/such/place")
+"""Where the adapters are that a ScriptedEngine has loaded."""
 
 
 class ProtocolViolation(BaseException):
@@ -233,6 +238,7 @@ class ByHand:
     ) -> None:
         self.engine = engine or ScriptedEngine()
         self.cache = RowCache(cache_bytes)
+        self.answering = AnsweringEngine(self.engine, self.cache)
         self.wakes = 0
         self.batcher = Batcher(
             self.cache,
@@ -249,6 +255,12 @@ class ByHand:
     def _wake(self) -> None:
         self.wakes += 1
 
+    def load(self, *adapters: Adapter) -> None:
+        """Adapters that requests may be bound to."""
+        for adapter in adapters:
+            self.engine.add_adapter(adapter, NOWHERE)
+            self.answering._adapters._copies[adapter] = NOWHERE
+
     def ask(self, *requests: Request) -> asyncio.Task[list[Result]]:
         """A task that asks them as one question."""
         self._tasks.append(asyncio.get_running_loop().create_task(self.batcher.ask(requests)))
@@ -261,7 +273,7 @@ class ByHand:
         return task
 
     def turn(self) -> None:
-        self.batcher.turn(self.engine)
+        self.batcher.turn(self.answering)
 
     async def finish(self) -> None:
         """Turn until there is nothing left to do, and see that everyone has an answer."""

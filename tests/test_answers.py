@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +19,7 @@ from genrt import answers
 from genrt.answers import AnsweringEngine
 from genrt.cache import RowCache
 from genrt.engine import (
+    Adapter,
     Candidates,
     DrawToken,
     Finished,
@@ -65,8 +68,8 @@ def answering(engine: ScriptedEngine, *, cache_bytes: int = 2**20) -> AnsweringE
 def drain(engine: AnsweringEngine, count: int) -> dict[Request, Finished]:
     """So many ends; none comes twice."""
     ends: dict[Request, Finished] = {}
-    for _ in range(20):
-        for end in engine.step():
+    for some in [engine.ready, *[engine.step] * 20]:
+        for end in some():
             assert end.request not in ends
             ends[end.request] = end
         if len(ends) == count:
@@ -101,7 +104,10 @@ def test_draws_are_equal_in_everything_and_their_hash_is_cheap() -> None:
         changed = [*fields[:place], other, *fields[place + 1 :]]
         assert one != DrawToken(*changed)
     assert one != tuple(fields)
-    assert hash(one) == hash(DrawToken(packed(2), seed=5)), "masks are too long to be hashed"
+    assert hash(one) != hash(DrawToken(packed(2), seed=5)), "nothing else tells these apart"
+    ones = [DrawToken(mask, nonce=7) for mask in (packed(1), packed(2))]
+    assert hash(ones[0]) == hash(ones[1]), "masks are long, and a nonce is enough"
+    assert ones[0] != ones[1]
 
 
 # -- who shares a row -------------------------------------------------------------------------
@@ -142,7 +148,8 @@ def test_cached_reads_do_not_wait_for_the_engines_step() -> None:
     cache.put(A, expected_row(A))
     engine = AnsweringEngine(scripted, cache)
     engine.submit([draw(A), draw(B)])
-    assert [end.request for end in engine.step()] == [draw(A)]
+    assert [end.request for end in engine.ready()] == [draw(A)]
+    assert engine.ready() == []
     assert scripted.stepped == []
     assert [end.request for end in engine.step()] == [draw(B)]
 
@@ -186,7 +193,7 @@ def test_a_cached_read_and_an_unknown_one_can_be_cancelled() -> None:
     engine = AnsweringEngine(scripted, cache)
     engine.submit([draw(A)])
     engine.cancel([draw(A), draw(A, 5), draw(B)])
-    assert engine.step() == []
+    assert engine.ready() == engine.step() == []
     assert scripted.cancelled == []
 
 
@@ -230,8 +237,99 @@ def test_a_failed_submit_takes_nothing() -> None:
     engine = AnsweringEngine(scripted, cache)
     with pytest.raises(RuntimeError, match="no"):
         engine.submit([draw(A), draw(B), A])
-    assert engine.step() == []
+    assert engine.ready() == engine.step() == []
     assert len(ask(engine, draw(A), draw(B), A)) == 3
+
+
+class Forgetful(ScriptedEngine):
+    """The first calls of ``cancel`` raise these; then they forget as they should."""
+
+    def __init__(self, *raised: Exception, **options: Any) -> None:
+        super().__init__(steps=lambda request: 3, **options)
+        self.raised = list(raised)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        if self.raised:
+            self.cancelled.append(list(requests))
+            raise self.raised.pop(0)
+        super().cancel(requests)
+
+
+NO = RuntimeError("no")
+
+
+def test_an_engine_that_could_not_forget_is_told_again_before_it_is_asked_again() -> None:
+    scripted = Forgetful(NO)
+    engine = answering(scripted)
+    engine.submit([draw(A), draw(B), sample(1)])
+    engine.cancel([draw(A), sample(1)])
+    assert scripted.cancelled == [[A, sample(1)]]
+    engine.submit([draw(A, 5), sample(1)])
+    assert scripted.cancelled == [[A, sample(1)]] * 2
+    assert scripted.submitted[1] == [A, sample(1)]
+    engine.submit([logprobs(9)])
+    assert len(scripted.cancelled) == 2
+    ends = drain(engine, 4)
+    assert set(ends) == {draw(A, 5), sample(1), draw(B), logprobs(9)}
+    assert all(end.error is None for end in ends.values())
+
+
+def test_who_asks_what_an_engine_can_not_forget_fails_alone() -> None:
+    scripted = Forgetful(NO, NO)
+    engine = answering(scripted)
+    engine.submit([draw(A)])
+    engine.cancel([draw(A)])
+    engine.submit([draw(A, 5), A, draw(B), sample(2)])
+    assert scripted.submitted == [[A], [B, sample(2)]]
+    refused = engine.ready()
+    assert {end.request for end in refused} == {draw(A, 5), A}
+    assert all(isinstance(end.error, EngineFailed) for end in refused)
+    ends = {end.request: end for _ in range(3) for end in engine.step()}
+    assert all(end.error is None for end in ends.values())
+    assert ends.keys() == {A, draw(B), sample(2)}, "of A, what was not forgotten"
+    [row] = ask(engine, A)
+    assert torch.equal(cast("torch.Tensor", row), expected_row(A))
+    assert len(scripted.cancelled) == 2, "it has ended by itself"
+
+
+def test_a_failed_step_forgets_what_could_not_be_forgotten() -> None:
+    scripted = Forgetful(NO, fail_at={1: RuntimeError("broken")})
+    engine = answering(scripted)
+    engine.submit([A, B])
+    engine.cancel([A])
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.step()
+    assert len(ask(engine, A)) == 1
+    assert scripted.cancelled == [[A]]
+
+
+def test_an_engine_that_dies_of_forgetting_has_died() -> None:
+    engine = answering(Forgetful(EngineDied("dead")))
+    engine.submit([A])
+    with pytest.raises(EngineDied, match="dead"):
+        engine.cancel([A])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), EngineDied("dead")])
+def test_an_adapter_that_the_engine_can_not_unload_is_told_once(
+    error: Exception, tmp_path: Path
+) -> None:
+    adapter, told = Adapter("a", 1), []
+
+    class Keeps(ScriptedEngine):
+        def remove_adapter(self, adapter: Adapter) -> None:
+            told.append(adapter)
+            raise error
+
+    engine = answering(Keeps())
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").touch()
+    engine.add_adapter(adapter, tmp_path)
+    with pytest.raises(EngineDied) if isinstance(error, EngineDied) else contextlib.nullcontext():
+        engine.remove_adapter(adapter)
+    engine.remove_adapter(adapter)
+    assert told == [adapter]
+    assert adapter not in engine._adapters
 
 
 @pytest.mark.parametrize(

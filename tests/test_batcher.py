@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -12,12 +13,22 @@ from typing import Any
 import pytest
 import torch
 
+from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
-from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result
-from genrt.errors import Closed, EngineFailed, NotFinite, OutOfMemory
-from genrt.gathering import PATIENCE
+from genrt.engine import (
+    Adapter,
+    DrawToken,
+    Finished,
+    LogprobsRequest,
+    ReadRequest,
+    Request,
+    Result,
+)
+from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
+from genrt.gathering import MOST_AT_ONCE, PATIENCE
 from genrt.rows import apart
+from genrt.waiters import Waiter, deliver
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -212,6 +223,133 @@ async def test_one_call_into_each_loop_delivers_everything_of_a_turn(
     assert all(task.done() for task in tasks)
     hand.turn()
     assert calls == 1, "a turn without answers calls into no loop"
+
+
+@pytest.mark.promise(number=28)
+@pytest.mark.parametrize("askers", [1, 16])
+async def test_reads_from_cached_rows_never_take_the_place_of_a_step(
+    askers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody reads from a row that is in the cache at every moment: each turn answers them before its
+    step, and steps all the same."""
+    hand = ByHand(by_tokens({sample(1): 20}))
+    await hand.queued(A)
+    await hand.finish()
+    slow, before = await hand.queued(sample(1)), len(hand.engine.stepped)
+    order: list[str] = []
+    step, deliver = hand.engine.step, asyncio.get_running_loop().call_soon_threadsafe
+
+    def stepped() -> list[Finished]:
+        order.append("step")
+        return step()
+
+    def delivered(*arguments: Any, **options: Any) -> asyncio.Handle:
+        order.append("answers")
+        return deliver(*arguments, **options)
+
+    monkeypatch.setattr(hand.engine, "step", stepped)
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", delivered)
+    for turn in range(1, 21):
+        reads = [
+            hand.ask(ReadRequest(A, DrawToken(nonce=askers * turn + number)))
+            for number in range(askers)
+        ]
+        await passes()
+        order.clear()
+        hand.turn()
+        assert len(hand.engine.stepped) == before + turn
+        assert order[:2] == ["answers", "step"], "the reads do not wait for the step"
+        await passes()
+        assert all(read.done() for read in reads)
+    assert right([sample(1)], await slow)
+    assert hand.engine.submitted == [[A], [sample(1)]]
+
+
+Asking = Callable[[ByHand], Any]
+
+AT_ONCE: dict[str, Asking] = {
+    "a cached row": lambda hand: hand.batcher.ask([A]),
+    "with a timeout": lambda hand: hand.batcher.ask([A], timeout=0.0),
+    "a batch": lambda hand: hand.batcher.ask([A] * MOST_AT_ONCE),
+    "nothing": lambda hand: hand.batcher.ask([]),
+    "a closed runtime": lambda hand: hand.batcher.ask([B]),
+}
+
+
+async def cached(question: str) -> ByHand:
+    """A batcher that answers this question without a wait."""
+    hand = ByHand()
+    await hand.queued(A)
+    await hand.finish()
+    if question == "a closed runtime":
+        hand.batcher.close()
+    return hand
+
+
+@pytest.mark.parametrize("question", AT_ONCE)
+async def test_a_loop_of_questions_that_need_no_wait_lets_its_event_loop_run(
+    question: str,
+) -> None:
+    hand = await cached(question)
+    asked = rounds = 0
+
+    async def asks() -> None:
+        nonlocal asked
+        for _ in range(20 * MOST_AT_ONCE):  # what is wrong must end, too
+            with contextlib.suppress(Closed):
+                await AT_ONCE[question](hand)
+            asked += 1
+
+    task = asyncio.create_task(asks())
+    while not task.done():
+        await passes(1)
+        rounds += 1
+        assert asked <= rounds * MOST_AT_ONCE
+    await task
+    assert rounds < 50 or question == "a batch", "nor does every question cost a pass"
+
+
+@pytest.mark.promise(number=2)
+@pytest.mark.parametrize("question", AT_ONCE)
+async def test_what_is_cancelled_while_the_event_loop_runs_was_never_asked(question: str) -> None:
+    hand = await cached(question)
+    before = hand.batcher.statistics()
+
+    async def asks() -> None:
+        for _ in range(20 * MOST_AT_ONCE):
+            with contextlib.suppress(Closed):
+                await AT_ONCE[question](hand)
+
+    task = asyncio.create_task(asks())
+    await passes(1)
+    answered = hand.batcher.statistics()
+    task.cancel()
+    await passes(1)
+    assert task.cancelled()
+    assert hand.batcher.statistics() == answered
+    assert answered.questions - before.questions in (0, MOST_AT_ONCE)
+
+
+async def test_a_timeout_around_cached_questions_fires() -> None:
+    hand = await cached("a cached row")
+
+    async def asks() -> None:
+        async with asyncio.timeout(0.0):
+            for _ in range(10 * MOST_AT_ONCE):
+                await hand.batcher.ask([A])
+
+    with pytest.raises(TimeoutError):
+        await asks()
+
+
+async def test_questions_that_wait_cost_no_pass_of_the_loop(by_hand: Make) -> None:
+    """However many are asked: they wait anyway, and are asked in the pass that asks them."""
+    hand = by_hand()
+    tasks = [hand.ask(logprobs(number, 1)) for number in range(3 * MOST_AT_ONCE)]
+    await passes(1)
+    assert hand.batcher.statistics().queued == 3 * MOST_AT_ONCE
+    await hand.finish()
+    await asyncio.gather(*tasks)
 
 
 # -- batch questions --------------------------------------------------------------------------
@@ -885,7 +1023,7 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool)
 async def test_an_adapter_that_was_retired_before_a_restart_goes_after_it(by_hand: Make) -> None:
     hand = by_hand()
     adapter = Adapter("a", 1)
-    hand.engine.adapters.append(adapter)
+    hand.load(adapter)
     hand.batcher.retire(adapter)
     hand.batcher.close()
     hand.batcher.reopen()
@@ -897,15 +1035,15 @@ async def test_an_adapter_that_was_retired_before_a_restart_goes_after_it(by_han
 async def test_an_adapter_goes_though_the_engine_died_in_the_turn_that_should_remove_it(
     by_hand: Make,
 ) -> None:
-    hand = by_hand(ScriptedEngine(steps=lambda request: 2, fail_cancel=RuntimeError("dead")))
+    hand = by_hand(ScriptedEngine(steps=lambda request: 2, fail_cancel=EngineDied("dead")))
     adapter = Adapter("a", 1)
-    hand.engine.adapters.append(adapter)
+    hand.load(adapter)
     task = await hand.queued(A)
     hand.turn()
     task.cancel()
     await passes()
     hand.batcher.retire(adapter)
-    with pytest.raises(RuntimeError, match="dead"):
+    with pytest.raises(EngineDied, match="dead"):
         hand.turn()
     hand.engine.in_progress.clear()
     hand.batcher.resume()
@@ -985,6 +1123,97 @@ def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: 
     assert [reference() for reference in alive] == [None], "it was collected"
 
 
+# -- loops that were closed with tasks on them ------------------------------------------------
+
+
+@pytest.mark.promise(number=9)
+@pytest.mark.parametrize("request_", [A, sample(1), ReadRequest(A, DrawToken(seed=1))], ids=repr)
+def test_what_a_closed_loop_left_in_flight_is_withdrawn(request_: Request) -> None:
+    """As by a notebook's kernel or a server that stops, without a cancellation."""
+    hand = ByHand(ScriptedEngine(steps=lambda request: 10 if request.token_ids == (1,) else 2))
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    lost = [ended.create_task(hand.batcher.ask([request_, B])) for _ in range(3)]
+    kept = other.create_task(hand.batcher.ask([B]))
+    spin(ended)
+    spin(other)
+    hand.turn()
+    ended.close()
+    hand.turn()
+    spin(other)
+    computed = request_.row if isinstance(request_, ReadRequest) else request_
+    assert hand.engine.cancelled == [[computed]]
+    assert right([B], kept.result())
+    assert hand.batcher.seconds_until_due() is None
+    assert hand.batcher.statistics().cancelled == 3
+    other.close()
+    abandon(lost)
+
+
+@pytest.mark.promise(number=9)
+def test_what_a_closed_loop_left_in_flight_is_not_sent_to_another_engine() -> None:
+    hand = ByHand(by_tokens({sample(1): 10}))
+    ended = asyncio.new_event_loop()
+    lost = [ended.create_task(hand.batcher.ask([sample(1)]))]
+    spin(ended)
+    hand.turn()
+    ended.close()
+    hand.engine.in_progress.clear()
+    hand.batcher.resume()
+    hand.turn()
+    assert hand.engine.submitted == [[sample(1)]]
+    assert hand.batcher.statistics().queued == 0
+    abandon(lost)
+
+
+@pytest.mark.promise(number=9)
+def test_who_waits_for_room_on_a_closed_loop_makes_place(by_hand: Make) -> None:
+    hand = by_hand(by_tokens({A: 3}), max_queued_requests=1)
+    ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
+    first = other.create_task(hand.batcher.ask([A]))
+    spin(other)
+    hand.turn()
+    lost = [ended.create_task(hand.batcher.ask([request])) for request in (B, C)]
+    spin(ended)
+    last = other.create_task(hand.batcher.ask([D]))
+    spin(other)
+    assert hand.batcher.statistics().waiting == 2
+    ended.close()
+    hand.turn()
+    hand.turn()
+    spin(other)
+    assert right([A], first.result())
+    hand.turn()
+    spin(other)
+    assert hand.engine.submitted == [[A], [D]]
+    assert right([D], last.result())
+    hand.dropped = 1
+    other.close()
+    abandon(lost)
+
+
+def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None:
+    """Nobody but the batcher holds them; what they do in their end may be anything."""
+    hand = by_hand(by_tokens({A: 10}))
+    ended, locked = asyncio.new_event_loop(), []
+
+    async def asks() -> None:
+        try:
+            await hand.batcher.ask([A])
+        finally:
+            locked.append(hand.batcher._lock._is_owned())  # type: ignore[attr-defined]
+
+    task = ended.create_task(asks())
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    del task
+    spin(ended)
+    hand.turn()
+    ended.close()
+    hand.turn()
+    gc.collect()
+    assert locked == [False]
+    assert hand.engine.cancelled == [[A]]
+
+
 def test_ask_sync_blocks_a_thread_until_its_answer(by_hand: Make) -> None:
     hand = by_hand(ScriptedEngine(errors={B: NotFinite("NaN")}))
     woken = threading.Semaphore(0)
@@ -1026,6 +1255,52 @@ def test_an_interrupt_withdraws_a_sync_question(
     assert hand.batcher.statistics().cancelled == 1
 
 
+@pytest.mark.promise(number=10)
+def test_a_loop_interrupted_while_it_is_told_tells_the_rest_when_it_goes_on() -> None:
+    class Interrupting:
+        """A future at which the interrupt comes."""
+
+        def set_result(self, result: object) -> None:
+            raise KeyboardInterrupt
+
+    loop = asyncio.new_event_loop()
+    futures: list[Any] = [loop.create_future(), Interrupting(), loop.create_future()]
+    waiters = [Waiter([A], loop, future, False, {}) for future in futures]
+    deliver((waiter, [expected_row(A)]) for waiter in waiters)
+    with pytest.raises(KeyboardInterrupt):
+        spin(loop)
+    assert (futures[0].done(), futures[2].done()) == (True, False)
+    with pytest.raises(KeyboardInterrupt):
+        spin(loop)
+    futures[1].set_result = lambda result: None  # type: ignore[method-assign]
+    spin(loop)
+    assert right([A], futures[2].result())
+    loop.close()
+
+
+@pytest.mark.promise(number=10)
+@pytest.mark.promise(number=20)
+async def test_a_close_that_is_interrupted_is_made_good_by_the_next(
+    by_hand: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the engine's thread makes one."""
+    hand = by_hand()
+    tasks = [await hand.queued(A), await hand.queued(B)]
+    hand.dropped = 2
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("genrt.batcher.deliver", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hand.batcher.close()
+    assert hand.batcher.is_closed
+    hand.batcher.close()
+    await passes()
+    assert [type(task.exception()) for task in tasks] == [Closed, Closed]
+
+
 # -- adapters ---------------------------------------------------------------------------------
 
 OLD, NEW = Adapter("lora", 1), Adapter("lora", 2)
@@ -1035,7 +1310,7 @@ OLD, NEW = Adapter("lora", 1), Adapter("lora", 2)
 async def test_an_adapter_is_removed_only_when_no_request_is_bound_to_it(by_hand: Make) -> None:
     bound = logprobs(1, adapter=OLD)
     hand = by_hand(by_tokens({bound: 3, A: 9}))
-    hand.engine.adapters = [OLD, NEW]
+    hand.load(OLD, NEW)
     other = await hand.queued(A)
     hand.turn()
     task = await hand.queued(bound)
@@ -1057,7 +1332,7 @@ async def test_an_adapter_is_removed_only_when_no_request_is_bound_to_it(by_hand
 async def test_a_retired_adapter_that_is_still_bound_keeps_no_thread_busy(by_hand: Make) -> None:
     bound, now = logprobs(1, adapter=OLD), 0.0
     hand = by_hand(max_wait_seconds=3.0, clock=lambda: now)
-    hand.engine.adapters = [OLD]
+    hand.load(OLD)
     task = await hand.queued(bound)
     hand.batcher.retire(OLD)
     assert hand.batcher.seconds_until_due() == 3.0, "not 0.0, which would make the thread spin"
@@ -1075,7 +1350,7 @@ async def test_a_retired_adapter_that_is_still_bound_keeps_no_thread_busy(by_han
 async def test_a_withdrawn_request_no_longer_holds_its_adapter(by_hand: Make) -> None:
     bound = logprobs(1, adapter=OLD)
     hand = by_hand(by_tokens({bound: 5}))
-    hand.engine.adapters = [OLD]
+    hand.load(OLD)
     task = await hand.queued(bound)
     hand.turn()
     hand.batcher.retire(OLD)
@@ -1106,5 +1381,5 @@ def test_a_new_batcher_has_nothing_to_do() -> None:
     batcher = Batcher(RowCache(0))
     assert batcher.seconds_until_due() is None
     engine = ScriptedEngine()
-    batcher.turn(engine)
+    batcher.turn(AnsweringEngine(engine, RowCache(0)))
     assert engine.submitted == engine.stepped == []

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import LogprobsRequest, Request, Result
@@ -50,6 +51,7 @@ class BatcherMachine(RuleBasedStateMachine):
     )
     def start(self, max_batch_size: int | None, cache_bytes: int) -> None:
         self.engine = ScriptedEngine(steps=lambda request: 1 + request.token_ids[0] % 3)
+        self.answering = AnsweringEngine(self.engine, RowCache(0))
         self.cache_bytes = cache_bytes
         self.batcher = Batcher(
             RowCache(cache_bytes), max_batch_size=max_batch_size, clock=lambda: 0.0
@@ -97,7 +99,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def turn(self, fails: bool) -> None:
         steps, flushes = len(self.engine.stepped), len(self.engine.submitted)
         self.engine.fail_at = {steps + 1: RuntimeError("scripted")} if fails else {}
-        self.batcher.turn(self.engine)
+        self.batcher.turn(self.answering)
         assert len(self.engine.submitted) <= flushes + 1
         assert not self.ghosts(), "nobody waits for these any more"
         if len(self.engine.stepped) == steps:

@@ -98,6 +98,7 @@ HOUSE = (
     "token_ids.py",
     "engine_thread.py",
     "batcher.py",
+    "bindings.py",
     "admission.py",
     "gathering.py",
     "waiters.py",

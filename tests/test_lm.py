@@ -104,7 +104,37 @@ def test_no_contexts_have_no_rows(lm: AsyncLM) -> None:
     rows = lm.batch_next_token_logprobs_sync([])
     assert (rows.shape, rows.dtype, rows.device) == ((0, VOCAB_SIZE), torch.float32, lm.device)
     assert lm.batch_sample_sync([], max_tokens=1) == []
+    assert len(lm.batch_draw_sync([]).token_ids) == len(lm.score_sync([1], [])) == 0
+    assert lm.batch_next_token_logprobs_sync([], device="cpu").shape == (0, VOCAB_SIZE)
     assert lm.statistics().engine.requests == 0
+
+
+@pytest.mark.promise(number=20)
+async def test_a_closed_runtime_answers_nothing_not_even_about_nothing(lm: AsyncLM) -> None:
+    lm.close()
+    asked: list[Callable[[], Any]] = [
+        lambda: lm.batch_next_token_logprobs([]),
+        lambda: lm.batch_next_token_logprobs_sync([]),
+        lambda: lm.batch_sample([], max_tokens=1),
+        lambda: lm.batch_sample_sync([], max_tokens=1),
+        lambda: lm.batch_draw([]),
+        lambda: lm.batch_draw_sync([]),
+        lambda: lm.score([1], []),
+        lambda: lm.score_sync([1], []),
+        lambda: lm.token_logprobs([1], []),
+        lambda: lm.top_logprobs([1], 1),
+    ]
+    for ask in asked:
+        with pytest.raises(Closed, match="closed"):
+            await answered(ask)
+
+
+async def test_a_timeout_of_any_length_and_type_is_one(lm: AsyncLM) -> None:
+    timeouts: list[Any] = [1e10, 1e308, 2**200, np.float32(1e38), np.float16(60.0), np.int8(100)]
+    for timeout in timeouts:
+        assert same(lm.next_token_logprobs_sync([3], timeout=timeout), [3])
+        assert same(await lm.next_token_logprobs([4], timeout=timeout), [4])
+        lm.clear_cache()
 
 
 @pytest.mark.promise(number=15)
@@ -192,6 +222,34 @@ Call = Callable[[Any], Any]
 """Of an AsyncLM, which the type checker must not know: these calls are wrong."""
 
 
+OF_BATCHES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("batch_next_token_logprobs", {"device": "nowhere"}, InvalidRequest, "device is 'nowhere'"),
+    ("batch_next_token_logprobs", {"device": "cuda:7"}, InvalidRequest, "rows are on cpu"),
+    ("batch_next_token_logprobs", {"device": 3.5}, InvalidRequest, "device is 3.5"),
+    ("batch_next_token_logprobs", {"adapter": "x"}, UnknownAdapter, "no adapter is named 'x'"),
+    ("batch_next_token_logprobs", {"timeout": -1}, InvalidRequest, "timeout must be"),
+    ("batch_draw", {"temperature": -1}, InvalidRequest, "temperature must be"),
+    ("batch_draw", {"seed": -1}, InvalidRequest, "seed must be"),
+    ("batch_draw", {"masks": [None] * 3}, InvalidRequest, "3 masks for"),
+    ("batch_draw", {"adapter": "x"}, UnknownAdapter, "no adapter is named 'x'"),
+    ("batch_draw", {"timeout": math.nan}, InvalidRequest, "timeout must be"),
+    ("batch_sample", {"max_tokens": 1, "timeout": "1"}, InvalidRequest, "timeout must be"),
+    *(
+        ("batch_sample", options, error, message)
+        for options, error, message in WRONG_OPTIONS
+        if error is not TypeError
+    ),
+    ("batch_sample", {}, TypeError, r"^{method}\(\) missing .* 'max_tokens'"),
+    (
+        "batch_sample",
+        {"max_tokens": 1, "nonce": 3},
+        TypeError,
+        r"^{method}\(\) got an unexpected keyword argument 'nonce'",
+    ),
+]
+"""What is wrong with a batch, whatever is in it."""
+
+
 def wrong_calls() -> Iterator[tuple[str, Call, type[Exception], str]]:
     """Every method that takes something, with everything that is wrong to give it."""
     for ids, error, message in WRONG_IDS:
@@ -232,6 +290,12 @@ def wrong_calls() -> Iterator[tuple[str, Call, type[Exception], str]]:
             yield f"{name}({contexts!r})", call, InvalidRequest, "contexts must be a sequence"
         call = lambda lm, n=name: getattr(lm, n)([1, 2])  # type: ignore[misc]
         yield f"{name}(flat)", call, InvalidRequest, "got int"
+    for name, options, error, message in OF_BATCHES:
+        for suffix in ("", "_sync"):
+            for batch in ([], [[1]], np.zeros((0, 3), int)):
+                call = lambda lm, n=name + suffix, b=batch, o=options: getattr(lm, n)(b, **o)  # type: ignore[misc]
+                said = message.format(method=name + suffix)
+                yield f"{name}{suffix}({batch}, {options})", call, error, said
     others: list[tuple[Call, type[Exception], str]] = [
         (lambda lm: lm.encode(3), InvalidRequest, "takes a str"),
         (lambda lm: lm.decode([99]), InvalidRequest, "from 0 to 11"),

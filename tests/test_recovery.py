@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.engine import Finished, Request, Result
+from genrt.engine import Adapter, Finished, Request, Result
 from genrt.engines.exact import NGram
 from genrt.errors import (
     Closed,
@@ -370,6 +370,54 @@ async def test_what_was_cancelled_before_the_death_is_not_asked_again(
     gate.open()
     assert right([B], [await kept])
     assert engines.opened[1].submitted == [[B]]
+
+
+@pytest.mark.parametrize(
+    ("error", "opened"), [(RuntimeError("no"), 1), (EngineDied("dead"), 2), (SystemExit(), 2)]
+)
+async def test_an_engine_that_raises_when_it_is_told_to_forget_harms_nobody(
+    automatic: Automatic, error: BaseException, opened: int
+) -> None:
+    """If it can go on it does; if not, another one does."""
+    gate = Gate()
+    steps: dict[Request, int] = {A: 3, B: 3, logprobs(7): 1}
+    lm, engines = automatic({"gate": gate, "fail_cancel": error, "steps": steps.__getitem__})
+    kept, left = (asyncio.create_task(lm.next_token_logprobs(ids)) for ids in ([7], [1]))
+    await asyncio.to_thread(gate.wait_until_held)
+    other = asyncio.create_task(lm.next_token_logprobs([2]))
+    left.cancel()
+    await passes()
+    gate.open()
+    assert right([logprobs(7), B], [await kept, await other])
+    assert len(engines.opened) == opened
+    assert right([A], [await lm.next_token_logprobs([1])]) or opened == 1
+    assert lm.statistics().batcher.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "opened"), [(RuntimeError("no"), 1), (EngineDied("dead"), 2), (SystemExit(), 2)]
+)
+async def test_an_engine_that_raises_when_it_is_told_to_unload_harms_nobody(
+    automatic: Automatic, tmp_path: Path, error: BaseException, opened: int
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    lm, engines = automatic()
+
+    def fail(adapter: Adapter) -> None:
+        raise error
+
+    engines.opened[0].remove_adapter = fail  # type: ignore[method-assign]
+    await lm.add_adapter("a", tmp_path)
+    bound = await lm.next_token_logprobs([1], adapter="a")
+    lm.remove_adapter("a")
+    assert right([B], [await lm.next_token_logprobs([2])])
+    await lm.add_adapter("a", tmp_path)
+    again = await lm.next_token_logprobs([1], adapter="a")
+    assert not torch.equal(bound, again), "of another version of the adapter"
+    assert len(engines.opened) == opened
+    assert [adapter.version for adapter in engines.opened[-1].adapters][-1] == 2
+    assert len(engines.opened[-1].adapters) == 3 - opened
 
 
 @pytest.mark.parametrize("restart", ["always", True, 1])

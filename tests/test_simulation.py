@@ -6,27 +6,28 @@ The fixed seeds are the same every time; a few fresh ones are tried in addition,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
 import genrt
+import genrt.admission
 import genrt.answers
-import genrt.batcher
 import genrt.cache
 import genrt.waiters
 from genrt.answers import AnsweringEngine
 from genrt.batcher import Batcher
+from genrt.bindings import Bindings
 from genrt.cache import RowCache
 from genrt.engine import Finished, LogprobsRequest, ReadRequest, Request
 from genrt.engines.exact import NGram
@@ -134,7 +135,7 @@ def told(report: Report, event: str) -> int:
     [
         ("submit", 30, "submit failed"),
         ("step", 30, "step failed"),
-        ("cancel", 5, DIED),
+        ("cancel", 5, "cancel failed"),
     ],
 )
 def test_a_fault_at_any_call_reaches_those_it_concerns(call: str, calls: int, event: str) -> None:
@@ -363,7 +364,7 @@ def a_request_dies_with_its_first_waiter(patch: Patch) -> None:
     def drop_all(self: Batcher, waiter: Any) -> None:
         for request in waiter.found:
             if request in self._entries and not self._entries[request].in_flight:
-                self._ready.pop(self._entries[request], None)
+                self._ready.discard(self._entries[request])
         drop(self, waiter)
 
     patch.setattr(Batcher, "_drop", drop_all)
@@ -413,18 +414,14 @@ def the_key_lacks_the_adapter(patch: Patch) -> None:
 
 
 def an_answer_is_set_on_a_cancelled_future(patch: Patch) -> None:
-    def resolve(outcomes: Any) -> None:
-        for future, outcome in outcomes:
-            failed = isinstance(outcome, GenrtError)
-            (future.set_exception if failed else future.set_result)(outcome)
-
-    patch.setattr(genrt.waiters, "_resolve", resolve)
+    patch.setattr(genrt.waiters, "_DONE", contextlib.nullcontext())
 
 
 def closed_loops_are_delivered_to(patch: Patch) -> None:
     def deliver(done: Any) -> None:
         for waiter, outcome in done:
-            waiter.loop.call_soon_threadsafe(genrt.waiters._resolve, [(waiter.future, outcome)])
+            resolved = [(waiter.future, outcome)]
+            waiter.loop.call_soon_threadsafe(genrt.waiters._resolve, waiter.loop, resolved)
 
     patch.setattr(genrt.waiters, "deliver", deliver)
 
@@ -445,10 +442,11 @@ def waiters_share_an_error(patch: Patch) -> None:
 
 
 def the_youngest_go_first(patch: Patch) -> None:
-    def last(entries: Any, count: int) -> Iterator[Any]:
-        return iter(list(entries)[-count:]) if isinstance(entries, dict) else islice(entries, count)
+    class Reversed(OrderedDict[Any, Any]):
+        def popitem(self, last: bool = True) -> tuple[Any, Any]:
+            return super().popitem(last=not last)
 
-    patch.setattr(genrt.batcher, "islice", last)
+    patch.setattr(genrt.admission, "OrderedDict", Reversed)
 
 
 def a_quiet_loop_wakes_nobody(patch: Patch) -> None:
@@ -462,14 +460,57 @@ def a_quiet_loop_wakes_nobody(patch: Patch) -> None:
 
 
 def closed_loops_are_not_swept(patch: Patch) -> None:
-    patch.setattr(Batcher, "_sweep", lambda self, entries: None)
+    patch.setattr(Batcher, "_sweep", lambda self: [])
+
+
+def answers_without_a_forward_take_the_place_of_a_step(patch: Patch) -> None:
+    ready, step = AnsweringEngine.ready, AnsweringEngine.step
+    waits: set[int] = set()
+
+    def ready_so(self: AnsweringEngine) -> list[Finished]:
+        ends = ready(self)
+        waits.update([id(self)] if ends else [])
+        return ends
+
+    def step_so(self: AnsweringEngine) -> list[Finished]:
+        if id(self) in waits:
+            waits.remove(id(self))
+            return []
+        return step(self)
+
+    patch.setattr(AnsweringEngine, "ready", ready_so)
+    patch.setattr(AnsweringEngine, "step", step_so)
+
+
+def what_needs_no_forward_ends_the_turn(patch: Patch) -> None:
+    turn, sent = Batcher.turn, Batcher._sent
+
+    class Over(Exception):
+        """The turn."""
+
+    def sent_so(self: Batcher, engine: Any, flush: Sequence[Request]) -> list[Finished]:
+        if ends := sent(self, engine, flush):
+            self._settle(ends)
+            raise Over
+        return ends
+
+    def turn_so(self: Batcher, engine: Any) -> None:
+        with contextlib.suppress(Over):
+            turn(self, engine)
+
+    patch.setattr(Batcher, "_sent", sent_so)
+    patch.setattr(Batcher, "turn", turn_so)
+
+
+def what_an_engine_could_not_forget_is_sent_again(patch: Patch) -> None:
+    patch.setattr(AnsweringEngine, "_still_held", lambda self, new: {})
 
 
 def closing_tells_nobody(patch: Patch) -> None:
     def close(self: Batcher, reason: GenrtError | None = None) -> None:
         self._closed = reason or genrt.errors.Closed("closed")
         self._entries.clear()
-        self._in_flight = 0
+        self._in_flight.clear()
 
     patch.setattr(Batcher, "close", close)
 
@@ -500,7 +541,7 @@ def one_error_fails_the_whole_step(patch: Patch) -> None:
 
 
 def adapters_go_at_once(patch: Patch) -> None:
-    patch.setattr(Batcher, "_unbound", lambda self: list(self._retired))
+    patch.setattr(Bindings, "free", lambda self: list(self._retired))
 
 
 def adapters_never_go(patch: Patch) -> None:
@@ -519,9 +560,9 @@ def questions_in_the_cache_are_not_counted(patch: Patch) -> None:
     register = Batcher._register
 
     def register_so(self: Batcher, waiter: Any) -> list[Any]:
-        cached = self._cached
+        cached = self._counted["cached"]
         queued = register(self, waiter)
-        self._cached = cached
+        self._counted["cached"] = cached
         return queued
 
     patch.setattr(Batcher, "_register", register_so)
@@ -595,6 +636,9 @@ BREAKS: list[Break] = [
     the_youngest_go_first,
     a_quiet_loop_wakes_nobody,
     closed_loops_are_not_swept,
+    answers_without_a_forward_take_the_place_of_a_step,
+    what_needs_no_forward_ends_the_turn,
+    what_an_engine_could_not_forget_is_sent_again,
     closing_tells_nobody,
     a_failing_step_fails_nobody,
     one_error_fails_the_whole_step,

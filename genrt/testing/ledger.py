@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from genrt.batcher import Batcher
@@ -80,6 +79,8 @@ class Ledger:
         self._lives: dict[Request, _Life] = {}
         self._ready_since: dict[Entry, int] = {}
         self._to_withdraw: dict[Request, _Life] = {}
+        self._lost: set[Question] = set()
+        self._steps = 0
         self._ending: dict[Request, GenrtError | None] = {}
         self._withdrawing: set[Request] = set()
         self._turns = 0
@@ -249,6 +250,8 @@ class Ledger:
             for request, life in self._lives.items()
             if life.sent and not life.questions
         }
+        self._lost = {question for question in self.questions if question.lost}
+        self._steps = self._engine.calls["step"]
 
     def _since(self, entry: Entry) -> int:
         """Since which turn this one is ready; what is sent again goes first."""
@@ -265,6 +268,14 @@ class Ledger:
         for request, life in self._to_withdraw.items():
             if self._lives.get(request) is life and not life.questions:
                 self.violated(f"{request} is not wanted any more, but was not withdrawn")
+        is_in_flight = any(life.sent for life in self._lives.values())
+        if is_in_flight and self._engine.calls["step"] == self._steps:
+            self.violated("something is in flight, but the turn made no step")
+        batcher = self._batcher
+        kept = [waiter for entry in batcher._entries.values() for waiter in entry.waiters]
+        for waiter in (*kept, *batcher._admission._clients):
+            if (question := self._by_requests[id(waiter.requests)]) in self._lost:
+                self.violated(f"{question} still waits, though its loop was closed before the turn")
 
     def taken(self, flush: Sequence[Request]) -> None:
         """A flush that the batcher is about to send."""
@@ -381,6 +392,11 @@ class Ledger:
             if life is not None and life.sent and life.is_wanted and request not in self._ending:
                 self.violated(f"{request} was cancelled, but it is wanted")
 
+    def cancelled(self) -> None:
+        """The engine was told, and may have raised all the same."""
+        if self._engine.unforgotten:
+            self.trace.append(("cancel failed", *self._engine.unforgotten))
+
     def closed(self, reason: GenrtError) -> None:
         """The batcher was closed: every question ends in this, the later ones too."""
         self.trace.append(("closed", reason))
@@ -466,25 +482,9 @@ class Ledger:
             )
 
     def check_nothing_is_left(self) -> None:
-        """Neither batcher nor engine hold anything, once nobody waits any more."""
-        batcher = self._batcher
-        s = batcher.statistics()
-        held = (batcher._entries, batcher._gatherings, batcher._ready, batcher._withdrawn)
-        count = s.queued + s.in_flight + s.waiting
-        if any(held) or count or (batcher._retired and self._closed is None):
-            self.violated(f"nobody waits, but the batcher holds {held}: {batcher}")
-        if self._engine.in_progress:
-            self.violated(f"nobody waits, but in progress is {list(self._engine.in_progress)}")
-
-    def check_cache(self) -> None:
-        """What is cached is right, of adapters that are loaded, and as large as it says."""
-        rows = dict(self._cache._rows)
-        for request, row in rows.items():
-            if not torch.equal(row, self._engine.model.row(request)):
-                self.violated(f"the cached row of {request} is {row}")
-            if request.adapter is not None and request.adapter not in self._engine.adapters:
-                self.violated(f"{request} is cached, but its adapter is gone")
-        s = self._cache.statistics()
-        held = sum(row.untyped_storage().nbytes() for row in rows.values())
-        if not s.bytes == held <= s.max_bytes or s.rows != len(rows):
-            self.violated(f"{held} bytes are held in {len(rows)} rows, but {s}")
+        """Neither batcher nor engine have anything to do, once nobody waits any more."""
+        s = self._batcher.statistics()
+        if s.queued + s.in_flight + s.waiting:
+            self.violated(f"nobody waits, but there is something to do: {self._batcher}")
+        if left := self._engine.in_progress.keys() - self._engine.unforgotten.keys():
+            self.violated(f"nobody waits, but in progress is {left}")

@@ -176,9 +176,15 @@ class SimulatedClients:
             self._open_loops.append(self._runtime.open_loop())
 
     def _close(self) -> None:
-        """The runtime is closed, and may be started again."""
+        """The runtime is closed, or collected in the middle of a question, and may be started again."""
         self.done += 1
-        self._lm.close()
+        if self._random.random() < 0.5:
+            self._lm.close()
+        else:
+            with self._runtime.thread.held():
+                self._random.choice([self._lm.close, self._runtime.thread.abandon])()
+            for _ in range(self._random.randint(0, 20)):
+                self._runtime.step()
         if self._random.random() < 0.5:
             self._lm.restart()
 

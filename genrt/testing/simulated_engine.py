@@ -26,6 +26,7 @@ from genrt.engine import (
     EngineStatistics,
     Finished,
     LogprobsRequest,
+    ReadRequest,
     Request,
     SampleRequest,
 )
@@ -54,6 +55,7 @@ class Faults:
     submit: float = 0.0
     step: float = 0.0
     cancel: float = 0.0
+    remove: float = 0.0
     death: float = 0.0
     not_finite: float = 0.0
     out_of_memory_above: int | None = None
@@ -94,9 +96,10 @@ class SimulatedEngine:
         self.model = model
         self.in_progress: dict[Request, _Progress] = {}
         self.adapters: dict[Adapter, None] = {}
-        self.calls = {"submit": 0, "step": 0, "cancel": 0}
+        self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0}
         self.closed = False
         self.echoed: set[Request] = set()
+        self.unforgotten: dict[Request, BaseException] = {}
         self._random = random
         self._faults = faults
         self._meanwhile = meanwhile
@@ -108,7 +111,7 @@ class SimulatedEngine:
         self._echoes = random.choice([0.0, 0.0, 0.2])
         self._seconds = random.choice([0.0, 0.01])
         self._residents = CheckedResidents(random, random.choice([1, 3, 8]))
-        self._raised: BaseException | None = None
+        self._raised: dict[int, BaseException] = {}
         self._blocks: list[Tensor] = []
         self._answered: list[Request] = []
         self._requests = self._rows = self._failed = self._cancelled = 0
@@ -174,6 +177,7 @@ class SimulatedEngine:
         done = [request for request in running if self._is_done(request)]
         for request in done:
             del self.in_progress[request]
+            self.unforgotten.pop(request, None)
         finished = self._ends(done, len(running) - len(done))
         finished += self._echo()
         self._random.shuffle(finished)
@@ -182,11 +186,19 @@ class SimulatedEngine:
     def cancel(self, requests: Sequence[Request]) -> None:
         self._called("cancel")
         self._meanwhile()
-        if self._is_due("cancel", self._faults.cancel):
-            raise self._error("cancel")
+        fails = self._is_due("cancel", self._faults.cancel)
         for request in requests:
+            if fails and self._random.random() < 0.5:
+                continue
             if self.in_progress.pop(request, None) is not None:
                 self._cancelled += 1
+        for request in requests:
+            self.unforgotten.pop(request, None)
+        if fails:
+            error = self._error("cancel")
+            self.unforgotten |= dict.fromkeys(requests, error)
+            self.echoed.update(self.in_progress.keys() & self.unforgotten.keys())
+            raise error
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         if adapter in self.adapters or self.closed:
@@ -197,10 +209,14 @@ class SimulatedEngine:
     def remove_adapter(self, adapter: Adapter) -> None:
         if adapter not in self.adapters or self.closed:
             raise Violation(f"{adapter} is not loaded, or the engine is closed")
-        if any(request.adapter == adapter for request in self.in_progress):
+        asked = self.in_progress.keys() - self.unforgotten.keys()
+        if any(request.adapter == adapter for request in asked):
             raise Violation(f"{adapter} is removed while requests bound to it are in progress")
+        self._called("remove")
         del self.adapters[adapter]
         self._residents.forget(adapter)
+        if self._is_due("remove", self._faults.remove):
+            raise self._error("remove")
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
@@ -228,12 +244,16 @@ class SimulatedEngine:
         self._blocks.clear()
 
     def raised(self, error: BaseException) -> bool:
-        """Whether this is what the engine raised last."""
-        return error is self._raised
+        """Whether this is what the engine raised at some time."""
+        return id(error) in self._raised
 
     def explains(self, request: Request, error: GenrtError) -> bool:
-        """Whether this error is one that a request ends in alone."""
-        return isinstance(error, NotFinite) and self._is_poisoned(request)
+        """Whether this error is one that a request ends in alone: its own, or that the engine could not
+        forget it when it was cancelled before."""
+        if isinstance(error, NotFinite):
+            return self._is_poisoned(request)
+        held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)
+        return held is not None and held in (error, error.__cause__)
 
     def _called(self, name: str) -> None:
         if self.closed:
@@ -251,12 +271,13 @@ class SimulatedEngine:
         return self._raising(self._random.choice(kinds)(message))
 
     def _raising(self, error: BaseException) -> BaseException:
-        self._raised = error
+        self._raised[id(error)] = error
         return error
 
     def _forget(self) -> None:
         self._failed += len(self.in_progress)
         self.in_progress.clear()
+        self.unforgotten.clear()
         self._residents.clear()
 
     def _chosen(self) -> list[Request]:

@@ -234,7 +234,7 @@ class SimulatedRuntime:
             self._check_reports(loop)
         self.engine.overwrite()
         self.ledger.check_counters()
-        self.ledger.check_cache()
+        self._check_cache()
 
     def check_nothing_is_left(self) -> None:
         """``check_rest``, and nothing is kept for anyone, once every loop that was left alone is closed.
@@ -248,6 +248,19 @@ class SimulatedRuntime:
             raise Violation(f"bound are {bound}, but {list(self.engine.adapters)} are loaded")
         self.ledger.check_nothing_is_left()
         self.thread.check_nothing_is_left()
+
+    def _check_cache(self) -> None:
+        """What is cached is right, of adapters that are loaded, and as large as it says."""
+        rows = dict(self.cache._rows)
+        for request, row in rows.items():
+            if not torch.equal(row, self.model.row(request)):
+                raise Violation(f"the cached row of {request} is {row}")
+            if request.adapter is not None and request.adapter not in self.engine.adapters:
+                raise Violation(f"{request} is cached, but its adapter is gone")
+        s = self.cache.statistics()
+        held = sum(row.untyped_storage().nbytes() for row in rows.values())
+        if not s.bytes == held <= s.max_bytes or s.rows != len(rows):
+            raise Violation(f"{held} bytes are held in {len(rows)} rows, but {s}")
 
     def _check_reports(self, loop: VirtualLoop) -> None:
         if loop.reports:

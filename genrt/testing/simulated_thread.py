@@ -15,7 +15,7 @@ from genrt.batcher import Batcher
 from genrt.cache import RowCache
 from genrt.engine import Adapter, Engine, EngineStatistics, Request, Result
 from genrt.engines.adapters import Adapters
-from genrt.errors import Closed, EngineDied, EngineFailed, GenrtError
+from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
 from genrt.testing.ledger import Ledger
 from genrt.testing.simulated_engine import SimulatedEngine
 from genrt.testing.violation import Violation
@@ -63,7 +63,8 @@ class SimulatedThread:
             wake=self._wake,
             clock=clock.time,
         )
-        self._batcher._lock = cast("threading.Lock", _CheckedLock())
+        self._batcher._lock = cast("threading.RLock", _CheckedLock())
+        self._batcher._gatherings._lock = self._batcher._lock
         self.adapters = Adapters()
         self._calls: collections.deque[
             tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
@@ -122,12 +123,18 @@ class SimulatedThread:
 
     def close(self, *, wait: bool = True) -> None:
         """End every waiter at once, and the thread after the step in progress."""
-        self._closing = True
-        self._wake()
-        self.ledger.closed(_closed())
+        self.abandon()
+        if self._batcher._lock._is_owned():  # type: ignore[attr-defined]
+            return
+        self.ledger.closed(Closed(WAS_CLOSED))
         self._batcher.close()
         if wait and not self._is_at_work and self._ended is None:
             self.go_round()
+
+    def abandon(self) -> None:
+        """Have the thread end every waiter and itself, after the step in progress."""
+        self._closing = True
+        self._wake()
 
     def restart(self) -> concurrent.futures.Future[Engine]:
         """Close the engine, and open another one with the same adapters.
@@ -157,7 +164,7 @@ class SimulatedThread:
         """One round: the calls, then a turn, or sleep until woken or due."""
         self._woken, self.alarm = False, None
         if self._closing:
-            self._end(_closed())
+            self._end(Closed(WAS_CLOSED))
             return
         self._is_at_work = True
         try:
@@ -185,16 +192,31 @@ class SimulatedThread:
 
     def check_nothing_is_left(self) -> None:
         """Nothing is kept for who waited, and a thread that has ended has closed its engine."""
-        kept = (self._answering._readers, self._answering._asked, self._answering._cached)
+        answering = self._answering
+        kept = (answering._readers, answering._asked, answering._cached, answering._refused)
         if any(kept):
             raise Violation(f"nobody waits, but the answers keep {kept}")
+        batcher = self._batcher
+        held = (
+            batcher._entries,
+            batcher._gatherings,
+            batcher._ready,
+            batcher._in_flight,
+            batcher._withdrawn,
+            batcher._admission,
+            batcher._on_loops._waiters,
+            batcher._bindings._bound,
+            batcher._bindings if self.alive else (),
+        )
+        if any(held):
+            raise Violation(f"nobody waits, but the batcher holds {held}: {batcher}")
         if self._calls:
             raise Violation(f"{len(self._calls)} calls were never made")
         if self._ended is not None and not self._engine.closed:
             raise Violation("the thread has ended, but the engine is open")
 
     def _do_calls(self) -> None:
-        while self._calls:
+        for _ in range(len(self._calls)):
             future, function = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 try:
@@ -207,7 +229,8 @@ class SimulatedThread:
     def _turn(self) -> None:
         self.is_turning = True
         self.ledger.turning()
-        self._batcher.turn(WatchingEngine(self._answering, self.ledger))
+        watching = WatchingEngine(self._answering, self.ledger)
+        self._batcher.turn(cast("AnsweringEngine", watching))
         self.ledger.turned()
 
     def _listen(self) -> None:
@@ -274,9 +297,8 @@ class _CheckedLock:
     def __exit__(self, *_: object) -> None:
         self._is_held = False
 
-
-def _closed() -> Closed:
-    return Closed("the runtime was closed: restart it, or load it again")
+    def _is_owned(self) -> bool:
+        return self._is_held
 
 
 def _died(error: BaseException) -> EngineDied:

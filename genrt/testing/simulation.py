@@ -198,7 +198,8 @@ def _faults(chance: random.Random) -> Faults:
     return Faults(
         submit=chance.choice([0.0, 0.1]),
         step=chance.choice([0.0, 0.1]),
-        cancel=chance.choice([0.0, 0.0, 0.02]),
+        cancel=chance.choice([0.0, 0.0, 0.3]),
+        remove=chance.choice([0.0, 0.5]),
         death=chance.choice([0.0, 0.0, 0.01]),
         not_finite=chance.choice([0.0, 0.1]),
         out_of_memory_above=chance.choice([None, None, 1, 2, 5]),

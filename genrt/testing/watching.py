@@ -91,6 +91,11 @@ class WatchingEngine:
             self._ledger.submit_failed(requests, error)
             raise
 
+    def ready(self) -> list[Finished]:
+        ends = self._engine.ready()
+        self._ledger.finished(ends)
+        return ends
+
     def step(self) -> list[Finished]:
         try:
             finished = self._engine.step()
@@ -105,6 +110,7 @@ class WatchingEngine:
     def cancel(self, requests: Sequence[Request]) -> None:
         self._ledger.cancelling(requests)
         self._engine.cancel(requests)
+        self._ledger.cancelled()
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._engine.add_adapter(adapter, path)
