@@ -1,4 +1,4 @@
-"""Who may queue, and how much may be in flight: bounds, turns for those who wait, flushes that shrink.
+"""Who may queue, and who is sent next: bounds, turns for those who wait, the ready requests in order.
 
 Pure bookkeeping, under the batcher's lock.
 
@@ -10,19 +10,15 @@ Rules:
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from genrt.engine import Request
+from genrt.engine import Adapter, Request
 from genrt.waiters import Entry, Waiter
 
-__all__ = ["Admission", "Ready", "Window"]
-
-GOOD_STEPS = 8
-"""After so many steps that went well, more is sent again: a step that fails costs as much as many do."""
+__all__ = ["Admission", "Ready"]
 
 _NBYTES = attrgetter("nbytes")
 
@@ -112,14 +108,19 @@ class Admission:
         waiter, nbytes = next(iter(next(iter(self._waiting.values())).items()))
         return waiter if self._fits(waiter.requests, nbytes) else None
 
-    def next(self) -> Waiter | None:
-        """Return the first waiter, if there is room for its question; it waits no more."""
-        waiter = self.first()
-        if waiter is not None:
-            self._waiting.move_to_end(self._clients[waiter])
-            self.withdraw(waiter)
-            waiter.missing = 0
-        return waiter
+    def admit(self, waiter: Waiter) -> None:
+        """Have this one wait no more, and its client behind the others."""
+        self._waiting.move_to_end(self._clients[waiter])
+        self.withdraw(waiter)
+        waiter.missing = 0
+
+    def bound_to(self, adapters: Container[Adapter | None]) -> list[Waiter]:
+        """Return the waiters whose requests are bound to one of these."""
+        return [
+            waiter
+            for waiter in self._clients
+            if any(request.adapter in adapters for request in waiter.requests)
+        ]
 
     def clear(self) -> list[Waiter]:
         """Empty the queue; returns who waited for room in it."""
@@ -189,27 +190,3 @@ class Ready:
     def clear(self) -> None:
         """Have nothing sent."""
         self._entries.clear()
-
-
-class Window:
-    """How many requests may be in flight at once: any number, until the engine's memory runs out."""
-
-    def __init__(self) -> None:
-        self._size = sys.maxsize
-        self._good_steps = 0
-
-    def room(self, in_flight: int) -> int:
-        """How many more may be sent."""
-        return max(0, self._size - in_flight)
-
-    def shrink(self, in_flight: int) -> None:
-        """Halve the window: these ran out of memory together."""
-        self._size = max(1, in_flight // 2)
-        self._good_steps = 0
-
-    def grow(self) -> None:
-        """Count a step that went well; after ``GOOD_STEPS`` of them, double the window."""
-        self._good_steps += 1
-        if self._good_steps == GOOD_STEPS:
-            self._size = min(2 * self._size, sys.maxsize)
-            self._good_steps = 0

@@ -33,12 +33,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
-from genrt.admission import Admission, Ready, Window
+from genrt.admission import Admission, Ready
 from genrt.answers import AnsweringEngine
 from genrt.bindings import Bindings
 from genrt.cache import RowCache
 from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result, survived
 from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
+from genrt.flight import Flight, Window
 from genrt.gathering import MOST_AT_ONCE, AtOnce, Gatherings
 from genrt.statistics import BatcherStatistics
 from genrt.waiters import (
@@ -86,8 +87,7 @@ class Batcher:
         self._entries: dict[Request, Entry] = {}
         most = max_batch_size or sys.maxsize
         self._ready = Ready(most, max_wait_seconds, clock)
-        self._in_flight: dict[Entry, None] = {}
-        self._withdrawn: dict[Entry, None] = {}
+        self._flight = Flight()
         self._on_loops = OnLoops()
         self._bindings = Bindings()
         self._at_once = AtOnce()
@@ -200,7 +200,7 @@ class Batcher:
                 continue
             self._counted["deduplicated"] += 1
             entry.waiters[waiter] = None
-            self._withdrawn.pop(entry, None)
+            self._flight.rescue(entry)
             if not entry.in_flight and entry not in self._ready:
                 queued.append(entry)
         self._admission.enter(new)
@@ -218,13 +218,18 @@ class Batcher:
     def _admit(self) -> list[Waiter]:
         """Under the lock: register who waited for room, while there is some; those who lack nothing."""
         answered: list[Waiter] = []
-        while (waiter := self._admission.next()) is not None:
-            self._bindings.bind(waiter.requests, -1)
-            self._make_ready(self._register(waiter))
+        while (waiter := self._admission.first()) is not None:
+            self._enter(waiter)
             if not waiter.missing:
                 self._on_loops.discard(waiter)
                 answered.append(waiter)
         return answered
+
+    def _enter(self, waiter: Waiter) -> None:
+        """Under the lock: register one that waited for room."""
+        self._admission.admit(waiter)
+        self._bindings.bind(waiter.requests, -1)
+        self._make_ready(self._register(waiter))
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
         """Under the lock: have these sent, but for those that were dropped, or sent by another loop.
@@ -238,9 +243,7 @@ class Batcher:
     def _leave(self, waiter: Waiter) -> None:
         with self._lock:
             self._cancel(waiter)
-            wake = bool(self._withdrawn or self._bindings or self._ready or self._admission.first())
-        if wake:
-            self._wake()
+        self._wake()  # to forget requests, an adapter, or let in who waits for room
 
     def _cancel(self, waiter: Waiter) -> None:
         """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
@@ -260,7 +263,7 @@ class Batcher:
             if entry is None or entry.waiters.pop(waiter, self) is self or entry.waiters:
                 continue
             if entry.in_flight:
-                self._withdrawn[entry] = None
+                self._flight.withdraw(entry)
             else:
                 self._end(entry)
                 self._ready.discard(entry)
@@ -269,7 +272,7 @@ class Batcher:
     def _end(self, entry: Entry) -> None:
         """Under the lock: this one is on its way no more."""
         del self._entries[entry.request]
-        self._in_flight.pop(entry, None)
+        self._flight.end(entry)
         self._bindings.bind([entry.request], -1)
 
     def _sweep(self) -> list[object]:
@@ -285,8 +288,7 @@ class Batcher:
     def seconds_until_due(self) -> float | None:
         """How long ``turn`` has nothing to do: 0.0 for now, ``None`` for until the next ``wake``."""
         with self._lock:
-            free = self._bindings.free() or self._admission.first()
-            if self._in_flight or self._withdrawn or free:
+            if self._flight or self._bindings.free() or self._admission.first():
                 return 0.0
             return self._ready.seconds_until_due()
 
@@ -308,7 +310,7 @@ class Batcher:
                 self._bindings.gone(adapter)
         if flush:
             self._settle(self._sent(engine, flush))
-        if self._in_flight:
+        if self._flight:
             self._settle(self._stepped(engine), stepped=True)
 
     def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
@@ -327,22 +329,19 @@ class Batcher:
         except Exception as error:
             failed = survived(error)
             with self._lock:
-                lost = [entry.request for entry in self._in_flight]
+                lost = self._flight.requests
             engine.cancel(lost)
             return [Finished(request, error=failed) for request in lost]
 
     def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
         with self._lock:
             gone = self._sweep()
-            withdrawn = [*self._withdrawn]
-            self._withdrawn.clear()
+            withdrawn = self._flight.withdrawn
             for entry in withdrawn:
                 self._end(entry)
-            flush: list[Request] = []
-            for entry in self._ready.take(self._window.room(len(self._in_flight))):
-                entry.in_flight = True
-                self._in_flight[entry] = None
-                flush.append(entry.request)
+            sent = self._ready.take(self._window.room(len(self._flight)))
+            self._flight.send(sent)
+            flush = [entry.request for entry in sent]
             self._counted["flushes"] += bool(flush)
             self._counted["largest_flush"] = max(self._counted["largest_flush"], len(flush))
             self._admission.leave(flush)
@@ -355,7 +354,7 @@ class Batcher:
         """End these requests: cache the rows, then hand every waiter its own. Those that ran out of
         memory with others in flight are queued again."""
         if any(isinstance(end.error, OutOfMemory) for end in finished):
-            if len(self._in_flight) > 1:
+            if len(self._flight) > 1:
                 finished = self._send_again(finished)
         elif stepped:
             self._window.grow()
@@ -363,15 +362,12 @@ class Batcher:
         failed: list[tuple[Waiter, Outcome]] = []
         answered: list[Waiter] = []
         with self._lock:
-            entries, withdrawn = self._entries, self._withdrawn
             for end in finished:
                 request, result, error = end.request, end.result, end.error
-                entry = entries.get(request)
+                entry = self._entries.get(request)
                 if entry is None or not entry.in_flight:
                     continue
                 self._end(entry)
-                if withdrawn:
-                    withdrawn.pop(entry, None)
                 if no_room and error is None:
                     error = no_room.get(request)
                 self._counted["failed"] += error is not None
@@ -394,21 +390,19 @@ class Batcher:
         """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
         short = [end.request for end in finished if isinstance(end.error, OutOfMemory)]
         with self._lock:
-            self._window.shrink(len(self._in_flight))
+            self._window.shrink(len(self._flight))
             self._requeue([entry for entry in map(self._entries.get, short) if entry is not None])
         return [end for end in finished if not isinstance(end.error, OutOfMemory)]
 
     def _requeue(self, entries: Iterable[Entry]) -> None:
         """Under the lock: these, which the engine has forgotten, are ready again, before all others."""
-        again: list[Entry] = []
+        withdrawn, again = set(self._flight.withdrawn), []
         for entry in [entry for entry in entries if entry.in_flight]:
-            if entry in self._withdrawn:
-                del self._withdrawn[entry]
+            if entry in withdrawn:
                 self._end(entry)
-                continue
-            entry.in_flight = False
-            del self._in_flight[entry]
-            again.append(entry)
+            else:
+                self._flight.bring_back(entry)
+                again.append(entry)
         self._counted["retried"] += len(again)
         self._admission.enter([entry.request for entry in again])
         self._ready.put_back(again)
@@ -424,15 +418,19 @@ class Batcher:
     def fail(self, lost: Mapping[Adapter, GenrtError]) -> None:
         """End every request that is bound to one of these adapters with that one's error."""
         with self._lock:
+            for waiter in self._admission.bound_to(
+                lost
+            ):  # for whom there is room now: it is not sent
+                self._enter(waiter)
             bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
-            for entry in bound:
-                if not entry.in_flight:
-                    self._ready.discard(entry)
-                    self._admission.leave([entry.request])
-                    entry.in_flight = True
-                    self._in_flight[entry] = None
-        requests = [(entry.request, cast("Adapter", entry.request.adapter)) for entry in bound]
-        self._settle([Finished(request, error=lost[adapter]) for request, adapter in requests])
+            queued = [entry for entry in bound if not entry.in_flight]
+            for entry in queued:
+                self._ready.discard(entry)
+            self._admission.leave([entry.request for entry in queued])
+            self._flight.send(queued)
+        if bound:
+            pairs = [(entry.request, cast("Adapter", entry.request.adapter)) for entry in bound]
+            self._settle([Finished(request, error=lost[adapter]) for request, adapter in pairs])
 
     @property
     def is_closed(self) -> bool:
@@ -470,8 +468,7 @@ class Batcher:
         self._entries.clear()
         self._on_loops.clear()
         self._ready.clear()
-        self._withdrawn.clear()
-        self._in_flight.clear()
+        self._flight.clear()
         self._bindings.clear()
         return waiters
 
@@ -483,14 +480,14 @@ class Batcher:
     def resume(self) -> None:
         """Send everything that was in flight again: another engine is in the place of that one's."""
         with self._lock:
-            self._requeue([*self._in_flight])
+            self._requeue(self._flight.entries)
 
     def statistics(self) -> BatcherStatistics:
         with self._lock:
             return BatcherStatistics(
                 **self._counted,
                 queued=self._admission.queued,
-                in_flight=len(self._in_flight),
+                in_flight=len(self._flight),
                 waiting=len(self._admission),
             )
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import genrt
-from genrt.admission import GOOD_STEPS, Admission, Window
+from genrt.admission import Admission
 from genrt.engine import Adapter, LogprobsRequest, ReadRequest, Request, TopTokens
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
+from genrt.flight import GOOD_STEPS, Window
 from genrt.waiters import Waiter
 from tests.scripted import (
     PATIENCE_SECONDS,
@@ -348,7 +349,7 @@ def test_who_is_interrupted_on_its_way_to_wait_does_not(monkeypatch: pytest.Monk
             admission.wait(waiter(B))
     assert len(admission) == 0
     admission.leave([A])
-    assert admission.next() is None
+    assert admission.first() is None
 
 
 def test_what_a_request_weighs() -> None:
@@ -375,7 +376,8 @@ def test_the_bound_is_kept_whatever_comes_and_goes(events: list[tuple[bool, int]
         else:
             admission.leave(queue)
             queue.clear()
-        while (admitted := admission.next()) is not None:
+        while (admitted := admission.first()) is not None:
+            admission.admit(admitted)
             admission.enter(admitted.requests)
             queue += admitted.requests
             entered += 1

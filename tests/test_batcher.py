@@ -1272,7 +1272,7 @@ def test_a_loop_interrupted_while_it_is_told_tells_the_rest_when_it_goes_on() ->
     assert (futures[0].done(), futures[2].done()) == (True, False)
     with pytest.raises(KeyboardInterrupt):
         spin(loop)
-    futures[1].set_result = lambda result: None  # type: ignore[method-assign]
+    futures[1].set_result = lambda result: None
     spin(loop)
     assert right([A], futures[2].result())
     loop.close()
@@ -1359,6 +1359,32 @@ async def test_a_withdrawn_request_no_longer_holds_its_adapter(by_hand: Make) ->
     hand.turn()
     assert hand.engine.cancelled == [[bound]]
     assert hand.engine.removed == [OLD]
+
+
+@pytest.mark.parametrize("where", ["in flight", "ready", "gathering", "waiting for room"])
+async def test_whatever_is_bound_to_a_lost_adapter_fails_wherever_it_is(
+    by_hand: Make, where: str
+) -> None:
+    bound = logprobs(1, adapter=OLD)
+    room = 1 if where == "waiting for room" else 10
+    hand = by_hand(by_tokens({bound: 3, A: 3}), max_queued_requests=room)
+    hand.load(OLD)
+    kept, lost = hand.ask(A), hand.ask(bound)
+    await passes(1 if where == "gathering" else 5)
+    if where == "in flight":
+        hand.turn()
+        hand.engine.in_progress.pop(bound)
+    hand.batcher.fail({OLD: EngineFailed("lost")})
+    await passes()
+    with pytest.raises(EngineFailed, match="lost"):
+        await lost
+    await hand.finish()
+    assert right([A], await kept)
+    assert hand.batcher.statistics().failed == 1
+    hand.dropped = where != "in flight"
+    hand.batcher.retire(OLD)
+    hand.turn()
+    assert hand.engine.removed == [OLD], "nothing is bound to it any more"
 
 
 # -- what it says of itself -------------------------------------------------------------------

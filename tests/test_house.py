@@ -99,6 +99,7 @@ HOUSE = (
     "engine_thread.py",
     "batcher.py",
     "bindings.py",
+    "flight.py",
     "admission.py",
     "gathering.py",
     "waiters.py",

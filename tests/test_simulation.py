@@ -353,7 +353,7 @@ def nothing_in_flight_is_withdrawn(patch: Patch) -> None:
 
     def drop_only(self: Batcher, waiter: Any) -> None:
         drop(self, waiter)
-        self._withdrawn.clear()
+        self._flight._withdrawn.clear()
 
     patch.setattr(Batcher, "_drop", drop_only)
 
@@ -379,7 +379,7 @@ def what_is_asked_again_stays_withdrawn(patch: Patch) -> None:
 
     def start_so(self: Batcher, *args: Any, **options: Any) -> None:
         start(self, *args, **options)
-        self._withdrawn = Kept()
+        self._flight._withdrawn = Kept()
 
     patch.setattr(Batcher, "__init__", start_so)
 
@@ -510,7 +510,7 @@ def closing_tells_nobody(patch: Patch) -> None:
     def close(self: Batcher, reason: GenrtError | None = None) -> None:
         self._closed = reason or genrt.errors.Closed("closed")
         self._entries.clear()
-        self._in_flight.clear()
+        self._flight.clear()
 
     patch.setattr(Batcher, "close", close)
 

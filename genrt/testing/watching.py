@@ -92,6 +92,7 @@ class WatchingEngine:
             raise
 
     def ready(self) -> list[Finished]:
+        """As ``AnsweringEngine.ready``."""
         ends = self._engine.ready()
         self._ledger.finished(ends)
         return ends
