@@ -164,11 +164,11 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "inference/text_model.py",
-        "test_inference.py test_text_model.py",
+        "test_inference.py test_text_model.py test_stops.py",
         (
             "a text may end at the last step where it is not complete",
-            "masks[last] &= end",
-            "masks[last] = end",
+            "masks[at_last] &= end",
+            "masks[at_last] = end",
         ),
         (
             "a weight grows by the token's probability, not by the mass of what may follow",
@@ -184,6 +184,11 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "the law of tempered rows is not that of the evidence",
             "return sampling.truncate(rows, temperature=self._temperature)",
             "return rows / self._temperature",
+        ),
+        (
+            "a text that nothing ends is finished where the constraint does not accept it",
+            "if accepts[id(each.constraint_state)]",
+            "if True",
         ),
         (
             "a twist is never taken off again",

@@ -73,6 +73,7 @@ HOUSE = (
     "inference/resampling.py",
     "inference/progress.py",
     "inference/model.py",
+    "inference/ends.py",
     "inference/checks.py",
     "inference/blocking.py",
     "constraints/__init__.py",

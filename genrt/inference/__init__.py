@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
+from genrt.inference.ends import END_TOKEN
 from genrt.inference.genealogy import Genealogy
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
@@ -37,6 +38,7 @@ from genrt.inference.state import Info, State
 from genrt.inference.text_model import TextModel, TextParticle
 
 __all__ = [
+    "END_TOKEN",
     "SMC",
     "BestOfN",
     "ChainStatistics",

@@ -293,25 +293,38 @@ class _Plain:
             raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
         self._model = model
         constraint = model.constraint
+        if constraint is not None and model.ends.never:
+            raise InvalidRequest(
+                "whole texts are drawn to their end, and with stop=None the constraint alone knows where "
+                "that is: give tokens that end a text, or take SMC"
+            )
         self._indicator = None if constraint is None else indicator(constraint, lm=model.lm)
 
     async def texts(self, count: int, seed: int) -> list[Text]:
         """As many, independent."""
         model = self._model
-        end = model.eos_token_id
         sampled = await model.lm.batch_sample(
             [model.prompt] * count,
             max_tokens=model.max_steps,
-            stop_token_ids=() if end is None else (end,),
+            stop_token_ids=sorted(model.ends.token_ids),
             temperature=model.temperature,
             seed=seed >> 1,  # leaves room for the places that are added to it
             adapter=model.adapter,
         )
-        vocabulary = model.lm.byte_vocab
-        return [
-            Text(tuple(token_ids), b"".join(map(vocabulary.__getitem__, token_ids)), True)
-            for token_ids in sampled
-        ]
+        return [self._text(token_ids) for token_ids in sampled]
+
+    def _text(self, token_ids: Sequence[int]) -> Text:
+        """The text that these tokens are, up to a string that ends it."""
+        if not self._model.ends.strings:
+            vocabulary = self._model.lm.byte_vocab
+            data = b"".join(map(vocabulary.__getitem__, token_ids))
+            return Text(tuple(token_ids), data, finished=True)
+        text = Text()
+        for token_id in token_ids:
+            text = self._model.extended(text, token_id)
+            if text.finished:
+                break
+        return Text(text.token_ids, text.bytes, finished=True)
 
     async def log_weights(self, texts: Sequence[Text], potential: Potential | None) -> list[float]:
         """What the potential says of each; -inf for those that don't satisfy the constraint."""

@@ -13,6 +13,14 @@ constraint lets follow, and its weight gains what that proposal left out, the ma
 
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
+What ends a text is ``stop``. By tokens: p(x) is the product of its tokens' probabilities, none of them a
+stop token, times that of all the stop tokens together at its end. By strings: tokens are drawn until they
+have spelt one; p(x) is the probability of all that was drawn, and the text is what comes before, even
+where the string begins inside of a token. By nothing (``stop=None``): a text has ``max_tokens`` tokens or
+fewer, where the constraint lets nothing follow, and p(x) is the product of its tokens' probabilities,
+without a factor for its end: the probability that the model goes on with x, whatever comes then. No such
+text begins with another, so Z is a probability here, too.
+
 At the last token only the end token completes a constrained text, so A is the end token alone. A text
 with p(A) = 0 is dead: its weight is 0. Where the constraint is dear, adaptive weighted rejection draws
 from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
@@ -34,8 +42,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -45,9 +54,11 @@ from torch import Tensor
 from genrt import sampling
 from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
 from genrt.constraints.asking import together
+from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import awrs
 from genrt.inference.checks import constraint_start, finite, integer, prompt_ids, runtime
+from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
@@ -85,7 +96,7 @@ class TextParticle:
 
     @property
     def finished(self) -> bool:
-        """Whether the end token was drawn, or ``max_tokens`` reached where that may be."""
+        """Whether what ends it was drawn, or ``max_tokens`` reached where that may be."""
         return self.generated.finished
 
 
@@ -102,6 +113,7 @@ class TextModel:
         prompt: str | Sequence[int],
         *,
         max_tokens: int,
+        stop: Stop = END_TOKEN,
         constraint: Constraint | None = None,
         potential: Potential | None = None,
         twist: Potential | None = None,
@@ -113,6 +125,9 @@ class TextModel:
         Args:
             prompt: a text, or token ids.
             max_tokens: the longest text, in tokens with its end token; at least 1.
+            stop: what ends a text, and is no part of it: ``END_TOKEN``, token ids, strings, or several of
+                these. ``None``: nothing but ``max_tokens``, or a constraint that lets nothing follow, as
+                where a text goes on after what is wanted. Strings go without a constraint alone.
             constraint: the texts that count; see ``genrt.constraints``.
             potential: log-weights of finished texts, in the target and in the evidence.
             twist: log-weights of prefixes, which guide resampling and leave the target as it is; the
@@ -153,6 +168,12 @@ class TextModel:
             raise InvalidRequest(
                 "a constrained text ends with the end token, and the model's tokenizer names none: "
                 "set its eos_token_id"
+            )
+        self._ends = ends_of(stop, eos_token_id=self._eos_token_id, vocab_size=lm.vocab_size)
+        if constraint is not None and self._ends.strings:
+            raise InvalidRequest(
+                "stop has strings, which may begin inside of a token, where no constraint can tell: put "
+                "the string into the constraint, as in regex(r'[^\\n]*\\n', lm), and give stop=None"
             )
         self._start = None if constraint is None else constraint_start(lm, constraint)
         dear = isinstance(self._start, CheckedState)
@@ -204,6 +225,11 @@ class TextModel:
         return self._eos_token_id
 
     @property
+    def ends(self) -> Ends:
+        """What ends a text."""
+        return self._ends
+
+    @property
     def max_steps(self) -> int:
         """``max_tokens``: a step draws one token of every text."""
         return self._max_tokens
@@ -221,19 +247,34 @@ class TextModel:
         return self.text(particle)
 
     def extended(self, text: Text, token_id: int) -> Text:
-        """The text after one more token; the end token ends it, and so may ``max_tokens``."""
-        if token_id == self._eos_token_id:
+        """Return the text after one more token, which may end it; ``max_tokens`` may, too."""
+        if token_id in self._ends.token_ids:
             return Text(text.token_ids, text.bytes, finished=True)
-        return Text(
-            (*text.token_ids, token_id),
-            text.bytes + self._byte_vocab[token_id],
-            self._start is None and len(text.token_ids) + 1 >= self._max_tokens,
-        )
+        token_ids = (*text.token_ids, token_id)
+        data = text.bytes + self._byte_vocab[token_id]
+        if (cut := self._ends.cut(data, len(self._byte_vocab[token_id]))) is not None:
+            starts = accumulate((len(self._byte_vocab[each]) for each in token_ids), initial=0)
+            kept = tuple(
+                each for each, start in zip(token_ids, starts, strict=False) if start < cut
+            )
+            return Text(kept, data[:cut], finished=True)
+        return Text(token_ids, data, self._start is None and len(token_ids) >= self._max_tokens)
 
     async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
         """One token for each: one question to the model for all of them, masks computed meanwhile."""
+        if (
+            self._ends.never
+            and self._start is not None
+            and not particles[0].token_ids
+            and self._is_complete(self._start)  # the empty text is all there is
+        ):
+            return await self._judged(
+                particles, await self._ended(particles, [0.0] * len(particles))
+            )
         drawn = await self._draw(particles, seed)
         grown = await asyncio.to_thread(self._advance, particles, drawn)
+        if self._ends.never and self._start is not None:
+            grown = await self._settled(grown)
         return await self._judged(particles, grown)
 
     # -- drawing ------------------------------------------------------------------------------
@@ -259,13 +300,25 @@ class TextModel:
         if self._start is None:
             return None
         masks = await abitmasks([cast("State", each.constraint_state) for each in particles])
-        last = torch.tensor([self._is_last(particle) for particle in particles])
-        if bool(last.any()):
-            word, bit = divmod(cast("int", self._eos_token_id), 32)
-            end = torch.zeros_like(masks[0])
-            end[word] = int(np.uint32(1 << bit).view(np.int32))
-            masks[last] &= end
+        end, last = self._bits([cast("int", self._eos_token_id)], masks[0]), self._ends.token_ids
+        if last != {self._eos_token_id}:
+            stops = self._bits(last, masks[0])
+            may_end = (masks & end).any(dim=1)
+            masks &= ~(end | stops)
+            masks[may_end] |= stops
+            end = stops
+        if last:
+            at_last = torch.tensor([self._is_last(particle) for particle in particles])
+            masks[at_last] &= end
         return masks
+
+    @staticmethod
+    def _bits(token_ids: Iterable[int], like: Tensor) -> Tensor:
+        """The packed mask of these tokens."""
+        bits = np.zeros(len(like), np.uint32)
+        for token_id in token_ids:
+            bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return torch.from_numpy(bits.view(np.int32))
 
     def _tempered(self, rows: Tensor) -> Tensor:
         if self._temperature == 1:
@@ -304,9 +357,15 @@ class TextModel:
         states = [cast("CheckedState", particle.constraint_state) for particle in particles]
         distinct = {id(state): state for state in states}
         masks = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
+        stops = sorted(self._ends.token_ids)
         for particle, state, row in zip(particles, states, weights, strict=True):
+            ending = row[stops].sum()
+            row[stops] = 0.0
+            row[self._eos_token_id] = (
+                ending  # of which the constraint is asked whether a text may end
+            )
             row[~masks[id(state)]] = 0.0
-            if self._is_last(particle):
+            if stops and self._is_last(particle):
                 row[np.arange(len(row)) != self._eos_token_id] = 0.0
         return weights
 
@@ -321,6 +380,8 @@ class TextModel:
                 grown.append(Growth(particle, -math.inf, DEAD))
                 continue
             state = particle.constraint_state
+            if self._ends.token_ids and self._start is not None and token_id == self._eos_token_id:
+                token_id = min(self._ends.token_ids)  # which of them, a rejection does not say
             text = self.extended(particle.generated, token_id)
             if state is not None and not text.finished:
                 key = (id(state), token_id)
@@ -329,6 +390,58 @@ class TextModel:
                 state = advanced[key]
             grown.append(Growth(TextParticle(text, state), log_mass, token_id))
         return grown
+
+    def _is_complete(self, state: State) -> bool:
+        """Whether the constraint lets nothing follow, but for the end."""
+        words = words_of(state)[0]
+        end = self._bits([cast("int", self._eos_token_id)], torch.from_numpy(words)).numpy()
+        return not (words & ~end).any()
+
+    async def _settled(self, grown: Sequence[Growth]) -> list[Growth]:
+        """Where nothing ends a text: those that end here are finished if the constraint accepts them."""
+        complete = await asyncio.to_thread(
+            lambda: [
+                each.token_id != DEAD
+                and (
+                    len(each.particle.token_ids) >= self._max_tokens
+                    or self._is_complete(each.particle.constraint_state)
+                )
+                for each in grown
+            ]
+        )
+        places = [place for place, ends in enumerate(complete) if ends]
+        settled = list(grown)
+        ended = await self._ended(
+            [grown[place].particle for place in places],
+            [grown[place].log_weight for place in places],
+        )
+        for place, each in zip(places, ended, strict=True):
+            token_id = DEAD if each.log_weight == -math.inf else grown[place].token_id
+            settled[place] = each._replace(token_id=token_id)
+        return settled
+
+    async def _ended(
+        self, particles: Sequence[TextParticle], log_weights: Sequence[float]
+    ) -> list[Growth]:
+        """Each of these finished, with its log-weight; dead if the constraint does not accept it."""
+        states = {id(each.constraint_state): each.constraint_state for each in particles}
+        answers = await together([self._accepts(cast("State", each)) for each in states.values()])
+        accepts = dict(zip(states, answers, strict=True))
+        return [
+            Growth(
+                replace(each, generated=Text(each.token_ids, each.generated.bytes, finished=True)),
+                log_weight,
+                DEAD,
+            )
+            if accepts[id(each.constraint_state)]
+            else Growth(each, -math.inf, DEAD)
+            for each, log_weight in zip(particles, log_weights, strict=True)
+        ]
+
+    async def _accepts(self, state: State) -> bool:
+        if isinstance(state, CheckedState):
+            return (await state.check([cast("int", self._eos_token_id)]))[0]
+        return state.accepting
 
     async def _judged(
         self, particles: Sequence[TextParticle], grown: Sequence[Growth]
@@ -342,7 +455,7 @@ class TextModel:
             places = [
                 place
                 for place, each in enumerate(grown)
-                if each.token_id != DEAD and each.particle.finished == finished
+                if each.log_weight > -math.inf and each.particle.finished == finished
             ]
             values = [0.0] * len(places)
             if function is not None and places:
@@ -352,7 +465,7 @@ class TextModel:
                 twisted[place] = value
         return [
             each
-            if each.token_id == DEAD
+            if each.log_weight == -math.inf
             else each._replace(
                 particle=replace(each.particle, log_twist=value),
                 log_weight=each.log_weight + value - before.log_twist,

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from genrt import sampling
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
 from genrt.inference.checks import finite, integer
+from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.potentials import evaluated
 from genrt.texts import Potential, Text
 
@@ -23,6 +26,9 @@ __all__ = ["ExactPosterior", "exact_posterior"]
 State: TypeAlias = ConstraintState | CheckedState
 Prefix: TypeAlias = tuple[tuple[int, ...], float, State | None]
 """Token ids, their log-probability, and where the constraint is after them."""
+
+Weighed: TypeAlias = dict[tuple[tuple[int, ...], bytes], float]
+"""Log-weights of texts, each by its tokens and its bytes."""
 
 MASKS_AT_ONCE = 1024
 
@@ -59,6 +65,7 @@ def exact_posterior(
     prompt: str | Sequence[int],
     *,
     max_tokens: int,
+    stop: Stop = END_TOKEN,
     constraint: Constraint | None = None,
     potential: Potential | None = None,
     temperature: float = 1.0,
@@ -78,6 +85,7 @@ def exact_posterior(
 
     Args:
         max_tokens: at least 1.
+        stop: what ends a text, as ``TextModel`` has it.
         constraint: over the runtime of the same model.
         potential: called once for every text that is possible, finished.
         temperature: above 0.
@@ -111,15 +119,14 @@ def exact_posterior(
         constraint,
         heat,
         integer("max_texts", max_texts, at_least=1),
+        ends_of(stop, eos_token_id=model.eos_token_id, vocab_size=model.vocab_size),
     )
     return blocking(_posterior(walk, model, potential))
 
 
 async def _posterior(walk: _Walk, model: NGram, potential: Potential | None) -> ExactPosterior:
     logprobs = await walk.texts()
-    texts = [
-        Text(ids, b"".join(model.vocabulary[token] for token in ids), True) for ids in logprobs
-    ]
+    texts = [Text(ids, data, True) for ids, data in logprobs]
     weights = list(logprobs.values())
     if potential is not None:
         gained = await evaluated("potential", potential, texts)
@@ -138,6 +145,7 @@ class _Walk:
         constraint: Constraint | None,
         temperature: float,
         max_texts: int,
+        ends: Ends,
     ) -> None:
         self._model = model
         self._prompt = tuple(prompt)
@@ -145,32 +153,75 @@ class _Walk:
         self._constraint = constraint
         self._temperature = temperature
         self._max_texts = max_texts
+        self._ends = ends
         self._rows: dict[tuple[int, ...], list[tuple[int, float]]] = {}
 
-    async def texts(self) -> dict[tuple[int, ...], float]:
-        """The log-probability of each possible sequence of tokens, without the end token."""
-        ended: dict[tuple[int, ...], float] = {}
+    async def texts(self) -> Weighed:
+        """Return the log-probability of each possible text, by its tokens and its bytes."""
+        ended: Weighed = {}
         start = None if self._constraint is None else self._constraint.start()
         prefixes: list[Prefix] = [((), 0.0, start)]
         for length in range(self._max_tokens):
             longer: list[Prefix] = []
-            allowed = await self._allowed(prefixes, last=length == self._max_tokens - 1)
+            last = length == self._max_tokens - 1 and not self._ends.never
+            allowed = await self._allowed(prefixes, last=last)
+            if self._ends.never and self._constraint is not None:
+                prefixes = self._cut(prefixes, allowed, ended, last=False)
+                allowed = await self._allowed(prefixes, last=False)
             for (ids, logprob, state), may_follow in zip(prefixes, allowed, strict=True):
                 for token, token_logprob in self._row(ids):
-                    if may_follow is not None and token not in may_follow:
+                    text, drawn = (*ids, token), logprob + token_logprob
+                    if token in self._ends.token_ids:
+                        if may_follow is None or self._model.eos_token_id in may_follow:
+                            _add(ended, (ids, self._said(ids)), drawn)
+                    elif may_follow is not None and (
+                        token == self._model.eos_token_id or token not in may_follow
+                    ):
                         continue
-                    if token == self._model.eos_token_id:
-                        ended[ids] = logprob + token_logprob
-                    else:
+                    elif not self._drawn(ended, text, drawn):
                         after = None if state is None else state.advance(token)
-                        longer.append(((*ids, token), logprob + token_logprob, after))
+                        longer.append((text, drawn, after))
                 if len(ended) + len(longer) > self._max_texts:
                     raise InvalidRequest(
                         f"there are more than max_texts={self._max_texts} texts of up to {length + 1} "
                         "tokens: take a smaller model, fewer tokens or a narrower constraint"
                     )
             prefixes = longer
-        return ended | {ids: logprob for ids, logprob, _ in prefixes}
+        if self._constraint is None or self._ends.never:
+            self._cut(prefixes, await self._allowed(prefixes, last=False), ended, last=True)
+        return ended
+
+    def _cut(
+        self,
+        prefixes: Sequence[Prefix],
+        allowed: Sequence[frozenset[int] | None],
+        ended: Weighed,
+        *,
+        last: bool,
+    ) -> list[Prefix]:
+        """Move the texts that end here, though nothing was drawn that ends them; return the others."""
+        going, end = [], self._model.eos_token_id
+        for prefix, may_follow in zip(prefixes, allowed, strict=True):
+            ids, logprob, state = prefix
+            if not last and (state is None or _cheaply_allowed(state) - {end}):
+                going.append(prefix)
+            elif may_follow is None or end in may_follow:
+                _add(ended, (ids, self._said(ids)), logprob)
+        return going
+
+    def _said(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._model.vocabulary[token] for token in ids)
+
+    def _drawn(self, ended: Weighed, ids: tuple[int, ...], logprob: float) -> bool:
+        """Whether these tokens have spelt a string that ends a text, which is then kept."""
+        said = self._said(ids)
+        places = [said.find(each) for each in self._ends.strings if each in said]
+        if not places:
+            return False
+        cut = min(places)
+        kept = tuple(token for place, token in enumerate(ids) if len(self._said(ids[:place])) < cut)
+        _add(ended, (kept, said[:cut]), logprob)
+        return True
 
     async def _allowed(
         self, prefixes: Sequence[Prefix], *, last: bool
@@ -209,6 +260,16 @@ class _Walk:
                 if logprob > -math.inf
             ]
         return self._rows[context]
+
+
+def _cheaply_allowed(state: State) -> set[int]:
+    """The tokens that nothing cheap rules out."""
+    return set(state.mask().nonzero()[:, 0].tolist())
+
+
+def _add(texts: Weighed, text: tuple[tuple[int, ...], bytes], logprob: float) -> None:
+    """A text that ends in several ways has the probability of all of them."""
+    texts[text] = float(np.logaddexp(texts.get(text, -math.inf), logprob))
 
 
 def _normalised(texts: Sequence[Text], log_weights: Sequence[float]) -> ExactPosterior:

@@ -1,0 +1,92 @@
+"""How a text ends: by tokens, by strings, or by nothing that is drawn."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, TypeAlias
+
+from genrt.errors import InvalidRequest
+
+__all__ = ["END_TOKEN", "EndToken", "Ends", "Stop", "ends_of"]
+
+
+class EndToken(Enum):
+    """The model's own end token, whatever its id."""
+
+    END_TOKEN = "the end token"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+END_TOKEN: Literal[EndToken.END_TOKEN] = EndToken.END_TOKEN
+"""The model's own end token, in ``stop=``."""
+
+Stop: TypeAlias = EndToken | int | str | Collection[EndToken | int | str] | None
+"""What ends a text: the end token, token ids, strings, several of these; ``None`` is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends a text, read.
+
+    Attributes:
+        token_ids: any of these, drawn, ends a text that it is no part of.
+        strings: a text ends before the first of these that it comes to.
+        never: nothing was given: a text ends where nothing may follow.
+    """
+
+    token_ids: frozenset[int]
+    strings: tuple[bytes, ...]
+    never: bool
+
+    def cut(self, data: bytes, new: int) -> int | None:
+        """Return where the first string begins in bytes of which the last ``new`` are new."""
+        places = []
+        for string in self.strings:
+            place = data.find(string, max(0, len(data) - new - len(string) + 1))
+            if place >= 0:
+                places.append(place)
+        return min(places, default=None)
+
+
+def ends_of(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
+    """Read ``stop=``.
+
+    Raises:
+        InvalidRequest: it is empty, or has something else in it, or an id out of range.
+    """
+    if stop is None:
+        return Ends(frozenset(), (), True)
+    given = [stop] if isinstance(stop, str | EndToken) or hasattr(stop, "__index__") else stop
+    if isinstance(given, bytes) or not isinstance(given, Collection) or not given:
+        raise InvalidRequest(
+            f"stop is {stop!r}: give strings, token ids, END_TOKEN, or several in a list; None if "
+            "nothing is to end a text"
+        )
+    token_ids: set[int] = set()
+    strings: list[bytes] = []
+    for each in given:
+        if each is END_TOKEN:
+            token_ids |= set() if eos_token_id is None else {eos_token_id}
+        elif isinstance(each, str) and each:
+            strings.append(each.encode())
+        else:
+            token_ids.add(_token_id(each, vocab_size))
+    return Ends(frozenset(token_ids), tuple(strings), False)
+
+
+def _token_id(value: Any, vocab_size: int) -> int:
+    try:
+        token_id = operator.index(value)
+    except TypeError:
+        token_id = -1
+    if isinstance(value, bool) or not 0 <= token_id < vocab_size:
+        raise InvalidRequest(
+            f"stop has {value!r} in it: give strings that are not empty, or token ids from 0 to "
+            f"{vocab_size - 1}"
+        )
+    return token_id
