@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import genrt
 from genrt.constraints import regex
 from genrt.engines import ENGINES
-from genrt.errors import GenrtError
+from genrt.engines.exact import NGram
+from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest, ModelNotFound
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.inference.legible import printable
 from genrt.lm import AsyncLM
@@ -46,14 +47,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo: messages and progress on stderr, the result on stdout.
 
-    Returns the exit code: 0, or 1 after a GenrtError, which is told in one line on stderr.
+    Returns the exit code: 0; 2 after a mistake in the arguments, most of which are judged before anything
+    is loaded; 1 after any other GenrtError. Errors are told in one line on stderr.
     """
     try:
+        _check(args)
         _run(args)
     except GenrtError as error:
         print(f"genrt demo: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidRequest | InvalidConstraint | ModelNotFound) else 1
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise InvalidRequest or InvalidConstraint for what is wrong whatever the model is."""
+    for option, least in (("particles", 1), ("max_tokens", 1), ("seed", 0)):
+        value = getattr(args, option)
+        if value < least:
+            name = option.replace("_", "-")
+            raise InvalidRequest(f"--{name} is {value}: give an integer of at least {least}")
+    if not args.prompt:
+        raise InvalidRequest("--prompt is empty: give a text")
+    if args.engine == "exact" and args.model is None:
+        raise InvalidRequest(
+            "--engine exact has no model of its own: give --model, a directory that NGram.save wrote"
+        )
+    with genrt.load(NGram.random(2, eos_token_id=1), engine="exact") as any_lm:
+        regex(args.pattern, any_lm)
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -109,7 +109,10 @@ def test_control_characters_do_not_reach_the_terminal(
     ("options", "message"),
     [
         (("--pattern", "("), "unclosed group"),
-        (("--pattern", "a", "--particles", "0"), "num_particles"),
+        (("--pattern", "a", "--particles", "0"), "--particles is 0"),
+        (("--pattern", "a", "--max-tokens", "0"), "--max-tokens is 0"),
+        (("--pattern", "a", "--seed", "-1"), "--seed is -1"),
+        (("--pattern", "a", "--prompt", ""), "--prompt is empty"),
         (("--pattern", "a", "--max-tokens", "5000"), "max_model_len|context"),
         (("--pattern", "a", "--prompt", "?"), "spell"),
         (("--pattern", "a", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
@@ -118,12 +121,34 @@ def test_control_characters_do_not_reach_the_terminal(
 def test_errors_are_one_line(
     model: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
 ) -> None:
-    assert run_exact(model, *options) == 1
+    assert run_exact(model, *options) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     [line] = [line for line in captured.err.splitlines() if line.startswith("genrt demo: ")]
     assert re.search(message, line)
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pattern", "("), "unclosed group"),
+        (("--particles", "0"), "--particles is 0"),
+        (("--max-tokens", "-3"), "--max-tokens is -3"),
+        (("--seed", "-1"), "--seed is -1"),
+        (("--prompt", ""), "--prompt is empty"),
+        (("--engine", "exact"), "--engine exact has no model of its own: give --model"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    assert run(*options) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("genrt demo: ")
+    assert message in line
 
 
 @pytest.mark.vllm

@@ -133,6 +133,40 @@ def test_a_transformers_vocabulary_is_what_genlm_backend_makes_of_it(llama_lm: A
     assert_close(model.next_token_logprobs_sync([5, 6]), row - row.logsumexp(0))
 
 
+def test_it_does_what_async_transformer_does_with_the_same_model(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    from genlm.backend.llm import AsyncTransformer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = str(make_llama(tmp_path_factory.mktemp("theirs") / "model", vocab_size=320))
+    theirs = AsyncTransformer(
+        AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    )
+    with genrt.load(path, engine="transformers") as lm:
+        ours = as_genlm(lm)
+        methods = {name for name in vars(AsyncTransformer) if not name.startswith("_")}
+        for name in methods - {"from_name"}:
+            parameters = list(inspect.signature(getattr(AsyncTransformer, name)).parameters)
+            assert list(inspect.signature(getattr(type(ours), name)).parameters) == parameters, name
+        for token_ids in ([5, 6, 7], [9]):
+            row = theirs.next_token_logprobs_uncached(token_ids)[: len(ours.byte_vocab)]
+            expected = row.log_softmax(-1)
+            for ask in (ours.next_token_logprobs_uncached, ours.next_token_logprobs_sync):
+                torch.testing.assert_close(ask(token_ids), expected, atol=1e-4, rtol=0)
+        ours.cache_kv([5, 6])
+        ours.clear_kv_cache()
+        ours.reset_async_queries()
+        ours.batch_evaluate_queries()
+        for model in (theirs, ours):
+            with pytest.raises(ValueError, match=r"(?i)empty"):
+                model.next_token_logprobs_uncached([])
+        with pytest.raises(InvalidRequest, match="no trie"):
+            ours.walk_cache([5])
+        with pytest.raises(InvalidRequest, match="await next_token_logprobs"):
+            ours.add_query([5], None, None)
+
+
 @pytest.mark.parametrize("size", [3, 5, 7])
 async def test_rows_have_an_entry_for_each_token(lm: AsyncLM, size: int) -> None:
     from genrt.interop.genlm import GenrtLM

@@ -118,6 +118,15 @@ class GenrtLM:
         rows = self._lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
         return self._fitted(rows)
 
+    def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """``next_token_logprobs_sync``: a row from the runtime's cache is to the bit what was computed.
+
+        To have rows computed anew, open the runtime with ``genrt.load(…, cache_bytes=0)``.
+        """
+        return self.next_token_logprobs_sync(token_ids, lora_name)
+
     def _fitted(self, rows: torch.Tensor) -> torch.Tensor:
         missing = len(self.byte_vocab) - rows.shape[-1]
         if missing > 0:
@@ -199,6 +208,31 @@ class GenrtLM:
     def clear_cache(self) -> None:
         """Drop the runtime's cached rows."""
         self._lm.clear_cache()
+
+    def clear_kv_cache(self) -> None:
+        """Does nothing: which sequences stay resident is the runtime's affair."""
+
+    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
+        """Compute the prompt, so that it is resident where the engine keeps sequences."""
+        self.next_token_logprobs_sync(prompt_tokens, lora_name)
+
+    def reset_async_queries(self) -> None:
+        """Does nothing: a question whose caller was cancelled or failed is withdrawn by itself."""
+
+    def walk_cache(self, token_ids: object, lora_name: object = None) -> NoReturn:
+        """Not supported, as there is no trie of cached rows; raises InvalidRequest."""
+        raise InvalidRequest(
+            "the runtime's cache has no trie to walk: lm.statistics() says what was cached"
+        )
+
+    def add_query(
+        self, query: object, future: object, past: object, lora_name: object = None
+    ) -> NoReturn:
+        """Not supported, as questions have no queue of the caller's; raises InvalidRequest."""
+        raise InvalidRequest("queue nothing yourself: await next_token_logprobs, which is batched")
+
+    def batch_evaluate_queries(self) -> None:
+        """Does nothing: the runtime evaluates what is asked by itself."""
 
     def cleanup(self) -> None:
         """Does nothing: whoever loaded the runtime closes it, with ``lm.close()`` or ``with``."""
