@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +21,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
+from tests import children
 
 MODEL = NGram.random(50, seed=1)
 PROMPT = [1, 2]
@@ -146,3 +151,109 @@ def test_the_generators_of_the_process_are_neither_set_nor_drawn_from(load: Load
 def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
     with pytest.raises(InvalidRequest, match="seed"):
         genrt.load(MODEL, engine="exact", seed=seed)
+
+
+PROCESS = """
+import gc, logging, multiprocessing, os, signal, sys, threading, warnings
+import numpy, torch
+import genrt
+
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+gc.set_threshold(701, 11, 9)
+warnings.filterwarnings("ignore", message="mine")
+if frozen:
+    gc.freeze()
+
+def seen():
+    matmul = torch.backends.cuda.matmul
+    return {
+        "environment": dict(os.environ),
+        "warnings": list(warnings.filters),
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
+        "signals": [signal.getsignal(each) for each in signal.valid_signals()],
+        "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
+        "processes": multiprocessing.get_start_method(allow_none=True),
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
+        "frozen": gc.get_freeze_count() > 0,
+        "torch": (
+            torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
+            torch.set_num_threads, matmul.fp32_precision, torch.is_inference_mode_enabled(),
+        ),
+        "interpreter": (sys.getswitchinterval(), sys.getrecursionlimit(), os.getcwd()),
+        "numpy": (numpy.geterr(), numpy.get_printoptions()),
+    }
+
+def compare(when):
+    for name, value in seen().items():
+        if value != before[name]:
+            print(when, "changed", name, "from", before[name], "to", value)
+
+options = {"dtype": "bfloat16", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
+before = seen()
+try:
+    genrt.load(model, engine_options=options | {"max_model_len": 10**6})
+except genrt.GenrtError:
+    compare("an opening that failed")
+lm = genrt.load(model, engine_options=options)
+compare("opening")
+lm.restart()
+compare("a restart")
+lm.sample_sync([1, 2], max_tokens=2)
+compare("a sample")
+lm.close()
+compare("closing")
+print("end")
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.promise(number=27)
+def test_opening_restarting_and_closing_vllm_changes_nothing_of_the_process(llama: Path) -> None:
+    """In processes that have imported vLLM, as in those that have not: see below."""
+    programs = {"thawed": "frozen = False" + PROCESS, "frozen": "frozen = True" + PROCESS}
+    for end in children.run(programs, model=str(llama)).values():
+        assert end.status == 0, end.err
+        assert end.out.splitlines() == ["end"]
+
+
+FRESH = """
+import os, sys, genrt
+before = dict(os.environ)
+lm = genrt.load(sys.argv[1], engine_options={"max_num_seqs": 8, "kv_cache_memory_bytes": 2**24})
+print({name: value for name, value in os.environ.items() if before.get(name) != value})
+lm.close()
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.promise(number=27)
+def test_importing_vllm_to_open_it_leaves_the_environment_as_it_was(llama: Path) -> None:
+    """It sets ``LD_LIBRARY_PATH`` among others, which every child of the process would inherit."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FRESH, str(llama)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=children.environment(),
+    )
+    assert ended.stdout.splitlines()[-1:] == ["{}"], ended.stderr
+
+
+def test_what_another_thread_changes_while_an_engine_opens_stays_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from genrt.engines.process import process_kept
+
+    monkeypatch.setenv("GENRT_TEST_KEPT", "before")
+    monkeypatch.setenv("GENRT_TEST_MINE", "before")
+    monkeypatch.delenv("GENRT_TEST_NEW", raising=False)
+    with process_kept():
+        os.environ["GENRT_TEST_KEPT"] = "meanwhile"
+        os.environ["GENRT_TEST_NEW"] = "meanwhile"
+        mine = threading.Thread(target=os.environ.update, args=({"GENRT_TEST_MINE": "after"},))
+        mine.start()
+        mine.join()
+    assert os.environ["GENRT_TEST_KEPT"] == "before"
+    assert os.environ["GENRT_TEST_MINE"] == "after"
+    assert "GENRT_TEST_NEW" not in os.environ

@@ -524,10 +524,11 @@ def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled
         engine.close()
 
 
-def test_samples_never_take_every_slot_from_rows(llama: Path) -> None:
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_samples_never_take_every_slot_from_rows(llama: Path, slots: int) -> None:
     from genrt.engines.vllm import open_vllm
 
-    engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 4})
+    engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": slots})
     try:
         samples = [SampleRequest((1, n), max_tokens=50, seed=n) for n in range(6)]
         engine.submit(samples)

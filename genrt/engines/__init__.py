@@ -69,6 +69,13 @@ def open_engine(
         from genrt.engines.transformers import open_transformers
 
         return open_transformers(model, options=options)
+    from genrt.engines.process import process_kept
+
+    with process_kept():
+        return _open_vllm(model, options, reserve_bytes, residency)
+
+
+def _open_vllm(model: Any, options: dict[str, Any], reserve_bytes: int, residency: bool) -> Engine:
     logger = logging.getLogger("vllm")
     if "VLLM_LOGGING_LEVEL" not in os.environ and logger.level == logging.NOTSET:
         # vLLM sets its level when it is opened, and logs what it finds out before, when it is imported.

@@ -111,6 +111,8 @@ def configure(
     if residency and not taken and options.get("distributed_executor_backend") is UniProcExecutor:
         # A step's tokens come from the callers, who have them when the step before has ended.
         options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
+    if options.get("max_num_seqs") == 1:
+        options["max_num_seqs"] = 2  # or a row would wait for a whole sample
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
     if not torch.cuda.is_available():
         options = CPU_DEFAULTS | options

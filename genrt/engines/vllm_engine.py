@@ -4,8 +4,8 @@ Rules:
     Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream; rows
     leave on the default stream, where every other thread reads them.
     A request gets a new id each time it is submitted: a late output of a cancelled one matches nothing.
-    Samples leave an eighth of the running slots free, so that a logprobs
-    request never waits for a long sample to end.
+    Samples leave an eighth of the running slots free, and one at least, so that a logprobs request never
+    waits for a long sample to end. Where one slot is asked for, there are two.
     After a failed step the prefix cache is emptied: its blocks may never have been written.
 
 Private to vLLM and touched here: ``LLMEngine.engine_core`` (``add_request``, ``get_output``,
@@ -67,7 +67,7 @@ class VLLMEngine:
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = int(config.model_config.get_vocab_size())
         self._max_num_seqs = int(config.scheduler_config.max_num_seqs)
-        self._max_samples = max(1, self._max_num_seqs - max(1, self._max_num_seqs // 8))
+        self._max_samples = self._max_num_seqs - max(1, self._max_num_seqs // 8)
         self._device = torch.device(config.device_config.device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -466,7 +466,6 @@ class VLLMEngine:
         self._store = RowStore()
         self._llm_engine = self._core = None
         self._globals = Globals()  # those in use hold device memory
-        gc.unfreeze()
         gc.collect()
         if self._stream is not None:
             torch.cuda.empty_cache()
