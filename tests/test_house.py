@@ -124,6 +124,7 @@ HOUSE = (
     "engines/transformers.py",
     "engines/exact.py",
     "engines/stepping.py",
+    "engines/turns.py",
     "engines/process.py",
     "engines/adapters.py",
     "rows.py",

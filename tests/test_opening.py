@@ -45,12 +45,12 @@ Answers: TypeAlias = list[Any]
 )
 def load(request: pytest.FixtureRequest) -> Iterator[Load]:
     """Opens a runtime over one engine or the other; closed at the end."""
+    llama: Path | None = None if request.param == "exact" else request.getfixturevalue("llama")
     with ExitStack() as opened:
 
         def one(**arguments: Any) -> AsyncLM:
-            if request.param == "exact":
+            if llama is None:
                 return opened.enter_context(genrt.load(MODEL, engine="exact", **arguments))
-            llama: Path = request.getfixturevalue("llama")
             options = VLLM_OPTIONS if request.param == "vllm" else {}
             return opened.enter_context(
                 genrt.load(llama, engine=request.param, engine_options=options, **arguments)

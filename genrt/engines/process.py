@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["process_kept"]
+__all__ = ["heap_kept", "process_kept"]
 
 _OPENING = threading.RLock()
 """Engines are opened one after the other: what is changed meanwhile must be put back in order."""
@@ -31,7 +31,7 @@ _OPENING = threading.RLock()
 def process_kept() -> Iterator[None]:
     """Open an engine inside of this, on one thread; what other threads change meanwhile stays changed."""
     with _OPENING, ExitStack() as kept:
-        for each in (_environment, _heap, _hook, _start_method, _torch):
+        for each in (_environment, heap_kept, _hook, _start_method, _torch):
             kept.enter_context(each())
         yield
 
@@ -66,7 +66,7 @@ def _environment() -> Iterator[None]:
 
 
 @contextmanager
-def _heap() -> Iterator[None]:
+def heap_kept() -> Iterator[None]:
     """Keep from the garbage collector what it was kept from before, and nothing else. vLLM freezes all
     that there is, and what of it became garbage later would stay."""
     frozen = gc.get_freeze_count()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engine import SampleRequest, failure, seed_of
 from genrt.engines.capture import SEED, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.open_scheduler import OpenScheduler
+from genrt.engines.turns import Turns
 from genrt.errors import (
     EngineDied,
     EngineUnsupported,
@@ -49,7 +49,7 @@ __all__ = [
 SUPPORTED = ((0, 32), (0, 34))
 """From the first version of vLLM that is known to work to the first that is not known."""
 
-TURN = threading.RLock()
+TURN = Turns()
 """Held by the engine that calls vLLM. What a forward is about, and the configuration that is opened, are
 globals of vLLM's: the engines of a process take turns."""
 

@@ -43,6 +43,7 @@ from genrt.engine import (
 from genrt.engines.capture import TICKET, FiniteCheck, RemoteStore, RowStore, log_probabilities
 from genrt.engines.open_requests import OpenRequests
 from genrt.engines.open_scheduler import OPEN, OpenScheduler
+from genrt.engines.process import heap_kept
 from genrt.engines.runners import runner_of
 from genrt.engines.vllm_adapters import VLLMAdapters
 from genrt.engines.vllm_config import LOGPROBS, TURN, core_request, sampling_params, translated
@@ -454,7 +455,7 @@ class VLLMEngine:
             return
         core = self._core.engine_core
         self._core._finalizer.detach()
-        with self._on_stream():
+        with heap_kept(), self._on_stream():
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()
             core.scheduler.shutdown()
