@@ -751,7 +751,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
         (
             "samples take every slot there is",
-            "self._max_samples = max(1, self._max_num_seqs - max(1, self._max_num_seqs // 8))",
+            "self._max_samples = self._max_num_seqs - max(1, self._max_num_seqs // 8)",
             "self._max_samples = self._max_num_seqs",
         ),
         only="stop_token or every_slot",

@@ -95,11 +95,11 @@ def _hook() -> Iterator[None]:
 @contextmanager
 def _start_method() -> Iterator[None]:
     """Leave it open how ``multiprocessing`` starts processes, if it was."""
-    before = multiprocessing.get_start_method(allow_none=True)
+    was_set = bool(multiprocessing.get_start_method(allow_none=True))
     try:
         yield
     finally:
-        if before is None:
+        if not was_set:
             multiprocessing.set_start_method(None, force=True)
 
 
