@@ -147,10 +147,26 @@ def on_one_loop(lm: AsyncLM, contexts: Contexts, loop: asyncio.AbstractEventLoop
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
+def on_closed_loops(lm: AsyncLM, contexts: Contexts, _: asyncio.AbstractEventLoop) -> None:
+    """A loop that is closed with a task pending, interrupted or not; nobody cancels that."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)
+
+    async def leaving() -> None:
+        asyncio.create_task(lm.sample(next(contexts), max_tokens=400))  # noqa: RUF006
+        await concurrent(lm, contexts)
+
+    try:
+        loop.run_until_complete(leaving())
+    finally:
+        loop.close()
+
+
 PROGRAMS: dict[str, Program] = {
     "blocking": blocking,
     "on new loops": on_new_loops,
     "on one loop": on_one_loop,
+    "on closed loops": on_closed_loops,
 }
 
 

@@ -72,6 +72,6 @@ def test_an_interrupt_at_any_moment_leaves_no_ghosts(
     assert ends[name].status == 0, ends[name].err
     counts, wrongs = json.loads(ends[name].out)
     assert wrongs == []
-    assert len(counts) == 3
+    assert len(counts) == 4
     least = 17 if "fifty" in name else 100
     assert min(counts.values()) >= least, counts

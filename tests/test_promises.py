@@ -9,7 +9,7 @@ import pytest
 
 from tests import promises
 
-NUMBERS = range(1, 27)
+NUMBERS = range(1, 32)
 
 
 @pytest.fixture(scope="module")
