@@ -153,6 +153,7 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, atol=5e-4)
 
 
+@pytest.mark.promise(number=14)
 @pytest.mark.promise(number=30)
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
 @pytest.mark.parametrize("becomes", [overwrite, delete, spoil])

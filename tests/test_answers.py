@@ -258,6 +258,7 @@ class Forgetful(ScriptedEngine):
 NO = RuntimeError("no")
 
 
+@pytest.mark.promise(number=6)
 def test_an_engine_that_could_not_forget_is_told_again_before_it_is_asked_again() -> None:
     scripted = Forgetful(NO)
     engine = answering(scripted)

@@ -225,6 +225,7 @@ async def test_one_call_into_each_loop_delivers_everything_of_a_turn(
     assert calls == 1, "a turn without answers calls into no loop"
 
 
+@pytest.mark.promise(number=19)
 @pytest.mark.promise(number=28)
 @pytest.mark.parametrize("askers", [1, 16])
 async def test_reads_from_cached_rows_never_take_the_place_of_a_step(
@@ -330,6 +331,7 @@ async def test_what_is_cancelled_while_the_event_loop_runs_was_never_asked(quest
     assert answered.questions - before.questions in (0, MOST_AT_ONCE)
 
 
+@pytest.mark.promise(number=5)
 async def test_a_timeout_around_cached_questions_fires() -> None:
     hand = await cached("a cached row")
 
@@ -1082,6 +1084,7 @@ def one_pass(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
 
 
+@pytest.mark.promise(number=20)
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: bool) -> None:
     """The clock is read under the lock, so a clock that collects garbage does it there: here the tasks of
@@ -1361,6 +1364,7 @@ async def test_a_withdrawn_request_no_longer_holds_its_adapter(by_hand: Make) ->
     assert hand.engine.removed == [OLD]
 
 
+@pytest.mark.promise(number=30)
 @pytest.mark.parametrize("where", ["in flight", "ready", "gathering", "waiting for room"])
 async def test_whatever_is_bound_to_a_lost_adapter_fails_wherever_it_is(
     by_hand: Make, where: str

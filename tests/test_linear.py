@@ -185,6 +185,7 @@ WORK: list[Work] = [
 ]
 
 
+@pytest.mark.promise(number=5)
 @pytest.mark.promise(number=31)
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 async def test_work_grows_as_what_is_asked(work: Work) -> None:

@@ -211,6 +211,8 @@ def test_a_draw_at_any_accepted_temperature_is_of_its_law(
     expect_draw(*drawn, masked, law(masked, temperature))
 
 
+@pytest.mark.promise(number=29)
+@pytest.mark.promise(number=8)
 def test_samples_in_company_of_extreme_parameters_are_their_own(exact: AsyncLM) -> None:
     """All in one step: one caller's parameter is nobody else's."""
     extreme: list[dict[str, Any]] = [

@@ -91,6 +91,7 @@ def states() -> dict[str, int]:
     }
 
 
+@pytest.mark.promise(number=23)
 @pytest.mark.promise(number=27)
 def test_two_runtimes_draw_independently(load: Load) -> None:
     """Fifty tokens, eight draws and more: equal ones have a chance far below 1e-9."""
