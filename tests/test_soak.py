@@ -1,8 +1,7 @@
 """Memory is flat and counters do not drift, however many questions were asked.
 
 50,000 questions of every kind, on loops that come and go, with cancellations, an adapter that is loaded
-anew and a cache that overflows; and 2,000 to vLLM, with a vocabulary of the usual size and residents.
-``GENRT_SOAK_QUESTIONS=1000000`` makes it a million and 40,000.
+anew and a cache that overflows. ``GENRT_SOAK_QUESTIONS=1000000`` makes it a million.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 import genrt
 from genrt.engines.exact import NGram
 from genrt.lm import AsyncLM
-from tests.small_models import make_llama, make_lora
 
 QUESTIONS = int(os.environ.get("GENRT_SOAK_QUESTIONS", "50000"))
 VOCAB_SIZE = 40
@@ -130,93 +128,3 @@ def test_memory_is_flat_and_counters_do_not_drift(tmp_path: Path) -> None:
     assert cache.rows == CACHED_ROWS
     assert cache.evictions > CACHED_ROWS
     assert loaded == 1
-
-
-# -- vLLM -----------------------------------------------------------------------------------------
-
-REAL_VOCAB_SIZE = 49_152
-"""The embedded model's: a row is 192 KiB."""
-OF_VLLM = QUESTIONS // 25
-ALLOWED_BYTES_OF_VLLM = 48 * 2**20
-"""A row that is kept of every eighth question would be as much."""
-
-
-class VLLMSoak:
-    """Rounds of 100 questions: particles that grow and fork, beside reads, samples and an adapter."""
-
-    def __init__(self, lm: AsyncLM, adapter: Path) -> None:
-        self.lm = lm
-        self.adapter = adapter
-        self.asked = 0
-        self.choose = random.Random(0)
-        self.particles = [[n] for n in range(30)]
-
-    def context(self) -> list[int]:
-        return [
-            self.choose.randrange(REAL_VOCAB_SIZE) for _ in range(self.choose.choice((1, 3, 40)))
-        ]
-
-    async def round(self) -> None:
-        lm, context, choose = self.lm, self.context, self.choose
-        self.particles = [
-            [*choose.choice(self.particles), choose.randrange(REAL_VOCAB_SIZE)][-100:]
-            for _ in range(30)
-        ]
-        mask = [*range(100)]
-        doomed = [asyncio.create_task(lm.sample(context(), max_tokens=200)) for _ in range(5)]
-        await asyncio.gather(
-            *map(lm.next_token_logprobs, self.particles),
-            *(lm.draw(context(), mask=mask, temperature=0.7) for _ in range(20)),
-            *(lm.top_logprobs(particle, 5) for particle in self.particles[:10]),
-            *(lm.next_token_logprobs(context(), adapter="a") for _ in range(10)),
-            lm.batch_next_token_logprobs([context() for _ in range(15)]),
-            lm.batch_sample([context() for _ in range(10)], max_tokens=3),
-        )
-        for task in doomed:
-            task.cancel()
-        await asyncio.gather(*doomed, return_exceptions=True)
-        self.asked += 100
-
-    def run(self, questions: int) -> None:
-        """So many questions, on a new loop and with the adapter loaded anew every five rounds."""
-        goal = self.asked + questions
-        while self.asked < goal:
-            self.lm.add_adapter_sync("a", self.adapter)
-
-            async def rounds() -> None:
-                for _ in range(5):
-                    await self.round()
-
-            asyncio.run(rounds())
-
-
-@pytest.mark.vllm
-@pytest.mark.promise(number=26)
-def test_memory_is_flat_on_vllm_with_a_vocabulary_of_the_usual_size(tmp_path: Path) -> None:
-    model = make_llama(tmp_path / "model", vocab_size=REAL_VOCAB_SIZE, tokenizer=False)
-    adapter = make_lora(tmp_path / "a", model, seed=1)
-    options = {
-        "dtype": "float32",
-        "max_num_seqs": 32,
-        "kv_cache_memory_bytes": 2**24,
-        "skip_tokenizer_init": True,
-        "enable_lora": True,
-        "max_lora_rank": 8,
-    }
-    cache_bytes = 50 * 4 * REAL_VOCAB_SIZE
-    with genrt.load(model, engine_options=options, cache_bytes=cache_bytes) as lm:
-        soak = VLLMSoak(lm, adapter)
-        soak.run(1_000)
-        blocks, resident = in_use()
-        soak.run(OF_VLLM)
-        more_blocks, more_resident = in_use()
-        lm.next_token_logprobs_sync([1])
-        statistics = lm.statistics()
-
-    assert more_blocks - blocks < ALLOWED_BLOCKS
-    assert more_resident - resident < ALLOWED_BYTES_OF_VLLM
-    s = statistics.batcher
-    assert (s.queued, s.in_flight, s.waiting, s.failed, s.retried) == (0, 0, 0, 0, 0)
-    assert s.questions == soak.asked + 1
-    assert statistics.engine.extended > OF_VLLM // 10
-    assert statistics.cache.bytes == statistics.cache.rows * 4 * REAL_VOCAB_SIZE <= cache_bytes
