@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Self, TypeAlias, Unpack, cast
 
 import torch
 
-from genrt import vocabulary
+from genrt import encoding, vocabulary
 from genrt.arguments import (
     Limits,
     SampleOptions,
@@ -114,19 +114,49 @@ class AsyncLM(Reads):
     @cached_property
     def str_vocab(self) -> list[str]:
         """``byte_vocab`` as text; bytes that are no whole characters show as U+FFFD."""
-        return vocabulary.str_vocab(self.tokenizer, self.vocab_size)
+        return [token.decode(errors="replace") for token in self.byte_vocab]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, with no special tokens added."""
+        """Return the token ids of a text, with no special tokens added.
+
+        Raises:
+            InvalidRequest: the tokenizer would lose or change some of the text.
+        """
         if not isinstance(text, str):
             raise InvalidRequest(f"encode takes a str, got {type(text).__name__}")
-        return vocabulary.encode(self.tokenizer, text)
+        return encoding.encode(self.tokenizer, text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, written by the tokenizer's own chat template.
+
+        Args:
+            messages: the conversation, such as ``[{"role": "user", "content": "Hello!"}]``.
+            add_generation_prompt: whether the assistant's turn is begun, so that its answer comes next.
+            tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
+            chat_template_kwargs: other options of the template, such as ``enable_thinking``.
+
+        Raises:
+            InvalidRequest: the tokenizer has no chat template, it does not take these messages, or the
+                tokenizer would lose some of the text.
+        """
+        return encoding.encode_chat(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text of token ids, special tokens included; the inverse of ``encode``."""
-        return vocabulary.decode(
-            self.tokenizer, self._limits.token_ids(token_ids, allow_empty=True)
-        )
+        """Return the text of token ids, special tokens included; the inverse of ``encode``."""
+        return encoding.decode(self.tokenizer, self._limits.token_ids(token_ids, allow_empty=True))
 
     # -- rows ---------------------------------------------------------------------------------
 

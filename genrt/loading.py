@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from genrt.cache import RowCache
 from genrt.engine import Engine
 from genrt.engine_thread import EngineThread
 from genrt.engines import check_choice, open_engine
-from genrt.errors import InvalidRequest
+from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import named
 
@@ -85,7 +86,7 @@ def load(
         max_queued_bytes=max_queued_bytes,
     )
     try:
-        return AsyncLM(thread, cache, thread.opened.result(), seed=seed)
+        return _compared(AsyncLM(thread, cache, thread.opened.result(), seed=seed))
     except BaseException:
         thread.close(wait=False)
         raise
@@ -120,7 +121,8 @@ async def aload(
         max_queued_bytes=max_queued_bytes,
     )
     try:
-        return AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened), seed=seed)
+        lm = AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened), seed=seed)
+        return await asyncio.to_thread(_compared, lm)
     except BaseException:
         thread.close(wait=False)
         raise
@@ -182,3 +184,11 @@ def _start(
         **flow,
     )
     return thread, cache
+
+
+def _compared(lm: AsyncLM) -> AsyncLM:
+    """Return the runtime after comparing its ``byte_vocab`` with the tokenizer, which warns of what
+    disagrees. A tokenizer whose bytes are not known is no obstacle to asking with token ids."""
+    with contextlib.suppress(InvalidRequest, EngineUnsupported, AttributeError):
+        lm.byte_vocab  # noqa: B018
+    return lm

@@ -141,10 +141,28 @@ class ByteTrie:
         """The logarithm of ``mass``, right also where that is too small for its type; -inf for 0."""
         return self._summed(rows, torch.clone, torch.logaddexp, -torch.inf)
 
+    def weight_max(self, weights: Tensor) -> Tensor:
+        """Return the largest weight among the tokens that begin with each node's prefix.
+
+        Weights are of any kind, probabilities or their logarithms: the largest of one is that of the
+        other. -inf where no token has bytes. Gradients do not flow.
+
+        Args:
+            weights: ``[vocab_size]`` or ``[n, vocab_size]``, on any device; half precision is returned as
+                float32.
+
+        Returns:
+            ``[num_nodes]`` or ``[n, num_nodes]`` on the weights' device.
+
+        Raises:
+            InvalidRequest: weights of another shape or of integers.
+        """
+        return self._summed(weights, torch.clone, torch.maximum, -torch.inf)
+
     def _checked(self, node: int) -> int:
-        if not 0 <= node < self.num_nodes:
-            raise InvalidRequest(f"{node} is not a node; they are 0 .. {self.num_nodes - 1}")
-        return node
+        if not isinstance(node, int | np.integer) or not 0 <= node < self.num_nodes:
+            raise InvalidRequest(f"{node!r} is not a node; they are 0 .. {self.num_nodes - 1}")
+        return int(node)
 
     def _summed(
         self,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import operator
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsIndex
 
 from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.numbers import check_int
 
 __all__ = [
     "BytesTokenizer",
     "all_tokens",
     "byte_vocab",
+    "checked_utf8",
     "checked_vocabulary",
-    "decode",
-    "encode",
     "special_token_ids",
     "str_vocab",
 ]
@@ -25,36 +27,8 @@ __all__ = [
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text, with nothing put around it.
-
-    Special tokens that the text spells become their ids, except with BytesTokenizer.
-
-    Raises:
-        InvalidRequest: the text has lone surrogates, or a BytesTokenizer cannot spell it.
-    """
-    if isinstance(tokenizer, BytesTokenizer):
-        return tokenizer.encode(text)
-    _utf8(text)
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of token ids as the tokenizer has it, special tokens included and spaces left alone.
-
-    The space that a tokenizer puts in front of every text is taken away again, and what is not UTF-8
-    becomes U+FFFD; for the exact bytes join those of ``byte_vocab``.
-    """
-    if isinstance(tokenizer, BytesTokenizer):
-        return tokenizer.decode(token_ids)
-    text: str = tokenizer.decode(
-        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return text
-
-
 def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
-    """The bytes that each of the ids ``0 .. vocab_size - 1`` adds to a text.
+    """Return the bytes that each of the ids ``0 .. vocab_size - 1`` adds to a text.
 
     Known are BytesTokenizer and, of transformers' tokenizers, byte-level BPE and SentencePiece-style
     ones, told apart by what the tokenizer says of itself, not by its name. A token may be part of a
@@ -73,19 +47,21 @@ def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
     the spaces beside them, U+2581 where it stands for a space) or that hold characters it has no
     tokens for.
 
+    Every token is compared with what the tokenizer itself decodes it to; a RuntimeWarning names those
+    that remain in doubt.
+
     Raises:
         EngineUnsupported: a tokenizer of another kind, whose tokens' bytes could only be guessed.
         InvalidRequest: ``vocab_size`` is not a size.
     """
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 0:
-        raise InvalidRequest(f"vocab_size is {vocab_size!r}; give the length of the model's rows")
+    vocab_size = check_int("vocab_size", vocab_size, 0)
     vocabulary = all_tokens(tokenizer)
     return vocabulary[:vocab_size] + [b""] * (vocab_size - len(vocabulary))
 
 
 def all_tokens(tokenizer: Any) -> list[bytes]:
-    """``byte_vocab`` up to the largest id that the tokenizer has: a model's rows may be longer, where its
-    matrices are padded, or shorter, where tokens were added that it was never given.
+    """Return ``byte_vocab`` up to the largest id that the tokenizer has: a model's rows may be longer,
+    where its matrices are padded, or shorter, where tokens were added that it was never given.
 
     Raises:
         EngineUnsupported: a tokenizer of another kind, whose tokens' bytes could only be guessed.
@@ -96,12 +72,13 @@ def all_tokens(tokenizer: Any) -> list[bytes]:
 
 
 def str_vocab(tokenizer: Any, vocab_size: int) -> list[str]:
-    """``byte_vocab`` decoded for reading: bytes that are no whole character become U+FFFD."""
+    """Return ``byte_vocab`` decoded for reading: bytes that are no whole character become U+FFFD."""
     return [token.decode(errors="replace") for token in byte_vocab(tokenizer, vocab_size)]
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokens that mark something instead of standing for text: ends, roles, padding, the unknown.
+    """Return the tokens that mark something instead of standing for text: ends, roles, padding, the
+    unknown.
 
     Constraints keep them out of generated text, all but the end token where a text may end.
 
@@ -118,12 +95,15 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     special.update(token_id for token_id, token in added.items() if token.special)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        model = json.loads(backend.to_str())["model"]
+        specification = _specification(backend)
+        model = specification["model"]
         unknown = model.get("unk_id")
         if unknown is None and model.get("unk_token") is not None:
             unknown = backend.token_to_id(model["unk_token"])
         if unknown is not None:
             special.add(unknown)
+        if _falls_back_to_bytes(specification):  # trainers are given such tokens as special ones
+            special -= {i for i, token in added.items() if _BYTE_PIECE.fullmatch(token.content)}
     return frozenset(special)
 
 
@@ -168,7 +148,7 @@ class BytesTokenizer:
         Raises:
             InvalidRequest: no sequence of tokens spells the text's UTF-8.
         """
-        data = _utf8(text)
+        data = checked_utf8(text)
         # lengths[i]: how long a token to take at byte i so that the rest can be covered; 0 for none.
         lengths = [0] * len(data) + [1]
         for start in range(len(data) - 1, -1, -1):
@@ -252,7 +232,7 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
     sentencepiece = getattr(tokenizer, "sp_model", None)
     pieces: dict[int, str]
     if backend is not None:
-        reading = _backend_reading(tokenizer, json.loads(backend.to_str()))
+        reading = _backend_reading(tokenizer, _specification(backend))
         own = backend.get_vocab(with_added_tokens=False)
         size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         pieces = {i: piece for i in range(size) if (piece := backend.id_to_token(i)) is not None}
@@ -274,11 +254,33 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
         vocabulary[token_id] = reading.bytes_of(piece)
     for token_id, token in added.items():
         # Gemma lists runs of spaces, written as its model writes them, as added tokens too: these are the
-        # model's pieces, and no text spells their literal content.
-        if token.special or reading.byte_level or token.content not in own:
-            vocabulary[token_id] = token.content.encode()
+        # model's pieces, and no text spells their literal content. So do others with the bytes.
+        is_byte = reading.byte_fallback and _BYTE_PIECE.fullmatch(token.content)
+        is_literal = token.special or reading.byte_level or token.content not in own
+        vocabulary[token_id] = (
+            token.content.encode()
+            if is_literal and not is_byte
+            else reading.bytes_of(token.content)
+        )
     _check_law(tokenizer, vocabulary)
+    _reconcile(tokenizer, vocabulary)
     return vocabulary
+
+
+def _specification(backend: Any) -> dict[str, Any]:
+    """Return the JSON form of a tokenizer of the ``tokenizers`` library, as far as it is read here: to
+    write and read the vocabulary of a large one takes long."""
+    specification: dict[str, Any] = {}
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        component = getattr(backend, name)
+        specification[name] = component and json.loads(component.__getstate__())
+    model = backend.model
+    if type(model).__name__ == "BPE":
+        names = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+        specification["model"] = {"type": "BPE", **{name: getattr(model, name) for name in names}}
+    else:
+        specification["model"] = json.loads(model.__getstate__())
+    return specification
 
 
 def _backend_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
@@ -314,8 +316,16 @@ def _backend_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
                 raise _unknown_kind(tokenizer, f"its decoder has the step {step['type']}")
     if not decoders:
         raise _unknown_kind(tokenizer, "it has no decoder")
-    fallback = bool(model.get("byte_fallback")) or "ByteFallback" in names
+    fallback = _falls_back_to_bytes(specification)
     return _Reading(replacements=tuple(replacements), byte_fallback=fallback)
+
+
+def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
+    """Whether pieces like ``<0x0A>`` stand for bytes."""
+    names = [step["type"] for step in _flat(specification["decoder"])]
+    return "ByteFallback" in names or (
+        bool(specification["model"].get("byte_fallback")) and "ByteLevel" not in names
+    )
 
 
 def _flat(component: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -339,6 +349,67 @@ def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:
         raise _unknown_kind(tokenizer, f"its tokens for {text!r} seem to spell {joined!r}")
 
 
+def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
+    """Compare each token's bytes with what the tokenizer decodes it to, between two letters. Where they
+    differ, take the reading that encodes to the token, the decoded one first; warn where neither does.
+
+    Raises:
+        EngineUnsupported: so many differ that the tokenizer must be of another kind.
+    """
+    doubtful = _contradicted(tokenizer, vocabulary)
+    if 10 * len(doubtful) > len(vocabulary):
+        token_id, decoded = next(iter(doubtful.items()))
+        reason = (
+            f"its token {token_id} seems to be {vocabulary[token_id]!r}, and decodes to {decoded!r}"
+        )
+        raise _unknown_kind(tokenizer, reason)
+    for token_id, decoded in list(doubtful.items()):
+        for text in (decoded, vocabulary[token_id].decode(errors="replace")):
+            spelled = (text, f"a{text}a") if text and "\ufffd" not in text else ()
+            if any(
+                token_id in tokenizer.encode(each, add_special_tokens=False) for each in spelled
+            ):
+                vocabulary[token_id] = text.encode()
+                del doubtful[token_id]
+                break
+    if doubtful:
+        named = [
+            f"token {token_id} is {vocabulary[token_id]!r} here and decodes to {decoded!r}"
+            for token_id, decoded in list(doubtful.items())[:5]
+        ]
+        warnings.warn(
+            f"the bytes of {len(doubtful)} tokens are in doubt, and so are constraints and texts that "
+            f"hold them: {', '.join(named)}{', …' if len(doubtful) > 5 else ''}. Rows are right",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _contradicted(tokenizer: Any, vocabulary: list[bytes]) -> dict[int, str]:
+    """Return the tokens that the tokenizer decodes to other characters, and these. Characters that are
+    not whole are compared as such alone: decoders put one U+FFFD for them, or several."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return {}  # SentencePiece said what is a byte; without a decoder there is nothing to compare with
+    spell = partial(backend.decode, skip_special_tokens=False)  # decode_batch would start threads
+    known = ((letter, backend.token_to_id(letter)) for letter in _LETTERS)
+    anchors = [(x, i) for x, i in known if i is not None and spell([i, i]) == 2 * x]
+    if not anchors:
+        return {}
+    letter, anchor = anchors[0]
+    contradicted = {}
+    for token_id, token in enumerate(vocabulary):
+        wanted = f"{letter}{token.decode(errors='replace')}{letter}"
+        decoded = spell([anchor, token_id, anchor]) if token else wanted
+        if decoded != wanted and _BROKEN.sub("?", decoded) != _BROKEN.sub("?", wanted):
+            contradicted[token_id] = decoded.removeprefix(letter).removesuffix(letter)
+    return contradicted
+
+
+_LETTERS = "aeionrst"
+_BROKEN = re.compile("\ufffd+")
+
+
 def _unknown_kind(tokenizer: Any, reason: str) -> EngineUnsupported:
     return EngineUnsupported(
         f"the bytes of {type(tokenizer).__name__}'s tokens are not known: {reason}. Use a model with a "
@@ -346,7 +417,8 @@ def _unknown_kind(tokenizer: Any, reason: str) -> EngineUnsupported:
     )
 
 
-def _utf8(text: str) -> bytes:
+def checked_utf8(text: str) -> bytes:
+    """Return the text in UTF-8. Raises InvalidRequest for lone surrogates."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

@@ -63,6 +63,58 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "trie.py",
+        "test_trie.py",
+        (
+            "the largest weight of a prefix is 0 or more",
+            "torch.clone, torch.maximum, -torch.inf",
+            "torch.clone, torch.maximum, 0.0",
+        ),
+    ),
+    *breaks(
+        "encoding.py",
+        "test_encoding.py",
+        (
+            "what is lost beside an added token is taken for white space",
+            'WHITE = r"[^\\S\\x1c-\\x1f]*"',
+            'WHITE = r"\\s*"',
+        ),
+        (
+            "what the tokenizer makes of a chat is not looked at",
+            "    _check_kept(tokenizer, text, token_ids)\n    return token_ids\n\n\ndef _check_messages",
+            "    return token_ids\n\n\ndef _check_messages",
+        ),
+        (
+            "added tokens that swallow no spaces may lose them",
+            'WHITE if token.rstrip else " ?"',
+            "WHITE",
+        ),
+    ),
+    *breaks(
+        "vocabulary.py",
+        "test_vocabulary.py",
+        (
+            "bytes that are special tokens are their names",
+            "if is_literal and not is_byte",
+            "if is_literal",
+        ),
+        (
+            "bytes that are special tokens are no text",
+            "    if _falls_back_to_bytes(specification):",
+            "    if False:",
+        ),
+        (
+            "nobody hears of tokens in doubt",
+            "    if doubtful:\n",
+            "    if False:\n",
+        ),
+        (
+            "a token is what it decodes to also where that encodes to another",
+            'spelled = (text, f"a{text}a") if text and "\\ufffd" not in text else ()',
+            'spelled = (text, f"a{text}a") if text else ()',
+        ),
+    ),
+    *breaks(
         "inference/resampling.py",
         "test_resampling.py",
         (

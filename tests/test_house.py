@@ -132,6 +132,7 @@ HOUSE = (
     "sampling.py",
     "trie.py",
     "texts.py",
+    "encoding.py",
     "vocabulary.py",
     "numbers.py",
     "errors.py",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from genrt import trie as trie_module
 from genrt.errors import InvalidRequest
+from genrt.interop.foreign import importing
 from genrt.trie import ByteTrie
 from genrt.vocabulary import byte_vocab
 
@@ -98,6 +99,59 @@ def test_log_mass_holds_where_probabilities_vanish(
     torch.testing.assert_close(trie.log_mass(rows[0]), log_mass[0], rtol=1e-6, atol=1e-6)
 
 
+@given(data=st.data(), tokens=VOCABULARIES)
+@settings(deadline=None)
+def test_weight_max_is_the_largest_weight_of_the_tokens_with_each_prefix(
+    data: st.DataObject, tokens: list[bytes]
+) -> None:
+    weights = data.draw(st.composite(rows_of)(len(tokens), st.floats(width=32, allow_nan=False)))
+    trie = ByteTrie(tokens)
+    expected = [
+        [
+            max(
+                (w for w, t in zip(row, tokens, strict=True) if t and t.startswith(p)),
+                default=-math.inf,
+            )
+            for p in map(trie.prefix, range(trie.num_nodes))
+        ]
+        for row in weights.tolist()
+    ]
+    found = trie.weight_max(weights)
+    assert found.tolist() == expected
+    assert torch.equal(trie.weight_max(weights[0]), found[0])
+
+
+def test_the_largest_probability_is_that_of_the_largest_logarithm() -> None:
+    tokens, rows = many_tokens()
+    trie = ByteTrie(tokens)
+    assert torch.equal(trie.weight_max(rows).exp(), trie.weight_max(rows.exp()))
+    assert torch.equal(trie.weight_max(rows)[:, 0], rows.max(-1).values)
+
+
+@pytest.mark.genlm
+def test_maxima_are_those_of_genlm_backends_trie() -> None:
+    """On weights of at least 0: the largest of lesser ones is 0 to genlm-backend."""
+    with importing("genlm"):
+        from genlm.backend.tokenization import Token
+        from genlm.backend.trie import TokenCharacterTrie
+
+    tokens, rows = many_tokens()
+    weights = rows[0, :300].exp()
+    trie = ByteTrie(tokens[:300])
+    theirs = TokenCharacterTrie([Token(i, token) for i, token in enumerate(tokens[:300])])
+    sums, maxima = theirs.weight_sum(weights), theirs.weight_max(weights)
+    ours, mass = trie.weight_max(weights).tolist(), trie.mass(weights.log()).tolist()
+    stack = [(theirs.root, b"")]
+    while stack:
+        node, prefix = stack.pop()
+        place = trie.node(prefix)
+        assert place is not None
+        assert ours[place] == maxima[node]
+        assert mass[place] == pytest.approx(sums[node])
+        children = theirs.children[node].items()
+        stack += [(child, prefix + bytes([x])) for x, child in children if isinstance(x, int)]
+
+
 def many_tokens() -> tuple[list[bytes], torch.Tensor]:
     """Enough for many levels of sums: 5,000 tokens of 1 to 6 of 4 bytes, and 7 rows over 60 nats."""
     generator = torch.Generator().manual_seed(0)
@@ -153,6 +207,7 @@ def test_no_rows_and_no_tokens() -> None:
     assert empty.mass(torch.zeros(3, 2)).tolist() == [[0.0]] * 3
     assert empty.log_mass(torch.zeros(2)).tolist() == [-math.inf]
     assert ByteTrie([]).mass(torch.zeros(2, 0)).tolist() == [[0.0]] * 2
+    assert empty.weight_max(torch.ones(3, 2)).tolist() == [[-math.inf]] * 3
 
 
 @pytest.mark.parametrize(
@@ -160,12 +215,14 @@ def test_no_rows_and_no_tokens() -> None:
     [torch.zeros(4), torch.zeros(1, 1, 3), torch.tensor(0.0), torch.zeros(3, dtype=torch.int64)],
 )
 def test_rows_that_do_not_fit_are_refused(rows: torch.Tensor) -> None:
-    with pytest.raises(InvalidRequest, match="rows"):
-        ByteTrie([b"a", b"b", b"c"]).mass(rows)
+    trie = ByteTrie([b"a", b"b", b"c"])
+    for read in (trie.mass, trie.log_mass, trie.weight_max):
+        with pytest.raises(InvalidRequest, match="rows"):
+            read(rows)
 
 
-@pytest.mark.parametrize("node", [-1, 4])
-def test_numbers_that_are_no_nodes_are_refused(node: int) -> None:
+@pytest.mark.parametrize("node", [-1, 4, "a", None, 1.0, 2**70])
+def test_numbers_that_are_no_nodes_are_refused(node: Any) -> None:
     trie = ByteTrie([b"a", b"b", b"c"])
     for ask in (trie.prefix, trie.children, trie.tokens):
         with pytest.raises(InvalidRequest, match="not a node"):

@@ -25,12 +25,11 @@ from tokenizers import (
     trainers,
 )
 
+from genrt.encoding import decode, encode
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.vocabulary import (
     BytesTokenizer,
     byte_vocab,
-    decode,
-    encode,
     special_token_ids,
     str_vocab,
 )
@@ -279,6 +278,136 @@ def test_tokens_may_share_their_bytes() -> None:
         first, second = tokenizer.convert_tokens_to_ids(list(pieces))
         assert first != second
         assert tokens[first] == tokens[second] == b"a"
+
+
+def with_special_bytes() -> Any:
+    """A BPE whose trainer was given the bytes as special tokens, as its users are advised."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    return wrapped(backend)
+
+
+def test_bytes_that_are_special_tokens_are_bytes_and_text() -> None:
+    """They used to be their literal names, and no constraint allowed them."""
+    tokenizer = with_special_bytes()
+    tokens = byte_vocab(tokenizer, len(tokenizer))
+    assert [tokens[3 + byte] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert special_token_ids(tokenizer) == {0, 1, 2}
+    text = "a\x07🙁"
+    assert b"".join(tokens[i] for i in encode(tokenizer, text)) == text.encode()
+
+
+def test_constraints_write_with_bytes_that_are_special_tokens() -> None:
+    import genrt
+    from genrt.constraints import regex
+    from tests.test_encoding import Engine
+
+    with genrt.load(engine=lambda: Engine(with_special_bytes())) as lm:
+        state = regex("\\x07+", lm).start()
+        assert state.mask().nonzero()[:, 0].tolist() == [3 + 7]
+
+
+# -- what the tokenizer itself says ----------------------------------------------------------------
+
+
+def with_added(**tokens: dict[str, Any]) -> Any:
+    tokenizer = llama_2(prefix=False)
+    tokenizer.add_tokens([AddedToken(text, **options) for text, options in tokens.items()])
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)
+def test_the_tokenizers_own_decoding_agrees(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    tokenizer, tokens = made(name)
+    assert byte_vocab(tokenizer, len(tokenizer)) == tokens
+    assert not recwarn.list
+
+
+def test_a_token_that_is_read_otherwise_by_its_tokenizer_is_what_it_decodes_to() -> None:
+    """A normalized added token is found in the normalized text, where spaces are written otherwise."""
+    tokenizer = with_added(**{"▁▁▁▁▁": {"normalized": True}})
+    [token_id] = encode(tokenizer, "     ")
+    assert tokenizer.convert_ids_to_tokens(token_id) == "▁▁▁▁▁"
+    assert byte_vocab(tokenizer, len(tokenizer))[token_id] == b"     "
+
+
+def in_doubt() -> Any:
+    """A tokenizer with a piece that decodes to a byte and that no text encodes to."""
+    from transformers import PreTrainedTokenizerFast
+
+    specification = json.loads(llama_2(prefix=False).backend_tokenizer.to_str())
+    pieces = specification["model"]["vocab"]
+    specification["added_tokens"] = [t for t in specification["added_tokens"] if t["special"]]
+    pieces["<0xaB>"] = len(pieces)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(specification)))
+
+
+DOUBT = r"bytes of 1 tokens are in doubt.*token \d+ is b'<0xaB>' here and decodes to '\ufffd'"
+
+
+def test_a_token_in_doubt_is_named_in_a_warning() -> None:
+    tokenizer = in_doubt()
+    with pytest.warns(RuntimeWarning, match=DOUBT):
+        tokens = byte_vocab(tokenizer, len(tokenizer))
+    assert tokens[tokenizer.convert_tokens_to_ids("<0xaB>")] == b"<0xaB>"
+
+
+class Shouting:
+    """A tokenizer whose decoder does more than it says."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._own = tokenizer
+        self.backend_tokenizer = self
+
+    def __getattr__(self, name: str) -> Any:
+        backend = self._own.backend_tokenizer
+        return getattr(backend if hasattr(backend, name) else self._own, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        return self._own.encode(text, **options)
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        text: str = self._own.backend_tokenizer.decode(token_ids, **options)
+        return text.upper() if len(text) > 2 else text
+
+
+def test_a_tokenizer_that_contradicts_many_of_its_pieces_is_of_an_unknown_kind() -> None:
+    tokenizer = Shouting(llama_2(prefix=False))
+    with pytest.raises(EngineUnsupported, match=r"seems to be b'.*', and decodes to '"):
+        byte_vocab(tokenizer, 300)
+
+
+async def test_loading_says_which_tokens_are_in_doubt() -> None:
+    import genrt
+    from tests.test_encoding import Engine
+
+    for awaited in (False, True):
+        with pytest.warns(RuntimeWarning, match=DOUBT):
+            lm = (
+                await genrt.aload(engine=lambda: Engine(in_doubt()))
+                if awaited
+                else genrt.load(engine=lambda: Engine(in_doubt()))
+            )
+        with lm:
+            assert lm.next_token_logprobs_sync([1]).shape == (500,)
+            assert len(lm.byte_vocab) == 500
+
+
+def test_a_tokenizer_of_an_unknown_kind_is_no_obstacle_to_loading() -> None:
+    import genrt
+    from tests.test_encoding import Engine
+
+    for tokenizer in (None, object(), UNKNOWN["word pieces"][0]):
+        with genrt.load(engine=functools.partial(Engine, tokenizer)) as lm:
+            assert lm.next_token_logprobs_sync([1]).shape == (500,)
+            with pytest.raises((EngineUnsupported, InvalidRequest), match=r"tokenizer|not known"):
+                _ = lm.byte_vocab
 
 
 @pytest.mark.parametrize("name", EXACT | SPACE_IN_FRONT)

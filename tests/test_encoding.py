@@ -1,0 +1,422 @@
+"""encoding.py: what is encoded comes back, or is refused with what is lost; chats by the template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+import genrt
+from genrt.encoding import decode, encode, encode_chat
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import InvalidRequest
+from genrt.vocabulary import BytesTokenizer
+from tests.test_vocabulary import CORPUS, EXACT, SPACE_IN_FRONT, WORDS, made, wrapped
+
+TEXTS = st.lists(
+    st.sampled_from([*WORDS, "<töol>", "<s>", "</s>", "▁", "\0", "\x1d", "e\u0301", "№", "\ufffd"])
+    | st.text(max_size=4)
+).map("".join)
+
+
+def without_space_beside(text: str) -> str:
+    return re.sub(r"\s*(<töol>|</?s>)\s*", r"\1", text)
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT | SPACE_IN_FRONT if name != "bytes"])
+@given(text=TEXTS)
+@settings(max_examples=100, deadline=None)
+def test_what_is_encoded_has_the_bytes_of_the_text_or_is_refused(name: str, text: str) -> None:
+    tokenizer, tokens = made(name)
+    try:
+        token_ids = encode(tokenizer, text)
+    except InvalidRequest as error:
+        message = str(error)
+    else:
+        message = ""
+    if message:
+        assert re.search("the tokenizer loses text: .* comes back as|surrogates", message)
+        return
+    spelled = b"".join(tokens[token_id] for token_id in token_ids).decode()
+    wanted, spelled = without_space_beside(text), without_space_beside(spelled)
+    assert spelled == wanted or spelled == f" {wanted}" or wanted == f" {spelled}"
+
+
+# -- tokenizers that lose text ---------------------------------------------------------------------
+
+
+def byte_level(*, normalizer: Any = None, alphabet: list[str] | None = None) -> Any:
+    backend = Tokenizer(models.BPE())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if alphabet is None else alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return wrapped(backend, unknown=None)
+
+
+def with_unknown(model: Any) -> Any:
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = (
+        trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+        if isinstance(model, models.Unigram)
+        else trainers.BpeTrainer(vocab_size=120, special_tokens=special, show_progress=False)
+    )
+    backend.train_from_iterator(CORPUS[:1] * 5, trainer)
+    return wrapped(backend)
+
+
+def word_level() -> Any:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.WordPiece()
+    return wrapped(backend)
+
+
+def word_piece() -> Any:
+    pieces = {"<unk>": 0, "a": 1, "##b": 2, "b": 3}
+    backend = Tokenizer(models.WordPiece(pieces, unk_token="<unk>"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return wrapped(backend)
+
+
+INCOMPLETE = [
+    character
+    for character in pre_tokenizers.ByteLevel.alphabet()
+    if ord(character) not in (*range(0x101, 0x108), 0x11D, 0xF1)
+]
+"""The characters of the bytes, without those of the bytes 1 to 7, 1D and F1."""
+
+
+LOSSY: dict[str, tuple[Callable[[], Any], str, str, str]] = {
+    "no token for a byte": (
+        lambda: byte_level(alphabet=INCOMPLETE),
+        "naïve",
+        "a\x1db",
+        r"loses text: '\\x1d' comes back as ''. Leave it out",
+    ),
+    "no token for one of a character's bytes": (
+        lambda: byte_level(alphabet=INCOMPLETE),
+        "naïve",
+        "a\U00040000b",
+        r"'\\U00040000' comes back as '\ufffd\ufffd\ufffd'",
+    ),
+    "several": (
+        lambda: byte_level(alphabet=INCOMPLETE),
+        "a b",
+        "\1\2\3\4\5\6\x07",
+        r"'\\x01' comes.*'\\x05' comes back as '', and 2 more do not come back",
+    ),
+    "composing": (
+        lambda: byte_level(normalizer=normalizers.NFC()),
+        "é",
+        "e\u0301",
+        r"from character 0 on 'e\\u0301' comes back as '\\xe9'",
+    ),
+    "compatibility": (
+        lambda: byte_level(normalizer=normalizers.NFKC()),
+        "é",
+        "№",
+        "'№' comes back as 'No'",
+    ),
+    "lower case": (
+        lambda: byte_level(normalizer=normalizers.Lowercase()),
+        "a b",
+        "aB",
+        "'B' comes back as 'b'",
+    ),
+    "strips": (
+        lambda: byte_level(normalizer=normalizers.Strip()),
+        "a b",
+        "a  ",
+        r"from character 1 on '  ' comes back as ''",
+    ),
+    "unknown to BPE": (
+        lambda: with_unknown(models.BPE(unk_token="<unk>")),
+        "the cat",
+        "the 🙂",
+        "'🙂' comes back as '<unk>'",
+    ),
+    "unknown to unigram": (
+        lambda: with_unknown(models.Unigram()),
+        "the cat",
+        "the 🙂",
+        "'🙂' comes back as '<unk>'",
+    ),
+    "a space that is written otherwise": (
+        lambda: with_unknown(models.BPE(unk_token="<unk>")),
+        "a cat",
+        "a▁cat",
+        "'▁' comes back as ' '",
+    ),
+    "spaces between words": (
+        word_level,
+        "a b",
+        "a  b",
+        "from character 2 on ' b' comes back as 'b'",
+    ),
+    "unknown words": (word_level, "a b", "a c", "'c' comes back as '<unk>'"),
+    "word pieces": (word_piece, "ab a", "ab c", "'c' comes back as '<unk>'"),
+    "word pieces in lower case": (word_piece, "ab a", "aB", "'B' comes back as 'b'"),
+    "slow sentencepiece": (
+        lambda: made("slow sentencepiece")[0],
+        "a 🙂",
+        "a▁b",
+        "'▁' comes back as",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_text_that_would_not_come_back_is_refused_with_what_is_lost(name: str) -> None:
+    make, kept, lost, message = LOSSY[name]
+    tokenizer = make()
+    assert encode(tokenizer, kept) == tokenizer.encode(kept, add_special_tokens=False)
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        encode(tokenizer, lost)
+    assert "lm.tokenizer.encode(text, add_special_tokens=False)" in str(caught.value)
+
+
+def with_swallowing_tokens() -> Any:
+    """As Phi-3's: the tokens that end a turn take the white space after them."""
+    tokenizer = byte_level(alphabet=INCOMPLETE)
+    tokenizer.add_tokens([AddedToken("<|end|>", rstrip=True), AddedToken("<|mask|>", lstrip=True)])
+    return tokenizer
+
+
+def test_white_space_beside_added_tokens_may_be_swallowed_and_nothing_else() -> None:
+    tokenizer = with_swallowing_tokens()
+    for text in ("a<|end|>\nb", "a <|mask|> b", "<|end|>  <|mask|>", "<|end|>"):
+        token_ids = encode(tokenizer, text)
+        assert token_ids == tokenizer.encode(text, add_special_tokens=False)
+    for text in ("a<|end|>\n\x1db", "a\x1d <|mask|> b", "<|end|>\x1d<|mask|>"):
+        with pytest.raises(InvalidRequest, match=r"'\\x1d' comes back as ''"):
+            encode(tokenizer, text)
+
+
+def test_a_space_after_each_added_token_is_no_loss() -> None:
+    tokenizer, _ = made("llama-2")
+    assert decode(tokenizer, encode(tokenizer, "a<töol>b")) == "a<töol> b"
+
+
+def test_an_added_token_whose_decoding_is_garbled_is_no_loss() -> None:
+    """Byte-level decoders take the ö of an added token for the byte that it stands for elsewhere."""
+    tokenizer, tokens = made("byte-level")
+    [token_id] = encode(tokenizer, "<töol>")
+    assert decode(tokenizer, [token_id]) == "<t\ufffdol>"
+    assert tokens[token_id] == "<töol>".encode()
+
+
+def test_without_a_decoder_nothing_can_be_seen_to_be_lost() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert encode(tokenizer, "ab") == [0, 1]
+
+
+class Counted:
+    """A tokenizer of an engine of one's own, that counts what it is asked."""
+
+    def __init__(self, lost: str = "") -> None:
+        self.calls: list[str] = []
+        self._lost = lost
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.calls.append("encode")
+        return [ord(each) for each in text if each not in self._lost]
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        self.calls.append("decode")
+        return "".join(map(chr, token_ids))
+
+
+def test_a_text_that_comes_back_costs_one_decoding() -> None:
+    tokenizer = Counted()
+    assert encode(tokenizer, "x" * 1000) == [120] * 1000
+    assert tokenizer.calls == ["encode", "decode"]
+    with pytest.raises(InvalidRequest, match="'x' comes back as ''"):
+        encode(Counted(lost="x"), "axb")
+
+
+def test_lost_text_is_not_shown_at_length() -> None:
+    """Prompts may be private."""
+    with pytest.raises(InvalidRequest) as caught:
+        encode(Counted(lost="".join(map(chr, range(300, 900)))), "".join(map(chr, range(97, 900))))
+    assert "and 595 more" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+# -- chats -----------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if tools %}{{ tools | length }} tools\n{% endif %}{% if loud %}!{% endif %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve 日本?"}]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one
+        b: the other
+    """
+    return a + b
+
+
+def chatty() -> Any:
+    tokenizer = byte_level(alphabet=INCOMPLETE)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_a_chat_is_what_the_tokenizers_own_template_makes_of_it() -> None:
+    tokenizer = chatty()
+    text = "<s>system: Be brief.\n<s>user: naïve 日本?\n"
+    assert decode(tokenizer, encode_chat(tokenizer, CHAT)) == f"{text}<s>assistant:"
+    assert decode(tokenizer, encode_chat(tokenizer, CHAT, add_generation_prompt=False)) == text
+    loud = encode_chat(tokenizer, tuple(CHAT), tools=[add], chat_template_kwargs={"loud": True})
+    assert decode(tokenizer, loud) == f"{text}1 tools\n!<s>assistant:"
+    own = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert encode_chat(tokenizer, CHAT) == own
+    assert {type(token_id) for token_id in own} == {int}
+
+
+def test_a_template_can_be_given_with_the_chat() -> None:
+    tokenizer = byte_level()
+    template = {"chat_template": "{{ messages[0]['content'] }}"}
+    token_ids = encode_chat(tokenizer, CHAT, chat_template_kwargs=template)
+    assert token_ids == encode(tokenizer, "Be brief.")
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"messages": messages}, rf"messages must be one conversation, a list like .*, got {kind}")
+        for messages, kind in (
+            ("Hello", "str"),
+            (b"Hello", "bytes"),
+            (None, "NoneType"),
+            ({"role": "user", "content": "Hello"}, "dict"),
+            ([], "none"),
+            ([CHAT], "list"),
+            (["Hello"], "list"),
+            ([{"content": "Hello"}], "list"),
+            (iter(CHAT), "list_iterator"),
+        )
+    ),
+    ({"chat_template_kwargs": {"tokenize": False}}, r"may not have \['tokenize'\]"),
+    ({"chat_template_kwargs": {"return_tensors": "pt"}}, r"may not have \['return_tensors'\]"),
+    ({"chat_template_kwargs": {"tools": []}}, r"may not have \['tools'\]"),
+    ({"chat_template_kwargs": "loud"}, "must be a mapping, got 'loud'"),
+    (
+        {"chat_template_kwargs": {"chat_template": "{{ nothing.at.all }}"}},
+        "does not take this: Undef",
+    ),
+    ({"chat_template_kwargs": {"chat_template": "{% if %}"}}, "does not take this: TemplateSyntax"),
+    (
+        {"chat_template_kwargs": {"chat_template": "{{ raise_exception('no system') }}"}},
+        "does not take this: TemplateError: no system",
+    ),
+    ({"chat_template_kwargs": {"continue_final_message": True}}, "does not take this: ValueError"),
+    ({"tools": [3]}, "does not take this: ValueError"),
+    ({"messages": [{"role": "user", "content": "a\x1d"}]}, r"loses text: '\\x1d' comes back as ''"),
+    ({"messages": [{"role": "user", "content": "a\ud800"}]}, "no UTF-8 form.*surrogates"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_CHATS)
+def test_a_chat_that_cannot_be_written_is_refused_with_what_is_wrong(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        encode_chat(chatty(), **{"messages": CHAT, **options})
+
+
+def test_a_model_that_knows_no_chats_says_so() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"no chat template.*write the conversation as one text"
+    ):
+        encode_chat(byte_level(), CHAT)
+    with pytest.raises(InvalidRequest, match="BytesTokenizer has no chat templates: write the"):
+        encode_chat(BytesTokenizer([b"a"]), CHAT)
+
+
+# -- of a runtime ----------------------------------------------------------------------------------
+
+
+class Engine(ExactEngine):
+    """The exact engine with another tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(NGram.random(500, order=0))
+        self._own = tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._own
+
+
+def test_a_runtime_encodes_texts_and_chats_by_its_tokenizer() -> None:
+    tokenizer = chatty()
+    with genrt.load(engine=lambda: Engine(tokenizer)) as lm:
+        token_ids = lm.encode_chat(CHAT, chat_template_kwargs={"loud": True}, tools=None)
+        assert lm.decode(token_ids).endswith("日本?\n!<s>assistant:")
+        assert lm.next_token_logprobs_sync(token_ids).shape == (500,)
+        assert lm.encode_chat(CHAT, add_generation_prompt=False) == encode_chat(
+            tokenizer, CHAT, add_generation_prompt=False
+        )
+        with pytest.raises(InvalidRequest, match=r"loses text: '\\x1d'"):
+            lm.encode("a\x1db")
+        with pytest.raises(InvalidRequest, match=r"encoding\['input_ids'\], or lm.encode"):
+            lm.next_token_logprobs_sync(tokenizer("the cat"))
+        with pytest.raises(InvalidRequest, match=r"encoding.ids, or lm.encode"):
+            lm.next_token_logprobs_sync(tokenizer.backend_tokenizer.encode("the cat"))
+    assert lm.encode_chat(CHAT) == encode_chat(tokenizer, CHAT), "no engine is needed"
+    with (
+        genrt.load(engine=lambda: Engine(None)) as lm,
+        pytest.raises(InvalidRequest, match="no tokenizer"),
+    ):
+        lm.encode_chat(CHAT)
+
+
+@pytest.mark.embedded
+def test_the_embedded_model_refuses_what_it_has_no_tokens_for_and_knows_chats() -> None:
+    from transformers import AutoTokenizer
+
+    from genrt.models import EMBEDDED, resolve
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(EMBEDDED, progress=False))
+    for lost in "\x04\x06\x13\x14\x16\x1d\U00040000":
+        with pytest.raises(InvalidRequest, match=f"{lost!a} comes back as".replace("\\", r"\\")):
+            encode(tokenizer, f"a{lost}b")
+    text = decode(tokenizer, encode_chat(tokenizer, CHAT))
+    assert text.endswith("<|im_start|>user\nnaïve 日本?<|im_end|>\n<|im_start|>assistant\n")
