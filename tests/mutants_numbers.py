@@ -108,11 +108,6 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "    if doubtful:\n",
             "    if False:\n",
         ),
-        (
-            "a token is what it decodes to also where that encodes to another",
-            'spelled = (text, f"a{text}a") if text and "\\ufffd" not in text else ()',
-            'spelled = (text, f"a{text}a") if text else ()',
-        ),
     ),
     *breaks(
         "inference/resampling.py",

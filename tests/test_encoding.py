@@ -220,6 +220,13 @@ def test_white_space_beside_added_tokens_may_be_swallowed_and_nothing_else() -> 
             encode(tokenizer, text)
 
 
+def test_white_space_that_no_added_token_swallows_is_not_lost_in_silence() -> None:
+    tokenizer = byte_level(normalizer=normalizers.Strip())
+    for text in ("a  <töol>b", "a<töol>  b"):
+        with pytest.raises(InvalidRequest, match="from character"):
+            encode(tokenizer, text)
+
+
 def test_a_space_after_each_added_token_is_no_loss() -> None:
     tokenizer, _ = made("llama-2")
     assert decode(tokenizer, encode(tokenizer, "a<töol>b")) == "a<töol> b"
