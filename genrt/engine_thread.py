@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import collections
 import concurrent.futures
@@ -32,7 +33,7 @@ from genrt.engine import Engine, EngineStatistics
 from genrt.engines.adapters import Adapters
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
 
-__all__ = ["EngineThread"]
+__all__ = ["EngineThread", "aside"]
 
 T = TypeVar("T")
 
@@ -308,3 +309,13 @@ def _died(error: BaseException) -> EngineDied:
     died = EngineDied(f"the engine can't go on and was closed: {type(error).__name__}: {error}")
     died.__cause__ = error
     return died
+
+
+async def aside(function: Callable[[], T]) -> T:
+    """Return what the function returns, called in a thread of its own: all those of the loop's executor
+    may wait for this runtime."""
+    pool = concurrent.futures.ThreadPoolExecutor(1, "genrt-aside")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
+    finally:
+        pool.shutdown(wait=False)

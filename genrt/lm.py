@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,7 @@ from genrt.engine import (
     Result,
     SampleRequest,
 )
-from genrt.engine_thread import EngineThread
+from genrt.engine_thread import EngineThread, aside
 from genrt.engines.adapters import check_adapter_directory
 from genrt.errors import InvalidRequest
 from genrt.numbers import named
@@ -397,7 +397,7 @@ class AsyncLM(Reads):
 
     async def aclose(self) -> None:
         """``close`` without holding up the event loop."""
-        await _aside(self.close)
+        await aside(self.close)
 
     def restart(self) -> None:
         """Close the engine, if that has not happened, and open another one with the same options and
@@ -422,7 +422,7 @@ class AsyncLM(Reads):
 
     async def arestart(self) -> None:
         """``restart`` without holding up the event loop."""
-        await _aside(self.restart)
+        await aside(self.restart)
 
     def __enter__(self) -> Self:
         return self
@@ -497,12 +497,3 @@ class AsyncLM(Reads):
 
 def _lists(samples: list[Result]) -> list[list[int]]:
     return [list(cast("tuple[int, ...]", sample)) for sample in samples]
-
-
-async def _aside(function: Callable[[], None]) -> None:
-    """Call this in a thread of its own: all those of the loop's executor may wait for this runtime."""
-    pool = concurrent.futures.ThreadPoolExecutor(1, "genrt-aside")
-    try:
-        await asyncio.get_running_loop().run_in_executor(pool, function)
-    finally:
-        pool.shutdown(wait=False)

@@ -7,13 +7,14 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
 from genrt.arguments import check_float, check_int
 from genrt.cache import RowCache
 from genrt.engine import Engine
-from genrt.engine_thread import EngineThread
+from genrt.engine_thread import EngineThread, aside
 from genrt.engines import check_choice, open_engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
@@ -122,7 +123,7 @@ async def aload(
     )
     try:
         lm = AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened), seed=seed)
-        return await asyncio.to_thread(_compared, lm)
+        return await aside(partial(_compared, lm))
     except BaseException:
         thread.close(wait=False)
         raise
