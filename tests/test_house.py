@@ -54,6 +54,7 @@ HOUSE = (
     "inference/baselines.py",
     "inference/metropolis.py",
     "inference/smc.py",
+    "inference/infilling.py",
     "inference/programs.py",
     "inference/unawaited.py",
     "inference/text_model.py",

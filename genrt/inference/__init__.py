@@ -19,6 +19,7 @@ from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.ends import END_TOKEN
 from genrt.inference.genealogy import Genealogy
+from genrt.inference.infilling import infilling
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle
 from genrt.inference.programs import Execution, Program
@@ -64,6 +65,7 @@ __all__ = [
     "TextParticle",
     "effective_sample_size",
     "importance_sampling",
+    "infilling",
     "log_mean_exp",
     "multinomial",
     "partial",

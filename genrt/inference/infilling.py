@@ -1,0 +1,85 @@
+r"""Texts between a prefix and a suffix.
+
+The target is pi(g) = p(g | prefix) p(suffix | prefix g) / Z over gaps g of up to ``max_tokens`` tokens,
+where Z, the evidence, is the sum of the numerator: no factor for an end. A particle chooses to end
+its gap, with weight s(g) = p(suffix | prefix g), or another token, with weight p(A), the mass of the
+tokens that may follow; its weight gains s(g) + p(A). While it grows it is twisted by the largest s so
+far, so that gaps that have ended and gaps that go on may be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from genrt.constraints import Constraint, amasks
+from genrt.constraints.tokens import Tokens, unpacked
+from genrt.inference.checks import constraint_start, integer, prompt_ids
+from genrt.inference.programs import Execution, Program
+from genrt.lm import AsyncLM
+
+__all__ = ["infilling"]
+
+
+def infilling(
+    lm: AsyncLM,
+    prefix: str | Sequence[int],
+    suffix: str | Sequence[int],
+    *,
+    max_tokens: int,
+    constraint: Constraint | None = None,
+    adapter: str | None = None,
+) -> Program:
+    """Return a model of the gaps between prefix and suffix; its values are the gaps as texts.
+
+    The suffix is scored after every prefix of a gap, token by token: a question of as many rows as it has
+    tokens. Keep it short; its first words say most.
+
+    Args:
+        max_tokens: the longest gap, in tokens.
+        constraint: the gaps that count; without one, all texts without special tokens.
+
+    Raises:
+        InvalidRequest: an argument is out of its range.
+    """
+    before, after = prompt_ids(lm, prefix), prompt_ids(lm, suffix)
+    longest = integer("max_tokens", max_tokens, at_least=0)
+    start = None if constraint is None else constraint_start(lm, constraint)
+    tokens = Tokens.of(lm)
+    anything = unpacked(tokens.open, lm.vocab_size)
+
+    async def gap(p: Execution) -> str:
+        drawn: list[int] = []
+        state, twist = start, 0.0
+        while True:
+            context = [*before, *drawn]
+            mask = anything.clone() if state is None else (await amasks([state]))[0]
+            may_end = bool(mask[tokens.eos_token_id])
+            mask[tokens.eos_token_id] = False
+            scores = await p.lm.score(context, list(after), adapter=adapter)
+            ending = float(scores.double().sum())
+            going = -math.inf
+            if len(drawn) < longest and bool(mask.any()):
+                row = await p.lm.next_token_logprobs(context, device="cpu", adapter=adapter)
+                going = float(torch.logsumexp(row[mask].double(), dim=0))
+            weights = [ending if may_end else -math.inf, going]
+            if ending > twist or twist == 0.0:
+                foreseen = max(ending, twist) if twist else ending
+                if foreseen > -math.inf:
+                    p.observe(foreseen - twist)
+                    twist = foreseen
+            total = max(weights)
+            if total > -math.inf:
+                total += math.log(sum(math.exp(each - total) for each in weights))
+            if await p.choice([True, False], log_weights=weights if total > -math.inf else None):
+                p.observe(total - twist)
+                return b"".join(lm.byte_vocab[each] for each in drawn).decode(errors="replace")
+            p.observe(total)
+            token_id = await p.sample(context, mask=mask, adapter=adapter)
+            p.observe(-going)
+            drawn.append(token_id)
+            state = None if state is None else state.advance(token_id)
+
+    return Program(lm, gap)
