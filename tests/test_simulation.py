@@ -135,7 +135,7 @@ def told(report: Report, event: str) -> int:
     [
         ("submit", 30, "submit failed"),
         ("step", 30, "step failed"),
-        ("cancel", 5, "cancel failed"),
+        ("cancel", 4, "cancel failed"),
     ],
 )
 def test_a_fault_at_any_call_reaches_those_it_concerns(call: str, calls: int, event: str) -> None:
