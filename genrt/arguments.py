@@ -241,7 +241,7 @@ def must_move(device: str | torch.device | None, own: torch.device) -> bool:
         raise InvalidRequest(advice)
     try:
         wanted = torch.device(given)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidRequest(advice) from error
     if wanted.type == own.type and wanted.index in (None, own.index):
         return False

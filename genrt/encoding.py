@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.numbers import named
 from genrt.vocabulary import BytesTokenizer, all_tokens, checked_utf8
 
 __all__ = ["decode", "encode", "encode_chat"]
@@ -85,7 +86,7 @@ def encode_chat(
     _check_messages(messages)
     if not isinstance(chat_template_kwargs, Mapping | None):
         raise InvalidRequest(
-            f"chat_template_kwargs must be a mapping, got {chat_template_kwargs!r}"
+            f"chat_template_kwargs must be a mapping, got {named(chat_template_kwargs)}"
         )
     options = dict(chat_template_kwargs or {})
     if taken := sorted(map(str, OURS & options.keys())):

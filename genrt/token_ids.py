@@ -33,7 +33,7 @@ def id_words(
         token_ids = _sequence(token_ids, name)
     try:
         words = array.array("I", token_ids)
-    except (TypeError, OverflowError, ValueError):
+    except (TypeError, OverflowError, ValueError, RuntimeError):  # torch raises the last
         raise InvalidRequest(_what_is_wrong(token_ids, vocab_size, name)) from None
     if not words:
         if allow_empty:

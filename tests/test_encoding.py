@@ -343,7 +343,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"tokenize": False}}, r"may not have \['tokenize'\]"),
     ({"chat_template_kwargs": {"return_tensors": "pt"}}, r"may not have \['return_tensors'\]"),
     ({"chat_template_kwargs": {"tools": []}}, r"may not have \['tools'\]"),
-    ({"chat_template_kwargs": "loud"}, "must be a mapping, got 'loud'"),
+    ({"chat_template_kwargs": "loud"}, "must be a mapping, got"),
     (
         {"chat_template_kwargs": {"chat_template": "{{ nothing.at.all }}"}},
         "does not take this: Undef",
