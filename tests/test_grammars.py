@@ -82,10 +82,10 @@ SCHEMAS: list[tuple[Schema, list[bytes]]] = [
 @pytest.mark.parametrize(("schema", "tokens"), SCHEMAS)
 def test_compact_texts_are_those_that_validate(schema: Schema, tokens: list[bytes]) -> None:
     lm = lm_over(*tokens)
-    got = accepted(json_schema(schema, lm), 4)
+    got = accepted(json_schema(schema, lm, whitespace="compact"), 4)
     assert got == matching(lambda data: validates(schema, data), lm, 4)
     assert got, "no text is short enough: the test shows nothing"
-    assert accepted(json_schema(json.dumps(schema), lm), 4) == got
+    assert accepted(json_schema(json.dumps(schema), lm, whitespace="compact"), 4) == got
 
 
 OBJECT: Schema = {
@@ -97,13 +97,14 @@ OBJECT: Schema = {
 PARTS = [b"{", b'"a"', b":", b" ", b"[1", b",", b"1", b"]", b"}", b": [1]", b'{"a"', b", 1"]
 
 
-def test_spaced_texts_are_as_python_writes_them() -> None:
+def test_texts_are_as_python_writes_them_by_default() -> None:
     lm = lm_over(*PARTS)
-    got = accepted(json_schema(OBJECT, lm, whitespace="spaced"), 4)
-    assert got == matching(lambda data: validates(OBJECT, data, whitespace="spaced"), lm, 4)
-    assert b'{"a": [1, 1]}' in {
-        spelt(lm, ids) for ids in accepted(json_schema(OBJECT, lm, whitespace="spaced"), 7)
-    }
+    for constraint in (json_schema(OBJECT, lm), json_schema(OBJECT, lm, whitespace="spaced")):
+        got = accepted(constraint, 4)
+        assert got == matching(lambda data: validates(OBJECT, data, whitespace="spaced"), lm, 4)
+        assert b'{"a": [1, 1]}' in {spelt(lm, ids) for ids in accepted(constraint, 7)}
+    inline = grammar(f"start: %json {json.dumps(OBJECT)}", lm)
+    assert accepted(inline, 4) == got
 
 
 def test_flexible_texts_have_space_between_the_parts() -> None:
@@ -315,5 +316,36 @@ def test_an_unknown_syntax_is_refused() -> None:
         grammar("start:", lm_over(b"a"), syntax="bnf")  # type: ignore[arg-type]
 
 
-def test_a_grammar_without_end_is_a_dead_end() -> None:
-    assert allowed(grammar("root ::= root", lm_over(b"a"), syntax="ebnf").start()) == []
+@pytest.mark.parametrize(
+    ("text", "syntax", "hint"),
+    [
+        ('root ::= "a"', "lark", 'It looks like EBNF: give syntax="ebnf"'),
+        ('root::=item+ <b>\nitem\n ::= "a"', "lark", 'It looks like EBNF: give syntax="ebnf"'),
+        ('start: "a"', "ebnf", 'It looks like Lark: give syntax="lark"'),
+        (
+            "// words\n?start: word\nword[lazy]: /a/",
+            "ebnf",
+            'It looks like Lark: give syntax="lark"',
+        ),
+    ],
+)
+def test_a_grammar_in_the_other_syntax_is_told_which(text: str, syntax: Any, hint: str) -> None:
+    with pytest.raises(InvalidConstraint, match=f"{hint}$"):
+        grammar(text, lm_over(b"a"), syntax=syntax)
+
+
+@pytest.mark.parametrize(
+    ("text", "syntax"),
+    [("start: x", "lark"), ("root ::= x", "ebnf"), ('start: "::=" x', "lark"), ("start", "lark")],
+)
+def test_nothing_is_said_of_a_syntax_that_is_the_right_one(text: str, syntax: Any) -> None:
+    with pytest.raises(InvalidConstraint) as caught:
+        grammar(text, lm_over(b"a"), syntax=syntax)
+    assert "looks like" not in str(caught.value)
+
+
+def test_what_comes_no_time_is_not_there() -> None:
+    lm = lm_over(b"a", b"b")
+    for times in ("{0}", "{0, 0}", "{ 00 }"):
+        text = f'root ::= "a"{times} "b" ("a" "b"){times}'
+        assert accepted(grammar(text, lm, syntax="ebnf"), 3) == {(2,)}

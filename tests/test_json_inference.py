@@ -65,7 +65,9 @@ async def exact_masses(
 
 
 async def test_all_survivors_validate_and_their_weights_are_finite(lm: AsyncLM) -> None:
-    model = TextModel(lm, PROMPT, max_tokens=90, constraint=json_schema(SCHEMA, lm))
+    model = TextModel(
+        lm, PROMPT, max_tokens=90, constraint=json_schema(SCHEMA, lm, whitespace="compact")
+    )
     result = await SMC(model, num_particles=64).run(seed=0)
     alive = result.log_weights > -math.inf
     assert alive.sum() >= 32
@@ -82,7 +84,7 @@ async def test_the_posterior_of_a_small_case_is_that_of_brute_force(lm: AsyncLM)
     prompt = lm.encode(
         '[["a"],[7]]<|im_end|>[[],["a"]]<|im_end|>[[7],[7]]<|im_end|>[["a"]]<|im_end|>'
     )
-    constraint = json_schema(PAIRS, lm)
+    constraint = json_schema(PAIRS, lm, whitespace="compact")
     masses = await exact_masses(lm, prompt, constraint, max_tokens=8)
     values = [json.loads(text) for text in masses]
     lists = [[], ["a"], [7]]

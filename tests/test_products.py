@@ -392,7 +392,9 @@ def test_a_product_over_different_vocabularies_is_refused() -> None:
 def test_a_real_schema_with_a_predicate() -> None:
     """Unique items, which llguidance does not implement, as the error message advises."""
     lm = lm_over(b"[", b"]", b",", b"1", b"2", b"[1", b",2")
-    schema = json_schema({"type": "array", "items": {"enum": [1, 2]}, "minItems": 1}, lm)
+    schema = json_schema(
+        {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1}, lm, whitespace="compact"
+    )
 
     def unique(text: Text) -> bool:
         items = json.loads(text.bytes) if text.finished else re.findall("[12]", str(text))

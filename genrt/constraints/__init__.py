@@ -7,8 +7,9 @@ object of one's own with a ``start`` like theirs is as good. ``potential`` makes
 Its states are values: ``advance`` makes a new one and leaves the old one as it was, so particles fork by
 sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of some text of the
 set; tokens may straddle characters, and any tokenization of a text is as good as any other. Such a prefix
-need not be completable with the tokens there are, nor with those that all constraints of a product allow:
-then a later mask is empty, which is a dead end and not an error.
+need not be completable with the tokens there are, nor with those that all constraints of a product allow,
+nor where a grammar's terminals took the longest match: then a later mask is empty, which is a dead end
+and not an error.
 
 The end token is in a mask exactly where the text so far is complete; it ends a text and is no part of
 it. Other special tokens, and tokens without bytes, are in no mask.

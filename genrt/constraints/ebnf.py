@@ -28,8 +28,8 @@ _CHARACTER = re.compile(
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-^/.|(){}?*+"}
 
 
-def lark_of_ebnf(text: str) -> str:
-    """The grammar for llguidance.
+def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
+    """Return the grammar for llguidance, and what its rules are called in the EBNF.
 
     Raises:
         InvalidConstraint: it does not parse, a rule is missing or there twice, or a range is empty.
@@ -70,7 +70,8 @@ def lark_of_ebnf(text: str) -> str:
             "the EBNF grammar has no rule 'root', which it starts from: write root ::= …"
         )
     lines = [f"{_rule_name(name)}: {' '.join(body) or _NOTHING}" for name, body in rules.items()]
-    return "\n".join(["start: " + _rule_name("root"), *lines])
+    names = {_rule_name(name): name for name in rules} | {"start": "root"}
+    return "\n".join(["start: " + _rule_name("root"), *lines]), names
 
 
 _NOTHING = '""'
@@ -88,7 +89,8 @@ def _lark(text: str, position: int, kind: str, part: str) -> str:
         case "sign" if part == ".":
             return "/(?s:.)/"
         case _:
-            return part.replace(" ", "")
+            times = re.sub(r"\s", "", part)
+            return "~0" if re.fullmatch(r"\{0+(?:,0+)?\}", times) else times
 
 
 def _class(text: str, position: int, part: str) -> str:

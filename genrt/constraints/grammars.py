@@ -5,7 +5,6 @@ Compiling one and computing masks takes milliseconds of CPU time, off the event 
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import weakref
@@ -16,7 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from genrt.constraints.ebnf import lark_of_ebnf
+from genrt.constraints.matching import brief, checked_pattern, new_matcher, new_tokenizer
+from genrt.constraints.productive import productive
 from genrt.constraints.protocols import MaskedConstraint
+from genrt.constraints.schemas import schema_text
 from genrt.constraints.tokens import Children, Tokens, Words, unpacked
 from genrt.errors import InvalidConstraint
 
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
 __all__ = ["GrammarState", "grammar", "json_schema", "regex"]
-
-_LONGEST_TOKEN = 1024
-"""Bytes; llguidance aborts on a vocabulary with longer ones."""
 
 
 def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
@@ -44,18 +43,17 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     """
     if not isinstance(pattern, str):
         raise InvalidConstraint(f"the pattern is {pattern!r}; give a regular expression as str")
+    name = f"regular expression {pattern[:60]!r}{'…' if len(pattern) > 60 else ''}"
     # llguidance drops a last, lone backslash without a word.
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        raise InvalidConstraint(f"the regular expression {pattern!r} ends in a lone backslash")
+        raise InvalidConstraint(f"the {name} ends in a lone backslash")
     from llguidance import regex_to_lark
 
     try:
-        escaped = regex_to_lark(pattern, use_ascii="")
+        escaped = regex_to_lark(checked_pattern(pattern, name), use_ascii="")
     except UnicodeEncodeError as error:
-        raise InvalidConstraint(
-            f"the regular expression {pattern!r} holds a lone surrogate, which no text has"
-        ) from error
-    return _Grammar(_Vocabulary.of(lm), f"start: /{escaped}/", f"regular expression {pattern!r}")
+        raise InvalidConstraint(f"the {name} holds a lone surrogate, which no text has") from error
+    return _Grammar(_Vocabulary.of(lm), f"start: /{escaped}/", name)
 
 
 Whitespace = Literal["compact", "spaced", "flexible"]
@@ -68,7 +66,7 @@ _WHITESPACE: dict[str, dict[str, Any]] = {
 
 
 def json_schema(
-    schema: dict[str, Any] | str | bool, lm: AsyncLM, *, whitespace: Whitespace = "compact"
+    schema: dict[str, Any] | str | bool, lm: AsyncLM, *, whitespace: Whitespace = "spaced"
 ) -> MaskedConstraint:
     """The JSON texts of the values that are valid under a schema, in the order of its properties.
 
@@ -81,55 +79,35 @@ def json_schema(
       numbers with bounds have no exponent; constants and enums are written as in the schema;
     * a number with ``multipleOf`` is not negative.
 
-    A ``format`` is checked where llguidance knows it, and is an error where not. A keyword that it does
-    not implement (``not``, ``if``, ``uniqueItems``, ``contains``, …) is an error: take it out of the
-    schema and check it by a predicate, ``all_of(json_schema(…), predicate(…))``.
+    What no finite value satisfies is left out: an optional property, or one of several alternatives,
+    whose ``$ref`` leads back to itself without end. Masks lead to beginnings of valid texts alone, unless
+    schemas that hold together (``allOf``) contradict each other in numbers, or in names by patterns.
+
+    A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4, ipv6,
+    uuid, uri), and is an error where not. A keyword that llguidance does not implement (``not``, ``if``,
+    ``uniqueItems``, ``contains``, …) is an error: take it out of the schema and check it by a predicate,
+    ``all_of(json_schema(…), predicate(…))``.
+
+    A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``, 2,000
+    properties or 100 patterns in one object, 100,000 for ``multipleOf`` (in its last decimal), 500 schemas
+    each in the one before, or llguidance's own limits. So are integers that are no 64-bit floats.
 
     Args:
-        whitespace: ``"compact"``, none at all; ``"spaced"``, one space after each comma and colon, as
-            Python's ``json.dumps`` writes; ``"flexible"``, any between the parts, which makes the texts
-            of even one value infinitely many. There is none around the whole. llguidance's own options,
-            in the schema under ``"x-guidance"``, go before it.
+        whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and most
+            models write; ``"compact"``, none at all; ``"flexible"``, any between the parts, which makes the
+            texts of even one value infinitely many. There is none around the whole. llguidance's own
+            options, in the schema under ``"x-guidance"``, go before it.
 
     Raises:
         InvalidConstraint: the schema is not one, says more than llguidance can do, allows nothing at all,
-            or is too complex; or there is no end token.
+            or is too large or too complex; or there is no end token.
     """
     if whitespace not in _WHITESPACE:
         raise InvalidConstraint(
             f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
         )
-    rules = _schema_rules(schema)
-    options = rules.get("x-guidance", {})
-    if not isinstance(options, dict):
-        raise InvalidConstraint(f'the schema\'s "x-guidance" is {options!r}: give an object')
-    rules = {"x-guidance": _WHITESPACE[whitespace] | options, **_without(rules, "x-guidance")}
-    try:
-        text = json.dumps(rules, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
+    text = schema_text(schema, _WHITESPACE[whitespace])
     return _Grammar(_Vocabulary.of(lm), f"start: %json {text}", "JSON schema")
-
-
-def _schema_rules(schema: object) -> dict[str, Any]:
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidConstraint(f"the JSON schema is no JSON text: {error}") from error
-    if schema is True:
-        return {}
-    if schema is False:
-        raise InvalidConstraint("the JSON schema is false, which no text satisfies: change it")
-    if not isinstance(schema, dict):
-        raise InvalidConstraint(
-            f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"
-        )
-    return schema
-
-
-def _without(rules: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: rule for name, rule in rules.items() if name != key}
 
 
 def grammar(
@@ -139,19 +117,23 @@ def grammar(
 
     ``"lark"`` is llguidance's dialect of Lark: rules in lower case, terminals in upper case and as
     literals, ``/regular expressions/`` as in ``regex``, ``%import common.NUMBER``, ``%ignore``, inline
-    ``%json {schema}``. There are no priorities, templates or look-around. **A terminal takes the longest
-    match**, and what could have matched less is not tried again: ``A "a"`` with ``A: /a+/`` derives no
-    text at all, and ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words,
-    as those of programming languages are. Names of special tokens, and the rule options ``stop``,
+    ``%json {schema}`` as in ``json_schema``. There are no priorities, templates or look-around. **A
+    terminal takes the longest match**, and what could have matched less is not tried again: ``A "a"`` with
+    ``A: /a+/`` derives no text at all, and ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for
+    grammars over words, as those of programming languages are. Names of special tokens, and the rule options ``stop``,
     ``max_tokens`` and ``temperature``, are refused, since what they say is not about the text.
 
     ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
     ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
     text that can be derived is in the set, character by character, and masks cost more.
 
+    Alternatives that derive no finite text (``a: "x" a``) are left out, and a grammar without others is
+    refused. So is one that is nested through more than 1,000 rules and groups, each in the one before, or
+    has more than 200,000 parts.
+
     Raises:
-        InvalidConstraint: the grammar does not compile, asks for what is refused, or is too complex; or
-            there is no end token.
+        InvalidConstraint: the grammar does not compile, asks for what is refused, derives nothing, or is
+            too large or too complex; or there is no end token.
     """
     if not isinstance(text, str):
         raise InvalidConstraint(f"the grammar is {text!r}: give its text as str")
@@ -159,14 +141,33 @@ def grammar(
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidConstraint("the grammar holds a lone surrogate, which no text has") from error
-    if syntax == "ebnf":
-        lark = lark_of_ebnf(text)
-    elif syntax == "lark":
-        lark = text
-        _refuse_what_is_no_text(text)
-    else:
+    if syntax not in _FIRST_RULE:
         raise InvalidConstraint(f"syntax is {syntax!r}: give 'lark' or 'ebnf'")
-    return _Grammar(_Vocabulary.of(lm), lark, "grammar")
+    vocabulary = _Vocabulary.of(lm)
+    try:
+        lark, names = lark_of_ebnf(text) if syntax == "ebnf" else (text, {})
+        if syntax == "lark":
+            _refuse_what_is_no_text(text)
+        return _Grammar(vocabulary, productive(lark, inlined=_inlined, names=names), "grammar")
+    except InvalidConstraint as error:
+        other = "lark" if syntax == "ebnf" else "ebnf"
+        if _FIRST_RULE[other].search(text) and not _FIRST_RULE[syntax].search(text):
+            raise InvalidConstraint(
+                f'{error}\nIt looks like {"Lark" if other == "lark" else "EBNF"}: give syntax="{other}"'
+            ) from error
+        raise
+
+
+_FIRST_RULE = {
+    "lark": re.compile(
+        r"^[ \t]*[?!]?_?[A-Za-z][\w-]*[ \t]*(?:\[[^\]\n]*\][ \t]*)?:(?![:=])", re.MULTILINE
+    ),
+    "ebnf": re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE),
+}
+
+
+def _inlined(schema: object) -> str:
+    return schema_text(schema, _WHITESPACE["spaced"])
 
 
 # The parts of a Lark grammar in which anything may stand, and what is looked for outside of them.
@@ -198,18 +199,12 @@ class _Vocabulary:
     """
 
     def __init__(self, tokens: Tokens) -> None:
-        from llguidance import LLExecutor, LLTokenizer
+        from llguidance import LLExecutor
 
-        longest = max(map(len, tokens.byte_vocab))
-        if longest > _LONGEST_TOKEN:
-            raise InvalidConstraint(
-                f"the vocabulary has a token of {longest} bytes, and llguidance takes {_LONGEST_TOKEN} "
-                "at most; use another model, or a constraint of your own"
-            )
         self.tokens = tokens
         self.lock = threading.Lock()
         self.executor: Any = LLExecutor()
-        self.tokenizer: Any = LLTokenizer(_Tokenizer(tokens), n_vocab=len(tokens))
+        self.tokenizer: Any = new_tokenizer(tokens)
 
     @staticmethod
     def of(lm: AsyncLM) -> _Vocabulary:
@@ -237,31 +232,11 @@ class _Vocabulary:
                 error = state.matcher.get_error()
                 # A dead end is an error state of this name, in which only the end token may pass.
                 if error and not error.startswith("NoExtension"):
-                    raise InvalidConstraint(
-                        "the constraint is too complex to compute which tokens may follow, "
-                        f"simplify it: {_brief(error)}"
-                    )
+                    raise state.too_complex(error)
                 word, bit = divmod(self.tokens.eos_token_id, 32)
                 end = np.uint32(1 << bit).view(np.int32)
                 row[word] = row[word] | end if state.accepting else row[word] & ~end
                 state.words = row.copy()
-
-
-class _Tokenizer:
-    """The attributes and the call by which llguidance knows a tokenizer."""
-
-    bos_token_id = None
-    is_tokenizer_wrapper = True
-
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens = list(tokens.byte_vocab)
-        self.eos_token_id = tokens.eos_token_id
-        self.special_token_ids = sorted(tokens.special)
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        # Asked only for the tokens of forced text, which no_forcing turns off: masks would then
-        # admit one tokenization alone.
-        return []
 
 
 _vocabularies: weakref.WeakKeyDictionary[AsyncLM, _Vocabulary] = weakref.WeakKeyDictionary()
@@ -271,17 +246,11 @@ class _Grammar:
     """A constraint that llguidance runs, from a grammar in its Lark dialect."""
 
     def __init__(self, vocabulary: _Vocabulary, lark: str, name: str) -> None:
-        from llguidance import LLMatcher, LLParserLimits
-
-        # Options merge, and the last ones hold: after the text, where lines keep their numbers.
-        grammar = LLMatcher.grammar_from_lark(f'{lark}\n%llguidance {{"no_forcing": true}}')
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        matcher = new_matcher(vocabulary.tokenizer, lark)
         if matcher.is_error():
-            raise InvalidConstraint(f"the {name} does not compile: {_brief(matcher.get_error())}")
+            raise InvalidConstraint(f"the {name} does not compile: {brief(matcher.get_error())}")
         self.tokens = vocabulary.tokens
-        self._name = name
-        self._start = GrammarState(vocabulary, matcher)
+        self._start = GrammarState(vocabulary, matcher, name)
         # What is too complex mostly is so from the start: say it here, not in the midst of a run.
         vocabulary.fill([self._start])
 
@@ -289,17 +258,21 @@ class _Grammar:
         return self._start
 
     def __repr__(self) -> str:
-        return f"<constraint: {self._name}>"
+        return f"<constraint: {self._start.name}>"
 
 
 class GrammarState:
-    """A matcher that is only ever copied; ``words`` is its packed mask once that is computed."""
+    """A matcher that is only ever copied; ``words`` is its packed mask once that is computed.
 
-    __slots__ = ("__weakref__", "accepting", "children", "matcher", "vocabulary", "words")
+    ``name`` is that of the constraint, for messages.
+    """
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: Any) -> None:
+    __slots__ = ("__weakref__", "accepting", "children", "matcher", "name", "vocabulary", "words")
+
+    def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
         self.vocabulary = vocabulary
         self.matcher = matcher
+        self.name = name
         self.accepting: bool = matcher.is_accepting()
         self.words: Words | None = None
         self.children: Children[GrammarState] = Children()
@@ -324,21 +297,15 @@ class GrammarState:
         with self.vocabulary.lock:
             matcher = self.matcher.deep_copy()
             if matcher.consume_token(token_id):
-                return GrammarState(self.vocabulary, matcher)
+                return GrammarState(self.vocabulary, matcher, self.name)
         # A matcher refuses a token in the same words where a limit is what stops it; a mask tells.
         if self.packed()[token_id // 32] >> (token_id % 32) & 1:
-            raise InvalidConstraint(
-                "the constraint is too complex to tell what follows a token that it allows, simplify it"
-            )
+            raise self.too_complex(matcher.get_error())
         raise self.vocabulary.tokens.refused(token_id)
 
-
-def _brief(error: str) -> str:
-    """llguidance's message without its listing of the grammar and its internal state."""
-    error = error.split("\n   1 |")[0].split("\n<")[0].strip()
-    error = error.removeprefix("at 1(8): failed to compile JSON schema: ")
-    if error.startswith("Unimplemented keys"):
-        error += (
-            "; take them out, and check them by a predicate: all_of(json_schema(…), predicate(…))"
+    def too_complex(self, error: str) -> InvalidConstraint:
+        """Return the error for a limit of llguidance's that the constraint met after this text."""
+        return InvalidConstraint(
+            f"the {self.name} is too complex to tell which tokens follow here, simplify it: "
+            f"{brief(error)}"
         )
-    return error

@@ -1,0 +1,127 @@
+"""llguidance's matchers: what they may cost, what their errors mean, and whether anything matches."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from genrt.constraints.tokens import Tokens
+from genrt.errors import InvalidConstraint
+
+__all__ = [
+    "brief",
+    "checked_pattern",
+    "matches_nothing",
+    "may_begin",
+    "new_matcher",
+    "new_tokenizer",
+]
+
+_LONGEST_TOKEN = 1024
+"""Bytes; llguidance aborts on a vocabulary with longer ones."""
+
+_MOST_REPETITIONS = 10_000
+
+_LIMITS: dict[str, Any] = {
+    # What is large and not ambiguous fits: an object of many properties, a choice of many words.
+    "max_items_in_row": 200_000,
+    # A mask takes some 0.1 s where this is spent, and some 2 s where ambiguity spends step_max_items.
+    "step_lexer_fuel": 1_000_000,
+    "verbose_errors": False,
+}
+
+
+def new_tokenizer(tokens: Tokens) -> Any:
+    """Return llguidance's form of a vocabulary.
+
+    Raises:
+        InvalidConstraint: a token is longer than llguidance can hold.
+    """
+    from llguidance import LLTokenizer
+
+    longest = max(map(len, tokens.byte_vocab))
+    if longest > _LONGEST_TOKEN:
+        raise InvalidConstraint(
+            f"the vocabulary has a token of {longest} bytes, and llguidance takes {_LONGEST_TOKEN} "
+            "at most; use another model, or a constraint of your own"
+        )
+    return LLTokenizer(_Tokenizer(tokens), n_vocab=len(tokens))
+
+
+class _Tokenizer:
+    """The attributes and the call by which llguidance knows a tokenizer."""
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = list(tokens.byte_vocab)
+        self.eos_token_id = tokens.eos_token_id
+        self.special_token_ids = sorted(tokens.special)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        # Asked only for the tokens of forced text, which no_forcing turns off: masks would then
+        # admit one tokenization alone.
+        return []
+
+
+def new_matcher(tokenizer: Any, lark: str) -> Any:
+    """Return a matcher at the start of a grammar; one that does not compile is in an error state."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    # Options merge, and the last ones hold: after the text, where lines keep their numbers.
+    grammar = LLMatcher.grammar_from_lark(f'{lark}\n%llguidance {{"no_forcing": true}}')
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+
+
+def matches_nothing(lark: str) -> bool:
+    """Tell whether no text begins as the grammar wants: of a grammar that is one terminal, whether that
+    matches nothing at all. A grammar that does not compile is not judged: False."""
+    matcher = new_matcher(_bytes(), lark)
+    if matcher.is_error() or matcher.is_accepting():
+        return False
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return matcher.get_error().startswith("NoExtension") or not mask.any()
+
+
+def may_begin(lark: str, data: bytes) -> bool:
+    """Tell whether bytes are the beginning of what a grammar wants; True of one that does not compile."""
+    matcher = new_matcher(_bytes(), lark)
+    return matcher.is_error() or all(matcher.consume_token(1 + byte) for byte in data)
+
+
+@cache
+def _bytes() -> Any:
+    return new_tokenizer(Tokens([b"<end>", *(bytes([i]) for i in range(256))], 0, frozenset()))
+
+
+def checked_pattern(pattern: str, name: str) -> str:
+    """Return a regular expression.
+
+    Raises:
+        InvalidConstraint: it has so many repetitions that llguidance would work on them for seconds, as
+            the square of their number.
+    """
+    repetitions = sum(map(pattern.count, "?*{"))
+    if repetitions > _MOST_REPETITIONS:
+        raise InvalidConstraint(
+            f"the {name} has {repetitions:,} repetitions, and {_MOST_REPETITIONS:,} is the most: "
+            "simplify it"
+        )
+    return pattern
+
+
+def brief(error: str) -> str:
+    """Return llguidance's message without its listing of the grammar and its internal state."""
+    error = re.split(r"\n +\d+ \||\n<", error)[0].strip()
+    error = error.removeprefix("at 1(8): failed to compile JSON schema: ")
+    if error.startswith("Unimplemented keys"):
+        error += (
+            "; take them out, and check them by a predicate: all_of(json_schema(…), predicate(…))"
+        )
+    if "grammar.symbols.len()" in error:
+        error = "it has more than 65,000 rules, groups and terminals: make it smaller"
+    return error

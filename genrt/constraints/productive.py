@@ -1,0 +1,216 @@
+"""A grammar without what derives no text, so that no mask leads into it.
+
+A rule is productive if one of its alternatives is, and an alternative if all that it needs is. A rule
+that only goes on (``a: "x" a``) derives no finite text, and a mask would let its beginning pass: a
+prefix of nothing. So what is not productive is left out here, which leaves the set of texts as it was.
+Cf. Hopcroft, Motwani and Ullman, Introduction to Automata Theory, Languages, and Computation, 7.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from genrt.constraints.lark import (
+    MOST_GROUPS,
+    Grammar,
+    Item,
+    NotLarkError,
+    Option,
+    Options,
+    grammar_of,
+    tokens_of,
+)
+from genrt.constraints.matching import checked_pattern, matches_nothing
+from genrt.errors import InvalidConstraint
+
+__all__ = ["productive"]
+
+_NOTHING = r"/[^\s\S]/"
+_MOST_PARTS = 200_000
+_MOST_LEVELS = 1_000  # llguidance's stack overflows, which ends the process, at some 2,500
+_NAMES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|\b_?[A-Z][_A-Z0-9\-]*')
+# Whatever has none of these in it matches something.
+_MAY_BE_EMPTY = re.compile(r"\[\^|&|~|--|\\[PDSW]|\\p\{\^")
+
+
+def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, str]) -> str:
+    """Return a grammar of the same texts in which whatever ``start`` leads to derives some text.
+
+    A terminal's taking the longest match is not looked at, nor are the conditions of parametric rules. A
+    text that is no Lark comes back as it is: llguidance says best where it is wrong.
+
+    Args:
+        inlined: makes the JSON text that takes the place of the schema after a ``%json``.
+        names: what rules are called in messages, where that differs.
+
+    Raises:
+        InvalidConstraint: nothing derives from ``start``, or the grammar is too large.
+    """
+    try:
+        tokens = tokens_of(lark)
+        if len(tokens) > _MOST_PARTS:
+            raise InvalidConstraint(
+                f"the grammar has {len(tokens):,} parts, and {_MOST_PARTS:,} is the most: make it smaller"
+            )
+        rules = _Rules(grammar_of(lark, tokens))
+    except NotLarkError:
+        return lark
+    if not rules.derives("start"):
+        dead = list(dict.fromkeys(repr(names.get(name, name)) for name in rules.dead))
+        shown = ", ".join(dead[:4]) + (", …" if len(dead) > 4 else "")
+        raise InvalidConstraint(
+            f"the grammar derives no text: each alternative of {shown} leads back to such a rule, or "
+            "needs what matches nothing; add one that ends"
+        )
+    for token in tokens:
+        if token.kind == "regex":
+            checked_pattern(token.text, "grammar's regular expression")
+    edits = [(start, end, _NOTHING) for start, end in rules.dead_ends()]
+    for token in tokens:
+        if token.text == "%json":
+            # The lines that follow keep their numbers, for messages.
+            lines = "\n" * lark.count("\n", token.start, token.end)
+            edits.append((token.start, token.end, f"%json{lines} {inlined(token.value)}"))
+    parts, position = [], 0
+    for start, end, part in sorted(edits):
+        if start >= position:  # otherwise within what is gone
+            parts += [lark[position:start], part]
+            position = end
+    return "".join([*parts, lark[position:]])
+
+
+class _Rules:
+    """Which of the rules that ``start`` leads to derive something."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._empty: dict[str, bool] = {}
+        self._nested: dict[int, _Rules] = {}
+        self._reached = self._in_order("start", self._named)
+        for name in grammar.terminals:
+            self._in_order(name, self._named_by_terminal)
+        self._alive: set[str] = set()
+        before = -1
+        while before < len(self._alive):
+            before = len(self._alive)
+            # A rule comes after those that it needs, but for cycles: few rounds will do.
+            for name in self._reached:
+                if name not in self._alive and self._ends(grammar.rules[name]):
+                    self._alive.add(name)
+
+    def _in_order(self, start: str, named: Callable[[str], Iterator[tuple[str, int]]]) -> list[str]:
+        """Return what a name leads to, each after those that it names, but for cycles.
+
+        It is searched depth first, as llguidance compiles it: by recursion, on a stack that can overflow.
+        """
+        order: list[str] = []
+        seen = {start}
+        stack = [(start, 0, named(start))]
+        while stack:
+            name, depth, following = stack[-1]
+            for after, levels in following:
+                if after not in seen:
+                    seen.add(after)
+                    stack.append((after, depth + levels, named(after)))
+                    break
+            else:
+                stack.pop()
+                order.append(name)
+            if depth > _MOST_LEVELS:
+                raise InvalidConstraint(
+                    f"the grammar is nested too deeply: {start!r} leads to {name!r} through more than "
+                    f"{_MOST_LEVELS:,} rules and groups, each in the one before"
+                )
+        return [name for name in order if name in self._grammar.rules]
+
+    def _named(self, rule: str) -> Iterator[tuple[str, int]]:
+        """Yield the rules that one names, and how many levels of groups deep."""
+        return self._named_in(self._grammar.rules.get(rule, ()), 1)
+
+    def _named_in(self, options: Options, level: int) -> Iterator[tuple[str, int]]:
+        for option in options:
+            for item in option.items:
+                if item.rule in self._grammar.rules:
+                    yield item.rule, level
+                elif isinstance(item.inside, tuple):
+                    yield from self._named_in(item.inside, level + 1)
+
+    def _named_by_terminal(self, terminal: str) -> Iterator[tuple[str, int]]:
+        source = self._grammar.terminals[terminal].partition(":")[2]
+        levels = 1 + min(source.count("("), MOST_GROUPS)
+        for name in _NAMES.findall(source):
+            if name in self._grammar.terminals:
+                yield name, levels
+
+    @property
+    def dead(self) -> list[str]:
+        """The rules that derive nothing, ``start`` first."""
+        return [name for name in reversed(self._reached) if name not in self._alive]
+
+    def derives(self, name: str) -> bool:
+        """Tell whether some text derives from a rule; of an unknown one, which does not compile, True."""
+        return name in self._alive or name not in self._grammar.rules
+
+    def dead_ends(self) -> Iterator[tuple[int, int]]:
+        """Yield the places of what derives nothing, beside which something does."""
+        for name in self._reached:
+            if name in self._alive:
+                yield from self._dead_in(self._grammar.rules[name])
+
+    def _dead_in(self, options: Options) -> Iterator[tuple[int, int]]:
+        for option in options:
+            if not self._passes(option):
+                yield option.start, option.end
+                continue
+            for item in option.items:
+                if isinstance(item.inside, Grammar) and self._matches(item):
+                    yield from self._rules_in(item.inside).dead_ends()
+                elif isinstance(item.inside, tuple):
+                    yield from self._dead_in(item.inside)
+                elif not self._matches(item):
+                    yield item.start, item.end
+
+    def _ends(self, options: Options) -> bool:
+        return any(self._passes(option) for option in options)
+
+    def _passes(self, option: Option) -> bool:
+        return all(item.optional or self._matches(item) for item in option.items)
+
+    def _matches(self, item: Item) -> bool:
+        if isinstance(item.inside, Grammar):
+            return self._rules_in(item.inside).derives("start")
+        if item.inside is not None:
+            return self._ends(item.inside)
+        if item.terminal:
+            return not self._is_empty(item.terminal)
+        return not item.rule or self.derives(item.rule)
+
+    def _rules_in(self, nested: Grammar) -> _Rules:
+        rules = self._nested.get(id(nested))
+        if rules is None:
+            rules = self._nested[id(nested)] = _Rules(nested)
+        return rules
+
+    def _is_empty(self, terminal: str) -> bool:
+        """Tell whether a terminal, or a regular expression, matches nothing."""
+        if terminal not in self._empty:
+            sources = self._sources(terminal)
+            self._empty[terminal] = bool(
+                any(_MAY_BE_EMPTY.search(source) for source in [terminal, *sources])
+            ) and matches_nothing(
+                "\n".join(["start: _IT_", f"_IT_: {terminal}", *sources, *self._grammar.imports])
+            )
+        return self._empty[terminal]
+
+    def _sources(self, terminal: str) -> list[str]:
+        """The definitions of the terminals that one is made of."""
+        found: dict[str, str] = {}
+        left = [terminal]
+        while left:
+            for name in _NAMES.findall(left.pop()):
+                if name in self._grammar.terminals and name not in found:
+                    found[name] = self._grammar.terminals[name]
+                    left.append(found[name])
+        return list(found.values())

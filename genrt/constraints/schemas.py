@@ -1,0 +1,432 @@
+"""A JSON schema as llguidance gets it: the same values, without what it takes wrongly or too long over.
+
+What no finite value satisfies becomes ``false``, which llguidance leaves out of objects, arrays and
+unions. It would follow a ``$ref`` that leads back to itself, and masks would lead there. Formats that
+it knows too loosely become patterns. Numbers that it would round are refused, and so are sizes that it
+would work on for many seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+from genrt.constraints.formats import FORMATS, LONGEST
+from genrt.constraints.matching import checked_pattern, may_begin
+from genrt.errors import InvalidConstraint
+
+__all__ = ["schema_text"]
+
+Schema: TypeAlias = dict[str, Any]
+
+_MOST_ITEMS = 10_000
+_MOST_PROPERTIES = 2_000
+_MOST_REMAINDERS = 100_000
+_MOST_PATTERNS = 100
+_MOST_LEVELS = 500  # llguidance's stack overflows, which ends the process, at some 2,500
+_DEFINITIONS = ("$defs", "definitions")
+_MAPS = (*_DEFINITIONS, "properties", "patternProperties")
+_KEYWORDS = (
+    *("properties", "patternProperties", "additionalProperties"),
+    *("prefixItems", "items", "additionalItems", "allOf", "anyOf", "oneOf"),
+)
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+def schema_text(schema: object, options: Schema) -> str:
+    """Return a schema as JSON text, with llguidance's ``options`` unless it has its own.
+
+    Raises:
+        InvalidConstraint: it is no schema, has no JSON form, nothing satisfies it, or it is too large.
+    """
+    rules = _object_of(schema)
+    own = rules.pop("x-guidance", {})
+    if not isinstance(own, dict):
+        raise InvalidConstraint(f'the schema\'s "x-guidance" is {own!r}: give an object')
+    _Prepared(rules)
+    try:
+        return json.dumps({"x-guidance": options | own, **rules}, allow_nan=False)
+    except ValueError as error:
+        raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
+
+
+def _object_of(schema: object) -> Schema:
+    """Return a schema as an object of its own, read from its JSON text."""
+    if not isinstance(schema, str | dict | bool):
+        raise InvalidConstraint(
+            f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"
+        )
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+    except RecursionError as error:
+        raise InvalidConstraint(f"the JSON schema is nested too deeply: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
+    try:
+        rules = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidConstraint(f"the JSON schema is no JSON text: {error}") from error
+    if rules is True:
+        return {}
+    if rules is False:
+        raise InvalidConstraint("the JSON schema is false, which no text satisfies: change it")
+    if not isinstance(rules, dict):
+        raise InvalidConstraint(
+            f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"
+        )
+    return rules
+
+
+class _Prepared:
+    """The schemas within one, checked and changed in place."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._places: list[tuple[Any, Any, Schema]] = []
+        self._find(root)
+        for _, _, schema in self._places:
+            self._refuse_too_many_remainders(schema)
+        # Ids of the schemas that a finite value is known to satisfy.
+        self._alive: set[int] = set()
+        before = -1
+        while before < len(self._alive):
+            before = len(self._alive)
+            for _, _, schema in reversed(self._places):  # those inside before those around them
+                if id(schema) not in self._alive and self._has_values(schema):
+                    self._alive.add(id(schema))
+        if id(root) not in self._alive:
+            raise self._nothing()
+        for within, key, schema in self._places:
+            if id(schema) not in self._alive:
+                within[key] = False
+
+    def _find(self, root: Schema) -> None:
+        """Find all schemas within one, and those that it refers to, and check each.
+
+        It is searched depth first, as llguidance does, by recursion on a stack that can overflow. What is
+        only defined comes last: it may be referred to in ways that can't be told from the text.
+        """
+        seen: set[int] = set()
+        defined: list[tuple[Any, Any]] = []
+        stack: list[Iterator[tuple[Any, Any]]] = [iter([([root], 0)])]
+        while stack or defined:
+            stack = stack or [iter([defined.pop()])]
+            for within, key in stack[-1]:
+                schema = within[key]
+                if isinstance(schema, dict) and id(schema) not in seen:
+                    seen.add(id(schema))
+                    self._places.append((within, key, schema))
+                    _refuse_what_is_too_large(schema)
+                    _refuse_what_is_rounded(schema)
+                    _refuse_what_counts_names(schema)
+                    _replace_format(schema)
+                    _settle_patterns(schema)
+                    defined += _parts(schema, _DEFINITIONS)
+                    stack.append(self._following(schema))
+                    break
+            else:
+                stack.pop()
+            if len(stack) > _MOST_LEVELS:
+                raise InvalidConstraint(
+                    f"the JSON schema is nested too deeply: more than {_MOST_LEVELS} schemas, each in "
+                    "the one before or referred to by it"
+                )
+
+    def _following(self, schema: Schema) -> Iterator[tuple[Any, Any]]:
+        yield from _parts(schema, _KEYWORDS)
+        if (place := self._referred(schema)) is not None:
+            yield place
+
+    def _referred(self, schema: Schema) -> tuple[Any, Any] | None:
+        """Return where the schema of a ``$ref`` is, if that can be told from the text."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return None
+        identity = self._root.get("$id")
+        if isinstance(identity, str) and identity:
+            reference = reference.removeprefix(identity.rstrip("#"))
+        if reference in ("", "#", "#/"):
+            return [self._root], 0
+        if not reference.startswith("#/"):
+            return next(
+                (
+                    (within, key)
+                    for within, key, other in self._places
+                    if reference == f"#{other.get('$anchor')}"
+                ),
+                None,
+            )
+        within: Any = None
+        key: Any = None
+        here: Any = self._root
+        for step in unquote(reference[2:]).split("/"):
+            within, key = here, step.replace("~1", "/").replace("~0", "~")
+            try:
+                key = int(key) if isinstance(within, list) else key
+                here = within[key]
+            except (TypeError, ValueError, LookupError):
+                return None
+        return within, key
+
+    def _target(self, schema: Schema) -> Any:
+        """Return what a schema's ``$ref`` refers to; True where it has none or that can't be told."""
+        place = self._referred(schema)
+        return True if place is None else place[0][place[1]]
+
+    def _lives(self, schema: Any) -> bool:
+        return id(schema) in self._alive if isinstance(schema, dict) else schema is not False
+
+    def _has_values(self, schema: Schema) -> bool:
+        """Tell whether a finite value satisfies a schema if those within it have values as told so far.
+
+        That of two schemas whose conjunction nothing satisfies is found by llguidance, but for numbers.
+        """
+        for key in ("allOf", "anyOf", "oneOf"):
+            parts = schema.get(key)
+            judge = all if key == "allOf" else any
+            if isinstance(parts, list) and not judge(map(self._lives, parts)):
+                return False
+        if not self._lives(self._target(schema)):
+            return False
+        types = schema.get("type", _TYPES)
+        types = [types] if isinstance(types, str) else types
+        if "const" in schema or "enum" in schema or not isinstance(types, list | tuple):
+            return True
+        return any(self._has_values_of(schema, each) for each in types)
+
+    def _has_values_of(self, schema: Schema, kind: object) -> bool:
+        match kind:
+            case "object":
+                return all(map(self._lives, _required_properties(schema)))
+            case "array":
+                return all(map(self._lives, _required_items(schema)))
+            case "number" | "integer":
+                return _has_numbers(list(self._conjunction(schema)), kind == "integer")
+            case _:
+                return True
+
+    def _conjunction(self, schema: Schema) -> Iterator[Schema]:
+        """Yield a schema and those that hold with it, by ``allOf`` or ``$ref``."""
+        seen: set[int] = set()
+        left: list[Any] = [schema]
+        while left:
+            schema = left.pop()
+            if isinstance(schema, dict) and id(schema) not in seen:
+                seen.add(id(schema))
+                yield schema
+                parts = schema.get("allOf")
+                left += [*(parts if isinstance(parts, list) else []), self._target(schema)]
+
+    def _refuse_too_many_remainders(self, schema: Schema) -> None:
+        remainders = _remainders(_common_multiple(self._conjunction(schema)))
+        if remainders > _MOST_REMAINDERS:
+            raise InvalidConstraint(
+                f"the JSON schema's multipleOf needs {remainders:,} remainders to be told apart, and "
+                f"{_MOST_REMAINDERS:,} is the most: leave it out, and check it by a predicate"
+            )
+
+    def _nothing(self) -> InvalidConstraint:
+        dead = [schema for _, _, schema in self._places if id(schema) not in self._alive]
+        references = list(dict.fromkeys(each["$ref"] for each in dead if "$ref" in each))
+        if references:
+            why = f"{', '.join(map(repr, references[:3]))} leads back to itself without end"
+        elif any("multipleOf" in schema for schema in dead):
+            why = "no number from 0 on has this multipleOf within these bounds"
+        else:
+            why = "something in it is required, and can't be"
+        return InvalidConstraint(f"the JSON schema allows no value: {why}; change it")
+
+
+def _parts(schema: Schema, keys: Iterable[str]) -> Iterator[tuple[Any, Any]]:
+    """Yield the places of the schemas that are directly within one, under some of its keywords."""
+    for key in keys:
+        inside = schema.get(key)
+        if key in _MAPS and isinstance(inside, dict):
+            yield from ((inside, name) for name in inside)
+        elif key not in _MAPS and isinstance(inside, list):
+            yield from ((inside, index) for index in range(len(inside)))
+        elif key not in _MAPS and inside is not None:
+            yield schema, key
+
+
+def _required_properties(schema: Schema) -> Iterator[Any]:
+    """Yield the schemas of the properties that must be there."""
+    properties, required = schema.get("properties"), schema.get("required")
+    for name in required if isinstance(required, list) else []:
+        if isinstance(properties, dict) and isinstance(name, str) and name in properties:
+            yield properties[name]
+        elif "patternProperties" not in schema:
+            yield schema.get("additionalProperties", True)
+
+
+def _required_items(schema: Schema) -> Iterator[Any]:
+    """Yield the schemas of the items that must be there."""
+    count = schema.get("minItems", 0)
+    first, others = schema.get("prefixItems", []), schema.get("items", True)
+    if isinstance(others, list):
+        first, others = others, schema.get("additionalItems", True)
+    if isinstance(count, int) and isinstance(first, list):
+        yield from first[:count]
+        if count > len(first):
+            yield others
+
+
+def _has_numbers(schemas: list[Schema], integer: bool) -> bool:
+    """Tell whether some number satisfies several schemas. Without a ``multipleOf`` llguidance tells, and
+    with one it takes only those from 0 on."""
+    step = _common_multiple(schemas)
+    if step is None:
+        return True
+    step = _least_common_multiple(step, Fraction(1)) if integer else step
+    low, high = Fraction(0), None
+    above = below = False
+    for schema in schemas:
+        for key in _BOUNDS:
+            bound, strict = _number(schema.get(key)), key.startswith("exclusive")
+            if bound is None:
+                continue
+            # In draft 4, exclusiveMinimum says of minimum that it is.
+            strict = strict or schema.get(f"exclusive{key.capitalize()}") is True
+            if key.endswith("inimum") and (bound, strict) > (low, above):
+                low, above = bound, strict
+            if key.endswith("aximum") and (high is None or (-bound, strict) > (-high, below)):
+                high, below = bound, strict
+    first = step * math.ceil(low / step)
+    first += step if above and first == low else 0
+    return high is None or first < high or (first == high and not below)
+
+
+def _common_multiple(schemas: Iterable[Schema]) -> Fraction | None:
+    """Return the number of which all is a multiple that is one of every ``multipleOf``."""
+    common: Fraction | None = None
+    for schema in schemas:
+        step = _number(schema.get("multipleOf"))
+        if step == 0:
+            raise InvalidConstraint("the JSON schema has a multipleOf of 0: give a number above 0")
+        if step is not None:
+            common = abs(step) if common is None else _least_common_multiple(common, abs(step))
+    return common
+
+
+def _least_common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    scale = math.lcm(one.denominator, other.denominator)
+    return Fraction(math.lcm(int(one * scale), int(other * scale)), scale)
+
+
+def _remainders(step: Fraction | None) -> int:
+    """Return how many remainders an automaton for the decimal multiples of a number has to tell apart."""
+    if step is None:
+        return 1
+    while step.denominator != 1:
+        step *= 10
+    count = step.numerator
+    while count % 10 == 0:
+        count //= 10
+    return count
+
+
+def _number(value: object) -> Fraction | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return Fraction(repr(value))
+
+
+def _refuse_what_is_too_large(schema: Schema) -> None:
+    for key in ("minItems", "maxItems"):
+        count = schema.get(key)
+        if isinstance(count, int) and count > _MOST_ITEMS:
+            raise InvalidConstraint(
+                f"the JSON schema has {key} {count}, and {_MOST_ITEMS:,} is the most: leave it out, or "
+                "check it by a predicate"
+            )
+    for key, most in (("properties", _MOST_PROPERTIES), ("patternProperties", _MOST_PATTERNS)):
+        names = schema.get(key)
+        if isinstance(names, dict) and len(names) > most:
+            raise InvalidConstraint(
+                f"the JSON schema has an object of {len(names):,} {key}, and {most:,} is the most: "
+                "make it smaller"
+            )
+        for name in names if key == "patternProperties" and isinstance(names, dict) else ():
+            checked_pattern(name, "JSON schema's pattern")
+    if isinstance(pattern := schema.get("pattern"), str):
+        checked_pattern(pattern, "JSON schema's pattern")
+
+
+def _refuse_what_counts_names(schema: Schema) -> None:
+    # llguidance counts properties as they come, and lets a name that is not spelled out come twice.
+    least, required = schema.get("minProperties"), schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
+        raise InvalidConstraint(
+            f"the JSON schema has minProperties {least} and requires {len(required)} by name: take it "
+            "out, and check it by a predicate: all_of(json_schema(…), predicate(…))"
+        )
+
+
+def _refuse_what_is_rounded(schema: Schema) -> None:
+    left = [schema.get(key) for key in ("const", "enum", *_BOUNDS)]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, int) and (
+            abs(value) > 10**300 or Decimal(repr(float(value))) != value
+        ):
+            raise InvalidConstraint(
+                f"the JSON schema has the integer {value}, which is no 64-bit float and would "
+                "be rounded: leave it out, or give it as a string"
+            )
+
+
+def _replace_format(schema: Schema) -> None:
+    """Replace a format that llguidance knows too loosely by a pattern."""
+    form = schema.get("format")
+    if isinstance(form, str) and form in LONGEST:
+        longest = schema.get("maxLength", LONGEST[form])
+        schema["maxLength"] = min(longest, LONGEST[form]) if isinstance(longest, int) else longest
+    if not isinstance(form, str) or form not in FORMATS:
+        return
+    pattern = f"^(?:{FORMATS[form]})$"
+    parts = schema.get("allOf", [])
+    if "pattern" not in schema:
+        schema["pattern"] = pattern
+    elif isinstance(parts, list):
+        schema["allOf"] = [*parts, {"type": schema.get("type", list(_TYPES)), "pattern": pattern}]
+    del schema["format"]
+
+
+def _settle_patterns(schema: Schema) -> None:
+    """Take out what speaks of properties by patterns where no name is left that it could speak of."""
+    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    required = schema.get("required", [])
+    if not (patterns and isinstance(patterns, dict) and isinstance(properties, dict)):
+        return
+    names = [*properties, *(required if isinstance(required, list) else [])]
+    taken = dict.fromkeys(filter(lambda name: isinstance(name, str), names), False)
+    for pattern in list(patterns):
+        if not _has_names(taken, {pattern: True}, False):
+            values = patterns.pop(pattern)
+            for name in taken:
+                if not _has_names({name: True}, {pattern: False}, False):  # the name matches
+                    properties[name] = {"allOf": [properties.get(name, True), values]}
+    schema["properties"] = properties
+    if not _has_names(taken, dict.fromkeys(patterns, False), True):
+        schema["additionalProperties"] = False
+
+
+def _has_names(properties: Schema, patterns: Schema, others: bool) -> bool:
+    """Tell whether any name is left to an object of these schemas."""
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "patternProperties": patterns,
+        "additionalProperties": others,
+    }
+    return may_begin(f"start: %json {json.dumps(schema)}", b'{"')

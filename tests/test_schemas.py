@@ -1,0 +1,528 @@
+"""JSON schemas: what is in the set validates, no mask leads to a prefix of nothing, and limits hold at
+the call."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import json
+import uuid
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt.constraints import ConstraintState, grammar, json_schema
+from genrt.errors import InvalidConstraint, InvalidRequest
+from tests.vocabularies import EOS, allowed, lm_over, spelt
+
+Schema = dict[str, Any] | bool
+
+LETTERS = b'"{}[],:0123456789-.eabctrufalsn \\\xc3\xa9'
+LM = lm_over(*[bytes([byte]) for byte in LETTERS])
+BYTES = lm_over(*[bytes([byte]) for byte in range(256)])
+
+
+def takes(schema: Schema, text: str, **options: Any) -> bool:
+    """Whether a text is in the set."""
+    state = json_schema(schema, BYTES, **options).start()
+    try:
+        for byte in text.encode():
+            state = state.advance(1 + byte)
+    except InvalidRequest:
+        return False
+    return state.accepting
+
+
+names = st.sampled_from(["a", "b", "ab", "c", "é", 'a"'])
+bounds = st.sampled_from([-3, -1, 0, 1, 2, 7, 0.5, -0.25, 2.25])
+numbers = st.fixed_dictionaries(
+    {"type": st.sampled_from(["integer", "number"])},
+    optional={
+        "minimum": bounds,
+        "maximum": bounds,
+        "exclusiveMinimum": bounds,
+        "exclusiveMaximum": bounds,
+        "multipleOf": st.sampled_from([1, 3, 7, 0.5, 1.5]),
+    },
+)
+strings = st.fixed_dictionaries(
+    {"type": st.just("string")},
+    optional={
+        "minLength": st.sampled_from([0, 1, 3]),
+        "maxLength": st.sampled_from([0, 1, 2]),
+        "pattern": st.sampled_from(["^a+$", "b", "^$", "^[^a]$", "^[^\\s\\S]$"]),
+    },
+)
+leaves = st.one_of(
+    numbers,
+    strings,
+    st.sampled_from([True, False, {"type": "null"}, {"type": ["boolean", "null"]}]),
+    st.sampled_from([{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/m"}]),
+    st.lists(st.sampled_from([1, "a", None, [1], {"a": 1}, -0.5]), max_size=2).map(
+        lambda values: {"enum": values}
+    ),
+)
+inner = st.recursive(
+    leaves,
+    lambda inside: st.one_of(
+        st.fixed_dictionaries(
+            {"type": st.just("array")},
+            optional={
+                "items": inside,
+                "prefixItems": st.lists(inside, max_size=2),
+                "minItems": st.integers(0, 2),
+                "maxItems": st.integers(0, 2),
+            },
+        ),
+        st.fixed_dictionaries(
+            {"type": st.just("object")},
+            optional={
+                "properties": st.dictionaries(names, inside, max_size=3),
+                "required": st.lists(names, max_size=2, unique=True),
+                "additionalProperties": inside,
+                "patternProperties": st.dictionaries(
+                    st.sampled_from(["^a", "^b$", "^.$", "^a$", "^[^\\s\\S]$", "^.*"]),
+                    inside,
+                    max_size=1,
+                ),
+            },
+        ),
+        st.fixed_dictionaries({"anyOf": st.lists(inside, min_size=1, max_size=3)}),
+        st.fixed_dictionaries({"allOf": st.lists(inside, min_size=1, max_size=1)}),
+    ),
+    max_leaves=6,
+)
+
+
+def completed(state: ConstraintState, patience: list[int]) -> bytes | None:
+    """What completes a text: depth first, what closes first, up to 40 more bytes."""
+    order = sorted(range(len(LETTERS)), key=lambda i: b'"}]0123,:ab'.find(LETTERS[i]) % 100)
+    stack = [(state, b"")]
+    while stack and patience[0]:
+        patience[0] -= 1
+        state, text = stack.pop()
+        following = set(allowed(state))
+        if EOS in following:
+            return text
+        if len(text) < 40:
+            stack += [
+                (state.advance(1 + i), text + LETTERS[i : i + 1])
+                for i in reversed(order)
+                if 1 + i in following
+            ]
+    return None
+
+
+def exact(number: str) -> Decimal | float:
+    """A number as it is written; one with a huge exponent as a float."""
+    try:
+        return Decimal(number)
+    except ArithmeticError:
+        return float(number)
+
+
+def validator(schema: Schema) -> Any:
+    """A validator that computes with decimals, as one has to for multiples of 0.1."""
+    return jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.fixed_dictionaries({"n": inner, "m": inner}), inner, st.data())
+def test_any_text_that_masks_lead_to_can_be_completed_and_validates(
+    definitions: dict[str, Schema], one: Schema, data: st.DataObject
+) -> None:
+    schema = {"$defs": definitions, "allOf": [one]}
+    try:
+        state = json_schema(schema, LM).start()
+    except InvalidConstraint:
+        return
+    text, patience = b"", [3000]
+    for step in range(data.draw(st.integers(0, 25))):
+        following = sorted(set(allowed(state)) - {EOS})
+        if not following:
+            assert state.accepting, f"{text!r} is a dead end after {step} steps"
+            break
+        token_id = data.draw(st.sampled_from(following))
+        state = state.advance(token_id)
+        text += LM.byte_vocab[token_id]
+    rest = completed(state, patience)
+    if patience[0]:
+        assert rest is not None, f"{text!r} is the beginning of nothing"
+        value = json.loads((text + rest).decode(), parse_float=exact)
+        with contextlib.suppress(RecursionError):  # of jsonschema, where a $ref refers to itself
+            validator(schema).validate(value)
+
+
+NODE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/node"}},
+    "additionalProperties": False,
+}
+NO_MULTIPLE = {"multipleOf": 7, "minimum": 1, "maximum": 6}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        # What would go on without end is left out, and what ends is left.
+        (
+            {
+                "$defs": {"node": {**NODE, "required": ["next"]}},
+                "type": "array",
+                "items": {"$ref": "#/$defs/node"},
+            },
+            ["[]"],
+        ),
+        (
+            {
+                "$defs": {"node": {**NODE, "required": ["next"]}},
+                "anyOf": [{"$ref": "#/$defs/node"}, {"const": 1}, {"$ref": "#/anyOf/0"}],
+            },
+            ["1"],
+        ),
+        ({"$id": "http://x/y", "anyOf": [{"$ref": "http://x/y#"}, {"const": 1}]}, ["1"]),
+        (
+            {
+                "$defs": {
+                    "n": {"$anchor": "here", "type": "array", "minItems": 1, "items": {"$ref": "#here"}}
+                },
+                "anyOf": [{"$ref": "#here"}, {"const": 1}],
+            },
+            ["1"],
+        ),
+        (
+            {"components": {"a~/b": {"allOf": [{"$ref": "#/components/a~0~1b"}]}},
+             "anyOf": [{"$ref": "#/components/a~0~1b"}, {"const": 1}]},
+            ["1"],
+        ),
+        # Numbers that there are not.
+        ({"type": ["array", "integer"], "maxItems": 0, **NO_MULTIPLE}, ["[]"]),
+        ({"type": "array", "items": {"type": "number", "multipleOf": 0.5, "maximum": -1}}, ["[]"]),
+        (
+            {"type": "array", "items": {
+                "type": "integer", "allOf": [{"multipleOf": 4}, {"multipleOf": 6}],
+                "exclusiveMinimum": 0, "exclusiveMaximum": 12,
+            }},
+            ["[]"],
+        ),
+        ({"type": "integer", "multipleOf": 1.5, "minimum": 1, "maximum": 3}, ["3"]),
+        (
+            {"type": "integer", "multipleOf": 3, "minimum": 3, "maximum": 6, "exclusiveMaximum": True},
+            ["3"],
+        ),
+        # Names that are taken already.
+        (
+            {"type": "object", "properties": {"a": {"const": 1}},
+             "patternProperties": {"^a$": {"type": "integer"}}, "additionalProperties": False},
+            ["{}", '{"a": 1}'],
+        ),
+        (
+            {"type": "object", "required": ["a"], "patternProperties": {"^a$": {"const": 1}},
+             "additionalProperties": False},
+            ['{"a": 1}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^": False}},
+            ["{}"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[str]) -> None:
+    """All texts are found that masks lead to, and nothing else is a prefix."""
+    found = set()
+    stack: list[tuple[ConstraintState, str]] = [(json_schema(schema, LM).start(), "")]
+    while stack:
+        state, text = stack.pop()
+        following = allowed(state)
+        assert following, f"{text!r} is a dead end"
+        for token_id in following:
+            if token_id == EOS:
+                found.add(text)
+            elif len(text) < max(map(len, texts)):
+                longer = text + LM.byte_vocab[token_id].decode()
+                stack.append((state.advance(token_id), longer))
+    assert found == set(texts)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (
+            {
+                "$defs": {"n": {**NODE, "required": ["next"]}, "node": {"$ref": "#/$defs/n"}},
+                "$ref": "#/$defs/n",
+            },
+            "allows no value: '#/$defs/n', '#/$defs/node' leads back to itself without end",
+        ),
+        ({"$ref": "#"}, "'#' leads back to itself"),
+        ({"type": "integer", **NO_MULTIPLE}, "no number from 0 on has this multipleOf"),
+        (
+            {"type": "object", "required": ["a"], "additionalProperties": False},
+            "something in it is required",
+        ),
+        ({"allOf": [True, False]}, "something in it is required"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_nothing_satisfies_is_refused(schema: Schema, message: str) -> None:
+    with pytest.raises(InvalidConstraint) as caught:
+        json_schema(schema, LM)
+    assert message in str(caught.value)
+
+
+# Of each format that llguidance knows or genrt defines: what is of it, what is not, and who says so.
+FORMATS: list[tuple[str, list[str], list[str], Callable[[str], object] | None]] = [
+    (
+        "date",
+        ["2020-02-29", "2000-02-29", "1996-02-29", "0001-01-01", "9999-12-31", "0004-02-29"],
+        [
+            "2019-02-29",
+            "1900-02-29",
+            "2100-02-29",
+            "0000-01-01",
+            "2020-02-30",
+            "2021-04-31",
+            "2021-13-01",
+            "2021-00-01",
+            "2021-01-00",
+            "20210101",
+            "21-01-01",
+            "2021-1-1",
+            "2021-01-01T",
+            " 2021-01-01",
+        ],
+        datetime.date.fromisoformat,
+    ),
+    (
+        "time",
+        ["00:00:00Z", "23:59:59.999999+23:59", "12:30:00-05:00", "12:30:00.5Z"],
+        [
+            "24:00:00Z",
+            "12:60:00Z",
+            "12:00:60Z",
+            "12:00:00",
+            "12:00Z",
+            "1:00:00Z",
+            "12:00:00+24:00",
+            "12:00:00.Z",
+        ],
+        datetime.time.fromisoformat,
+    ),
+    (
+        "date-time",
+        ["2020-02-29T00:00:00Z", "1999-12-31T23:59:59.25+01:00"],
+        [
+            "2019-02-29T00:00:00Z",
+            "2020-01-01T00:00:60Z",
+            "2020-01-01 00:00:00Z",
+            "2020-01-01T00:00:00",
+            "0000-01-01T00:00:00Z",
+            "2020-01-01",
+        ],
+        datetime.datetime.fromisoformat,
+    ),
+    (
+        "duration",
+        ["P1Y2M3D", "PT1H", "P1DT12H30M5S", "P2W"],
+        ["P", "PT", "1Y", "P1S", "P1Y2W", "PT1D", "P-1D", "P1.5D", "P1YT"],
+        None,
+    ),
+    (
+        "email",
+        ["a@b", "a.b+c@d-e.org", "a@[127.0.0.1]"],
+        ["a", "@b", "a@", "a@b@c", "a b@c", ".a@b", "a.@b", "a@-b", "a@b..c", "a@[256.0.0.1]"],
+        None,
+    ),
+    (
+        "hostname",
+        ["a", "a-b.c", "x" * 63, ".".join(["x" * 63] * 3 + ["x" * 61])],
+        ["", "-a", "a-", "a..b", "a_b", "x" * 64, ".".join(["x" * 63] * 3 + ["x" * 62])],
+        None,
+    ),
+    (
+        "ipv4",
+        ["0.0.0.0", "255.255.255.255", "127.0.0.1"],
+        ["256.0.0.1", "1.2.3", "1.2.3.4.5", "01.2.3.4", "1.2.3.4/8"],
+        ipaddress.IPv4Address,
+    ),
+    (
+        "ipv6",
+        ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2", "1:2:3:4:5:6:7::", "::2:3:4:5:6:7:8"],
+        [
+            ":",
+            ":::",
+            "1::2::3",
+            "1:2:3:4:5:6:7",
+            "1:2:3:4:5:6:7:8:9",
+            "12345::",
+            "g::",
+            "fe80::1%eth0",
+        ],
+        ipaddress.IPv6Address,
+    ),
+    (
+        "uuid",
+        ["123e4567-e89b-12d3-a456-426614174000", "00000000-0000-0000-0000-000000000000"],
+        ["123e4567e89b12d3a456426614174000", "123e4567-e89b-12d3-a456-42661417400", "g" * 8],
+        uuid.UUID,
+    ),
+    (
+        "uri",
+        ["http://a.b/c?d=e#f", "mailto:a@b", "a:", "urn:x:y", "http://[::1]:80/"],
+        ["", "a", "//a/b", "http://a b", "1a:b", "http://[::1", "a:%zz", "a:b#c#d"],
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "valid", "invalid", "parse"), FORMATS, ids=[each[0] for each in FORMATS]
+)
+def test_formats(
+    form: str, valid: list[str], invalid: list[str], parse: Callable[[str], object] | None
+) -> None:
+    """The standard library reads whatever is of the format; with a pattern beside it, both hold."""
+    for schema in ({"format": form}, {"type": "string", "format": form, "maxLength": 300}):
+        assert [text for text in valid if not takes(schema, json.dumps(text))] == []
+        assert [text for text in invalid if takes(schema, json.dumps(text))] == []
+    if parse is not None:
+        for text in valid:
+            parse(text)
+    first = valid[0]
+    with_pattern = {
+        "format": form,
+        "pattern": "^" + "".join(f"\\x{ord(sign):02x}" for sign in first) + "$",
+    }
+    assert takes(with_pattern, json.dumps(first))
+    assert not any(takes(with_pattern, json.dumps(text)) for text in (*valid[1:], *invalid))
+
+
+def test_dates_are_the_days_that_there_are() -> None:
+    """All of 1900 to 2100, and no other day of any month."""
+    years = [f'"{year}-' for year in range(1900, 2101)]
+    months = [f"{month:02}-" for month in range(14)]
+    days = [f'{day:02}"' for day in range(33)]
+    lm = lm_over(*[token.encode() for token in [*years, *months, *days]])
+    start = json_schema({"type": "string", "format": "date"}, lm).start()
+    found: list[bytes] = []
+    for year in set(allowed(start)):
+        after_year = start.advance(year)
+        for month in allowed(after_year):
+            found += [spelt(lm, (year, month, day)) for day in allowed(after_year.advance(month))]
+    first = datetime.date(1900, 1, 1).toordinal()
+    every = range(first, datetime.date(2101, 1, 1).toordinal())
+    days_there_are = [f'"{datetime.date.fromordinal(day).isoformat()}"'.encode() for day in every]
+    assert sorted(found) == days_there_are
+
+
+def test_formats_hold_in_grammars_and_beside_other_types_too() -> None:
+    state = grammar('start: "x" %json {"format": "date"}', BYTES).start()
+    for byte in b'x"2019-02-2':
+        state = state.advance(1 + byte)
+    assert [BYTES.byte_vocab[token] for token in allowed(state)] == [
+        b"%d" % day for day in range(9)
+    ]
+    assert takes({"format": "date"}, "12")
+    assert not takes(
+        {"properties": {"format": {"const": "date"}}, "type": "object"}, '{"format": "2020-01-01"}'
+    )
+    assert takes({"const": {"format": "date"}}, '{"format": "date"}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**53 + 1},
+        {"enum": [1, [{"a": -(2**53) - 1}]]},
+        {"type": "integer", "minimum": 2**63},
+        {"type": "array", "items": {"exclusiveMaximum": 10**400}},
+        {"$defs": {"a": {"maximum": 2**53 + 1}}, "anyOf": [{"$ref": "#/$defs/a"}, {"const": 1}]},
+    ],
+)
+def test_integers_that_would_be_rounded_are_refused(schema: Schema) -> None:
+    with pytest.raises(InvalidConstraint, match="would be rounded"):
+        json_schema(schema, LM)
+
+
+@pytest.mark.parametrize(
+    "number", [0, -7, 2**53, -(2**53), 10**20, 0.1, -2.5, 1e-7, 0.1 + 0.2, 123456.789]
+)
+def test_numbers_are_taken_as_they_are(number: float) -> None:
+    written = f"{Decimal(repr(number)):f}"
+    assert takes({"const": number}, written)
+    assert takes({"type": "number", "minimum": number, "maximum": number}, written)
+    assert not takes({"const": number}, written + "1")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"multipleOf": 999_983}, "needs 999,983 remainders to be told apart, and 100,000 is the most"),
+        ({"type": "number", "multipleOf": 0.999983}, "needs 999,983 remainders"),
+        (
+            {"type": "integer", "multipleOf": 997, "allOf": [{"multipleOf": 991}]},
+            "needs 988,027 remainders",
+        ),
+        ({"multipleOf": 0}, "multipleOf of 0"),
+        ({"type": "array", "maxItems": 10_001}, "maxItems 10001, and 10,000 is the most"),
+        ({"type": "array", "minItems": 10**9}, "minItems 1000000000, and 10,000 is the most"),
+        ({"properties": {f"p{i}": True for i in range(2001)}}, "2,001 properties, and 2,000 is the most"),
+        ({"patternProperties": {f"^p{i}_": True for i in range(101)}}, "101 patternProperties"),
+        ({"pattern": "a?" * 10_001}, "pattern has 10,001 repetitions"),
+        ({"patternProperties": {"a?" * 10_001: True}}, "pattern has 10,001 repetitions"),
+        ({"minProperties": 2}, "minProperties 2 and requires 0 by name"),
+        ({"enum": [f"{i:07}" for i in range(200_000)]}, "too big"),
+        (
+            {
+                "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
+                | {"d3000": {}},
+                "$ref": "#/$defs/d0",
+            },
+            "nested too deeply",
+        ),
+        (json.loads("[" * 400 + "]" * 400), "give a dict"),
+        (json.loads('{"items":' * 200 + "true" + "}" * 200), "recursion limit exceeded"),
+        ('{"items":' * 100_000 + "true" + "}" * 100_000, "recursion"),
+    ],
+)  # fmt: skip
+def test_a_schema_beyond_the_limits_is_refused_at_the_call(schema: Any, message: str) -> None:
+    with pytest.raises(InvalidConstraint) as caught:
+        json_schema(schema, LM)
+    assert message in str(caught.value)
+
+
+LARGE: list[tuple[Schema, str]] = [
+    ({"properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}, '{"p1999": 1, "q": 2}'),
+    (
+        {"properties": {f"p{i}": {"const": i} for i in range(90)}, "required": ["p0", "p1", "p89"]},
+        json.dumps({f"p{i}": i for i in range(90)}),
+    ),
+    (
+        {"anyOf": [{"properties": {"kind": {"const": f"k{i}"}, f"p{i}": {"const": i}},
+                    "required": ["kind", f"p{i}"]} for i in range(1500)]},
+        '{"kind": "k1499", "p1499": 1499}',
+    ),
+    ({"type": "array", "maxItems": 10_000}, "[" + ", ".join(["1"] * 200) + "]"),
+    ({"enum": [f"value {i}" for i in range(20_000)]}, '"value 19999"'),
+    ({"type": "string", "maxLength": 10**9}, json.dumps("a" * 100)),
+    ({"type": "string", "pattern": "^([a-z]{2}[0-9]){0,10000}$"}, '"ab1cd2"'),
+    (json.loads('{"items":' * 100 + "true" + "}" * 100), "[" * 100 + "]" * 100),
+    ({"multipleOf": 9_973}, str(9_973 * 123_456_789)),
+    ({"type": "number", "multipleOf": 0.0001}, "12345.0678"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text"), LARGE)
+def test_what_is_taken_is_never_too_complex_in_the_midst_of_a_text(schema: Any, text: str) -> None:
+    """Objects of a thousand properties ran into llguidance's limits with their first brace."""
+    state = json_schema(schema, BYTES).start()
+    for place, byte in enumerate(text.encode()):
+        if place % 100 in (0, 1, 2, 20):
+            assert 1 + byte in allowed(state)
+        state = state.advance(1 + byte)
+    assert state.accepting
