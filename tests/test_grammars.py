@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from genrt.constraints import bitmasks, grammar, json_schema
 from genrt.errors import InvalidConstraint
 from genrt.lm import AsyncLM
-from tests.vocabularies import accepted, allowed, lm_over, matching, of_texts, spelt, vocabularies
+from tests.vocabularies import accepted, lm_over, matching, of_texts, spelt, vocabularies
 
 Schema = dict[str, Any] | bool
 

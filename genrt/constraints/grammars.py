@@ -83,20 +83,21 @@ def json_schema(
     whose ``$ref`` leads back to itself without end. Masks lead to beginnings of valid texts alone, unless
     schemas that hold together (``allOf``) contradict each other in numbers, or in names by patterns.
 
-    A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4, ipv6,
-    uuid, uri), and is an error where not. A keyword that llguidance does not implement (``not``, ``if``,
-    ``uniqueItems``, ``contains``, …) is an error: take it out of the schema and check it by a predicate,
-    ``all_of(json_schema(…), predicate(…))``.
+    A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4,
+    ipv6, uuid, uri), and is an error where not. A keyword that llguidance does not implement (``not``,
+    ``if``, ``uniqueItems``, ``contains``, …) is an error: take it out of the schema and check it by a
+    predicate, ``all_of(json_schema(…), predicate(…))``.
 
-    A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``, 2,000
-    properties or 100 patterns in one object, 100,000 for ``multipleOf`` (in its last decimal), 500 schemas
-    each in the one before, or llguidance's own limits. So are integers that are no 64-bit floats.
+    A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``,
+    2,000 properties or 100 patterns in one object, 100,000 for ``multipleOf`` (in units of its last
+    decimal), 500 schemas each in the one before, or llguidance's own limits. So are integers that are no
+    64-bit floats.
 
     Args:
-        whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and most
-            models write; ``"compact"``, none at all; ``"flexible"``, any between the parts, which makes the
-            texts of even one value infinitely many. There is none around the whole. llguidance's own
-            options, in the schema under ``"x-guidance"``, go before it.
+        whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and
+            most models write; ``"compact"``, none at all; ``"flexible"``, any between the parts, which
+            makes the texts of even one value infinitely many. There is none around the whole.
+            llguidance's own options, in the schema under ``"x-guidance"``, go before it.
 
     Raises:
         InvalidConstraint: the schema is not one, says more than llguidance can do, allows nothing at all,
@@ -118,10 +119,11 @@ def grammar(
     ``"lark"`` is llguidance's dialect of Lark: rules in lower case, terminals in upper case and as
     literals, ``/regular expressions/`` as in ``regex``, ``%import common.NUMBER``, ``%ignore``, inline
     ``%json {schema}`` as in ``json_schema``. There are no priorities, templates or look-around. **A
-    terminal takes the longest match**, and what could have matched less is not tried again: ``A "a"`` with
-    ``A: /a+/`` derives no text at all, and ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for
-    grammars over words, as those of programming languages are. Names of special tokens, and the rule options ``stop``,
-    ``max_tokens`` and ``temperature``, are refused, since what they say is not about the text.
+    terminal takes the longest match**, and what could have matched less is not tried again: ``A "a"``
+    with ``A: /a+/`` derives no text at all, and ``("a" | "ab") "b"`` only ``abb``. That is fast, and
+    right for grammars over words, as those of programming languages are. Names of special tokens, and
+    the rule options ``stop``, ``max_tokens`` and ``temperature``, are refused, since what they say is
+    not about the text.
 
     ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
     ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
