@@ -475,7 +475,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
         (
             "a property by pattern may have a name that is taken",
-            "if not _has_names(taken, {pattern: True}, False):",
+            "if not _has_names(taken, {pattern: True}):",
             "if False:",
         ),
         (

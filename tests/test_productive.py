@@ -118,7 +118,11 @@ def text_of(rules: Rules, syntax: str) -> str:
 
 def nodes(number: int) -> st.SearchStrategy[Node]:
     leaf = st.sampled_from(
-        [("letter", "a"), ("letter", "b"), ("letter", ""), *(("rule", i) for i in range(number))]
+        [
+            *(("letter", letter) for letter in ("a", "b", "")),
+            *(("rule", i) for i in range(number)),
+            *(("all of", ("letter", "a"), ("rule", i)) for i in range(number)),
+        ]
     )
     return st.recursive(
         leaf,
@@ -169,6 +173,7 @@ def test_masks_lead_to_the_prefixes_of_texts_and_nowhere_else(rules: Rules, synt
         ('start: "a" ~/b/ | "b"', ["a", "b"]),
         ('start: "a" [x] "b"\nx: x', ["a"]),
         ('start: x? "b"\nx: "a" x', ["b"]),
+        ('start: ("a" x | "b")? (x "b")* ("b" | ("a" "b" x | "b"))\nx: x', ["b"]),
         ('start: x~0 z{,2} "b"\nx: "a" x\nz: "a" z', ["b"]),
         ('start: x~1 | x{2,} | "b"\nx: "a" x', ["b"]),
         ('start: "a" | x -> y\n  | "b" x\nx[lazy]: x // "b"', ["a"]),

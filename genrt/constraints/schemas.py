@@ -203,7 +203,7 @@ class _Prepared:
     def _has_values_of(self, schema: Schema, kind: object) -> bool:
         match kind:
             case "object":
-                return all(map(self._lives, _required_properties(schema)))
+                return all(any(map(self._lives, each)) for each in _required_properties(schema))
             case "array":
                 return all(map(self._lives, _required_items(schema)))
             case "number" | "integer":
@@ -255,14 +255,17 @@ def _parts(schema: Schema, keys: Iterable[str]) -> Iterator[tuple[Any, Any]]:
             yield schema, key
 
 
-def _required_properties(schema: Schema) -> Iterator[Any]:
-    """Yield the schemas of the properties that must be there."""
+def _required_properties(schema: Schema) -> Iterator[list[Any]]:
+    """Yield of each property that must be there the schemas of which it satisfies one."""
     properties, required = schema.get("properties"), schema.get("required")
+    patterns = schema.get("patternProperties")
+    others = [*(patterns.values() if isinstance(patterns, dict) else ())]
+    others.append(schema.get("additionalProperties", True))
     for name in required if isinstance(required, list) else []:
         if isinstance(properties, dict) and isinstance(name, str) and name in properties:
-            yield properties[name]
-        elif "patternProperties" not in schema:
-            yield schema.get("additionalProperties", True)
+            yield [properties[name]]
+        else:
+            yield others
 
 
 def _required_items(schema: Schema) -> Iterator[Any]:
@@ -411,22 +414,20 @@ def _settle_patterns(schema: Schema) -> None:
     names = [*properties, *(required if isinstance(required, list) else [])]
     taken = dict.fromkeys(filter(lambda name: isinstance(name, str), names), False)
     for pattern in list(patterns):
-        if not _has_names(taken, {pattern: True}, False):
+        if not _has_names(taken, {pattern: True}):
             values = patterns.pop(pattern)
             for name in taken:
-                if not _has_names({name: True}, {pattern: False}, False):  # the name matches
+                if not _has_names({name: True}, {pattern: False}):  # the name matches
                     properties[name] = {"allOf": [properties.get(name, True), values]}
     schema["properties"] = properties
-    if not _has_names(taken, dict.fromkeys(patterns, False), True):
-        schema["additionalProperties"] = False
 
 
-def _has_names(properties: Schema, patterns: Schema, others: bool) -> bool:
-    """Tell whether any name is left to an object of these schemas."""
+def _has_names(properties: Schema, patterns: Schema) -> bool:
+    """Tell whether any name is left to an object of these properties and patterns alone."""
     schema = {
         "type": "object",
         "properties": properties,
         "patternProperties": patterns,
-        "additionalProperties": others,
+        "additionalProperties": False,
     }
     return may_begin(f"start: %json {json.dumps(schema)}", b'{"')
