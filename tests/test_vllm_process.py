@@ -10,6 +10,7 @@ import types
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,3 +181,20 @@ def test_no_object_is_asked_for_anything_where_vllm_looks_for_its_kernels(
         dispatcher._rebind_kernels([(kernel, wrapper)])
     assert owner.kernel is module.copied is wrapper
     assert {"vars", "hasattr"}.isdisjoint(vars(dispatcher))
+
+
+@pytest.mark.vllm
+@pytest.mark.promise(number=27)
+def test_the_seeds_of_vllms_warm_up_are_not_drawn_from_numpys_generator() -> None:
+    from vllm.v1.worker.gpu.sample import states
+
+    from genrt.engines.vllm_process import undisturbed
+
+    before = np.random.get_state(legacy=False)["state"]["key"].tobytes()
+    low, high = states._NP_INT64_MIN, states._NP_INT64_MAX
+    with undisturbed():
+        drawn = {states.np.random.randint(low, high) for _ in range(1000)}
+        assert states.np.full(2, 3).tolist() == [3, 3]
+    assert len(drawn) == 1000
+    assert np.random.get_state(legacy=False)["state"]["key"].tobytes() == before
+    assert states.np is np

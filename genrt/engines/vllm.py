@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import vllm
@@ -18,7 +19,7 @@ from genrt.engines.vllm_config import (
 )
 from genrt.engines.vllm_engine import VLLMEngine
 from genrt.engines.vllm_globals import Globals
-from genrt.engines.vllm_process import left_alone, undisturbed
+from genrt.engines.vllm_process import undisturbed
 from genrt.engines.vllm_self_test import self_test
 
 __all__ = ["open_vllm"]
@@ -41,13 +42,16 @@ def open_vllm(
     """
     check_version(vllm.__version__)
     own = Globals()
-    with TURN, own, left_alone() as restore, on_loopback(), undisturbed():
+    preload = os.environ.get("LD_PRELOAD")
+    with TURN, own, on_loopback(), undisturbed():
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         executor = Executor.get_class(config)
-        if (
-            config.parallel_config.world_size == 1
-        ):  # else vLLM's workers are processes, which need it
-            restore("LD_PRELOAD")
+        if config.parallel_config.world_size == 1:
+            # Only vLLM's workers, which are processes, need what it has set. Of every other process that
+            # it starts, the loader complains if the path has a space in it.
+            os.environ.pop("LD_PRELOAD", None)
+            if preload is not None:
+                os.environ["LD_PRELOAD"] = preload
         try:
             llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
         except Exception as error:

@@ -1,60 +1,39 @@
-"""What else is in the process where vLLM is opened: what would keep it from opening, and what it changes.
+"""What else is in the process where vLLM is opened, and keeps it from opening or is disturbed by it.
 
 Private and touched here: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
-calls them, ``torch.cpu._init_amx``, and vLLM's operator ``init_cpu_memory_env``. All hindrances were
-seen with vLLM 0.32: whoever imports genlm-backend before loading a model meets the first two.
+calls them, ``np`` as the V2 runner's sampling states call it, ``torch.cpu._init_amx``, vLLM's operator
+``init_cpu_memory_env``. All of it was seen with vLLM 0.32: whoever imports genlm-backend before loading a
+model meets the first two.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.triton_utils import HAS_TRITON
 
-__all__ = ["left_alone", "undisturbed"]
+__all__ = ["undisturbed"]
 
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
 BIND = "init_cpu_memory_env"
 
 
 @contextmanager
-def left_alone() -> Iterator[Callable[[str], None]]:
-    """Keep the environment, ``sys.excepthook`` and ``torch.set_num_threads`` as they are. vLLM is opened
-    inside of this, which yields what restores one variable before the end.
-
-    vLLM sets some ten variables, for its workers and for what it imports later; ``LD_PRELOAD`` among
-    them, about which every program complains that is started from a folder with a space in its path.
-    torch's process groups have exceptions printed with a rank, and vLLM's worker for CPUs puts a warning
-    in the place of ``torch.set_num_threads``.
-    """
-    environment, hook, set_num_threads = dict(os.environ), sys.excepthook, torch.set_num_threads
-
-    def restore(name: str) -> None:
-        if name in environment:
-            os.environ[name] = environment[name]
-        else:
-            os.environ.pop(name, None)
-
-    try:
-        yield restore
-    finally:
-        for name in {*environment, *os.environ}:
-            if os.environ.get(name) != environment.get(name):
-                restore(name)
-        sys.excepthook, torch.set_num_threads = hook, set_num_threads
-
-
-@contextmanager
 def undisturbed() -> Iterator[None]:
-    """Where there is no Triton, so on a CPU, vLLM is opened inside of this; elsewhere it does nothing.
+    """Open vLLM inside of this.
 
-    vLLM then has its runner V1 alone. An environment that demands V2 is put aside, until vLLM has read
-    it for the last time: when its engine is made.
+    The V2 runner gives the requests of its warm-up seeds from numpy's own generator, which is the user's:
+    here it gets another one.
+
+    The rest is for where there is no Triton, so for CPUs. vLLM has its runner V1 alone there. An
+    environment that demands V2 is put aside, until vLLM has read it for the last time: when its engine is
+    made.
 
     And vLLM looks for its kernels in every value of every module there is. It takes for granted that
     ``vars`` is a dictionary; an object that answers to any name, as numba's library does, makes one up.
@@ -66,9 +45,16 @@ def undisturbed() -> Iterator[None]:
     And it binds the process's memory to one node, and writes so to standard error. With one node that
     says nothing, so there it is left out.
     """
-    if HAS_TRITON:
-        yield
-        return
+    with _seeds_of_its_own():
+        if HAS_TRITON:
+            yield
+        else:
+            with _without_triton():
+                yield
+
+
+@contextmanager
+def _without_triton() -> Iterator[None]:
     from vllm.triton_utils import dispatcher
 
     if hasattr(torch.cpu, "_init_amx"):
@@ -82,6 +68,29 @@ def undisturbed() -> Iterator[None]:
         del dispatcher.vars, dispatcher.hasattr
         if demanded is not None:
             os.environ[V2] = demanded
+
+
+class _Numpy(ModuleType):
+    """numpy with another generator."""
+
+    def __init__(self) -> None:
+        super().__init__(np.__name__)
+        self.random = np.random.RandomState()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+@contextmanager
+def _seeds_of_its_own() -> Iterator[None]:
+    """Have the V2 runner's sampling states draw seeds from a generator that nobody else uses."""
+    from vllm.v1.worker.gpu.sample import states
+
+    states.np = _Numpy()
+    try:
+        yield
+    finally:
+        states.np = np
 
 
 @contextmanager
