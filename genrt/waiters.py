@@ -170,9 +170,10 @@ def _resolve(loop: asyncio.AbstractEventLoop | None, done: Sequence[tuple[Any, O
             with _DONE:  # cancelled, at any moment by a signal handler; or told by another thread
                 (future.set_exception if failed else future.set_result)(outcome)
             told += 1
-    except BaseException:
+    except BaseException as error:
         if loop is not None:
-            loop.call_soon(_resolve, loop, done[told:])
+            # One that was interrupted is told again; one that raised by itself would do so for ever.
+            loop.call_soon(_resolve, loop, done[told + isinstance(error, Exception) :])
         raise
 
 
