@@ -7,6 +7,8 @@ import contextvars
 import gc
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +34,7 @@ from genrt.inference import (
 from genrt.inference.blocking import blocking
 from genrt.lm import AsyncLM
 from genrt.texts import Text
-from tests import interrupts
+from tests import children, interrupts
 
 MODEL = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)
 
@@ -236,3 +238,18 @@ def test_a_second_interrupt_does_not_wait(lm: AsyncLM) -> None:
     [thread] = [each for each in threading.enumerate() if each.name == "genrt"]
     released.set()
     thread.join()
+
+
+def test_these_tests_do_not_hang_where_the_process_was_started_to_ignore_interrupts() -> None:
+    # As a shell starts what it puts in the background, a pytest of its own.
+    name = f"{__file__}::{test_an_interrupt_cancels_the_run.__name__}"
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{name}[SMC-False]"]
+    ended = subprocess.run(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *run],
+        cwd=children.ROOT,
+        env=children.environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert "1 passed" in ended.stdout, ended
