@@ -218,11 +218,15 @@ def check_contexts(contexts: Sequence[TokenIds]) -> Sequence[TokenIds]:
     contexts in a sequence."""
     given: object = contexts
     if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
-        return list(host_array(given, "contexts"))
+        contexts = given = list(host_array(given, "contexts"))
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InvalidRequest(
             "contexts must be a sequence of token-id sequences, "
             f"got {type(contexts).__name__}{advice_for(given)}"
+        )
+    if len(given) and isinstance(given[0], int | np.number):
+        raise InvalidRequest(
+            "contexts must be a sequence of token-id sequences, got one of them: give [token_ids]"
         )
     return contexts
 
@@ -235,7 +239,7 @@ def must_move(device: str | torch.device | None, own: torch.device) -> bool:
     """
     if device is None:
         return False
-    advice = f"device is {named(device)}: give {str(own)!r} or 'cpu'"
+    advice = f"device is {named(device)}: give " + " or ".join({repr(str(own)): 0, "'cpu'": 0})
     given: object = device
     if not isinstance(given, str | int | torch.device):  # or torch's error would show what it is
         raise InvalidRequest(advice)

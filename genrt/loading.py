@@ -18,7 +18,7 @@ from genrt.engine_thread import EngineThread, aside
 from genrt.engines import check_choice, open_engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import named
+from genrt.numbers import check_bool, named, shown
 
 if TYPE_CHECKING:
     from genrt.engines.exact import NGram
@@ -156,6 +156,7 @@ def _start(
     check_int("max_queued_bytes", flow["max_queued_bytes"], 1)
     if seed is not None:
         check_int("seed", seed, 0)
+    check_bool("residency", residency)
     if restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     if not isinstance(engine_options, Mapping | None):
@@ -171,20 +172,24 @@ def _start(
     if not callable(engine):
         check_choice(engine, model, options)
 
-    def open_by_name() -> Engine:
+    def opened() -> Engine:
+        if callable(engine):
+            return _checked(engine())
         found = model if engine == "exact" else models.resolve(cast("Any", model))
-        return open_engine(
-            cast("str", engine), found, options, reserve_bytes=cache_bytes, residency=residency
-        )
+        return open_engine(engine, found, options, reserve_bytes=cache_bytes, residency=residency)
 
     cache = RowCache(cache_bytes)
-    thread = EngineThread(
-        engine if callable(engine) else open_by_name,
-        cache,
-        restarts=restart == "auto",
-        **flow,
-    )
-    return thread, cache
+    return EngineThread(opened, cache, restarts=restart == "auto", **flow), cache
+
+
+def _checked(engine: object) -> Engine:
+    """Return what a user's function gave. Raises InvalidRequest if it is no engine."""
+    missing = [name for name in dir(Engine) if name[0] != "_" and not hasattr(engine, name)]
+    if missing:
+        raise InvalidRequest(
+            f"the function gave {shown(engine)}, which is no Engine: it has no {', '.join(missing)}"
+        )
+    return cast("Engine", engine)
 
 
 def _compared(lm: AsyncLM) -> AsyncLM:

@@ -90,6 +90,10 @@ _SWAPPED_INT64 = np.dtype(np.int64).newbyteorder()
 
 def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
     """Return what is to be read as token ids. Raises InvalidRequest for bools."""
+    if hasattr(mask, "start") and not isinstance(mask, range):
+        raise InvalidRequest(
+            "mask is a constraint: give the mask of a state, at first constraint.start().mask()"
+        )
     if hasattr(mask, "mask"):
         raise InvalidRequest(f"mask is a {type(mask).__name__}: give its mask, state.mask()")
     given = tuple(mask) if isinstance(mask, Set) else mask

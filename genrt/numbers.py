@@ -8,7 +8,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["check_float", "check_int", "named", "shown"]
+__all__ = ["check_bool", "check_float", "check_int", "named", "shown"]
 
 _LONG = 10**40
 """Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
@@ -27,6 +27,13 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
         bound = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidRequest(f"{name} must be {bound}, got {shown(number)}")
     return number
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return the value. Raises InvalidRequest if it is no truth value."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be True or False, got {named(value)}")
+    return value
 
 
 def check_float(name: str, value: object, low: float, high: float) -> float:

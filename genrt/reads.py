@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,12 @@ class Reads:
         # among 2**62 numbers, so that no two runtimes share one, nor one with the seeds that users give.
         [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         self._nonces = itertools.count(int(first) >> 2)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a runtime cannot be copied or pickled, since it owns an engine and its thread: hand it on "
+            "as it is, and load another one in another process"
+        )
 
     async def draw(
         self,

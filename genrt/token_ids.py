@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -67,13 +67,19 @@ def host_array(table: Table, name: str) -> np.ndarray:
         raise InvalidRequest(f"{name} cannot be read: {error}") from error
 
 
-def advice_for(encoding: object) -> str:
-    """Return what a message adds where a tokenizer's encoding was given for token ids; else nothing."""
-    if isinstance(encoding, Mapping) and "input_ids" in encoding:
+def advice_for(given: object) -> str:
+    """Return what a message adds about something that was given for token ids; may be empty."""
+    if isinstance(given, Mapping) and "input_ids" in given:
         return "; give its token ids, encoding['input_ids'], or lm.encode(text)"
-    if hasattr(encoding, "ids") and hasattr(encoding, "attention_mask"):
+    if isinstance(given, Mapping) and "role" in given:
+        return "; for a conversation, give lm.encode_chat(messages)"
+    if hasattr(given, "ids") and hasattr(given, "attention_mask"):
         return "; give its token ids, encoding.ids, or lm.encode(text)"
-    return ""
+    if isinstance(given, str | bytes):
+        return "; for text, give lm.encode(text)"
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
+        return "; give one token id in a list"
+    return "; give a list" if isinstance(given, Iterable) else ""
 
 
 def _sequence(token_ids: object, name: str) -> Sequence[int]:
@@ -83,10 +89,8 @@ def _sequence(token_ids: object, name: str) -> Sequence[int]:
     if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(
         token_ids, Sequence
     ):
-        advice = advice_for(token_ids) or "; for text, give encode(text)"
-        raise InvalidRequest(
-            f"{name} must be a sequence of int, got {type(token_ids).__name__}{advice}"
-        )
+        kind = type(token_ids).__name__
+        raise InvalidRequest(f"{name} must be a sequence of int, got {kind}{advice_for(token_ids)}")
     return token_ids
 
 
@@ -109,7 +113,7 @@ def _integers(token_ids: Table, name: str) -> list[int]:
 def _what_is_wrong(token_ids: Sequence[Any], vocab_size: int, name: str) -> str:
     for position, token_id in enumerate(token_ids):
         if not isinstance(token_id, int | np.integer):
-            kind = type(token_id).__name__
+            kind = type(token_id).__name__ + (advice_for(token_id) if position == 0 else "")
             return f"{name} must be int, but at position {position} there is a {kind}"
         if not 0 <= token_id < vocab_size:
             return (

@@ -64,7 +64,7 @@ SAME: list[Callable[[list[int]], Any]] = [
 ]
 
 BAD_IDS: list[tuple[Any, str]] = [
-    ("text", r"got str; for text, give encode\(text\)"),
+    ("text", r"got str; for text, give lm.encode\(text\)"),
     (b"\x01", "got bytes"),
     (bytearray(b"\x01"), "got bytearray"),
     (memoryview(b"\x01"), "got memoryview"),

@@ -289,7 +289,7 @@ def wrong_calls() -> Iterator[tuple[str, Call, type[Exception], str]]:
             call = lambda lm, n=name, c=contexts: getattr(lm, n)(c)  # type: ignore[misc]
             yield f"{name}({contexts!r})", call, InvalidRequest, "contexts must be a sequence"
         call = lambda lm, n=name: getattr(lm, n)([1, 2])  # type: ignore[misc]
-        yield f"{name}(flat)", call, InvalidRequest, "got int"
+        yield f"{name}(flat)", call, InvalidRequest, "got one of them"
     for name, options, error, message in OF_BATCHES:
         for suffix in ("", "_sync"):
             for batch in ([], [[1]], np.zeros((0, 3), int)):

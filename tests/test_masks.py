@@ -173,7 +173,7 @@ WRONG: list[tuple[Any, str]] = [
     (True, "got bool"),
     (3, "got int"),
     (None.__class__, "got type"),
-    ("text", r"got str; for text, give encode\(text\)"),
+    ("text", r"got str; for text, give lm.encode\(text\)"),
     (b"\1" * V, "got bytes"),
     (bytearray(V), "got bytearray"),
     (memoryview(b"\1" * V), "got memoryview"),

@@ -70,7 +70,10 @@ def test_neither_a_demand_for_the_runner_v2_nor_numba_keeps_it_from_opening(llam
 
 
 @pytest.mark.vllm
-def test_a_process_that_opens_vllm_and_asks_it_writes_nothing_of_its_own(llama: Path) -> None:
+@pytest.mark.parametrize("level", [{}, {"VLLM_LOGGING_LEVEL": "ERROR"}])
+def test_a_process_that_opens_vllm_and_asks_it_writes_nothing_of_its_own(
+    llama: Path, level: dict[str, str]
+) -> None:
     """No log, no warning, no progress bar. vLLM tells where it binds memory to one of several nodes."""
     from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
@@ -80,7 +83,7 @@ def test_a_process_that_opens_vllm_and_asks_it_writes_nothing_of_its_own(llama: 
         capture_output=True,
         check=False,
         cwd=ROOT,
-        env=environment,
+        env=environment | level,
         text=True,
     )
     assert end.returncode == 0, end.stderr

@@ -42,6 +42,10 @@ def all_of(*constraints: Constraint) -> Constraint:
     Raises:
         InvalidConstraint: no constraints, something that is none, or vocabularies that differ.
     """
+    if len(constraints) == 1 and isinstance(constraints[0], list | tuple):
+        raise InvalidConstraint(
+            "the constraints are in one list: give them one by one, all_of(*constraints)"
+        )
     if not constraints:
         raise InvalidConstraint("a product needs at least one constraint")
     factors: list[Constraint] = []

@@ -58,6 +58,9 @@ def schema_text(schema: object, options: Schema) -> str:
 
 def _object_of(schema: object) -> Schema:
     """Return a schema as an object of its own, read from its JSON text."""
+    if hasattr(schema, "model_json_schema"):  # pydantic's
+        name = (schema if isinstance(schema, type) else type(schema)).__name__
+        raise InvalidConstraint(f"the JSON schema is {name}: give {name}.model_json_schema()")
     if not isinstance(schema, str | dict | bool):
         raise InvalidConstraint(
             f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"

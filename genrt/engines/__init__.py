@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -77,9 +78,10 @@ def open_engine(
 
 def _open_vllm(model: Any, options: dict[str, Any], reserve_bytes: int, residency: bool) -> Engine:
     logger = logging.getLogger("vllm")
-    if "VLLM_LOGGING_LEVEL" not in os.environ and logger.level == logging.NOTSET:
+    if logger.level == logging.NOTSET:
         # vLLM sets its level when it is opened, and logs what it finds out before, when it is imported.
-        logger.setLevel(logging.ERROR)
+        with contextlib.suppress(ValueError):  # vLLM says itself which levels there are
+            logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
     try:
         from genrt.engines.vllm import open_vllm
     except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -40,6 +41,8 @@ class NGram:
         Raises:
             InvalidRequest: shapes that don't fit, NaN, +inf, or a row of nothing but -inf.
         """
+        if not isinstance(table, Tensor):
+            raise InvalidRequest(f"the table is a {type(table).__name__}: give a tensor")
         self._tokenizer = BytesTokenizer(vocabulary, eos_token_id=eos_token_id)
         self._vocabulary = tuple(vocabulary)
         size = len(self._vocabulary)
@@ -169,11 +172,11 @@ class NGram:
                     if row[token] > -math.inf
                 ]
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the model to ``directory``, which is made if need be, as one safetensors file."""
         from safetensors.torch import save_file
 
-        directory.mkdir(parents=True, exist_ok=True)
+        os.makedirs(directory, exist_ok=True)
         eos = self.eos_token_id
         save_file(
             {
@@ -182,11 +185,11 @@ class NGram:
                 "lengths": torch.tensor([len(token) for token in self._vocabulary]),
                 "eos_token_id": torch.tensor([-1 if eos is None else eos]),
             },
-            directory / _FILE_NAME,
+            Path(directory, _FILE_NAME),
         )
 
     @classmethod
-    def load(cls, directory: Path) -> NGram:
+    def load(cls, directory: str | os.PathLike[str]) -> NGram:
         """The model that ``save`` wrote.
 
         Raises:
@@ -195,7 +198,7 @@ class NGram:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        path = directory / _FILE_NAME
+        path = Path(directory, _FILE_NAME)
         try:
             stored = load_file(path)
             joined, lengths = bytes(stored["vocabulary"].tolist()), stored["lengths"].tolist()

@@ -24,7 +24,7 @@ import numpy as np
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
-from genrt.inference.checks import finite, frozen, integer, seeds_of_step
+from genrt.inference.checks import finite, frozen, integer, seeds_of_step, state_of
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Floats
@@ -116,7 +116,8 @@ class Rejection:
 
     def is_done(self, state: Kept) -> bool:
         """Whether enough was kept, or drawn."""
-        return len(state.texts) >= self._num_samples or state.drawn >= self._max_texts
+        enough = len(state_of(Kept, state).texts) >= self._num_samples
+        return enough or state.drawn >= self._max_texts
 
     async def step(self, state: Kept) -> tuple[Kept, tuple[Drawn, ...]]:
         """One batch more, up to the last text that is wanted; nothing if it is done.
@@ -127,7 +128,7 @@ class Rejection:
             InvalidRequest: a potential above the bound.
             GenrtError: whatever the model raised.
         """
-        own, models = seeds_of_step(state.seed, state.step)
+        own, models = seeds_of_step(state_of(Kept, state).seed, state.step)
         missing = self._num_samples - len(state.texts)
         count = min(self._batch_size, self._max_texts - state.drawn) if missing > 0 else 0
         texts = await self._plain.texts(count, models)
@@ -256,7 +257,7 @@ class BestOfN:
         Raises:
             GenrtError: whatever the model raised.
         """
-        _, models = seeds_of_step(state.seed, state.step)
+        _, models = seeds_of_step(state_of(Ranked, state).seed, state.step)
         texts = await self._plain.texts(self._n, models)
         scores = await self._plain.log_weights(texts, self._score)
         after = Ranked((*state.texts, *texts), (*state.scores, *scores), state.step + 1, state.seed)

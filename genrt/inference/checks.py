@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ __all__ = [
     "prompt_ids",
     "runtime",
     "seeds_of_step",
+    "state_of",
     "token_bytes",
 ]
+
+S = TypeVar("S")
 
 
 def integer(name: str, value: Any, *, at_least: int) -> int:
@@ -72,6 +75,13 @@ def runtime(lm: Any) -> AsyncLM:
     return lm
 
 
+def state_of(kind: type[S], state: S) -> S:
+    """Return an algorithm's state. Raises InvalidRequest if it is none."""
+    if not isinstance(state, kind):
+        raise InvalidRequest(f"the state is {state!r}: give a state, at first that of init(seed)")
+    return state
+
+
 def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
     """Return ``lm.byte_vocab``, or nothing for every token where there is no tokenizer that has one."""
     try:
@@ -92,6 +102,10 @@ def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:
         given = lm.encode(prompt) if isinstance(prompt, str) else list(prompt)
     except TypeError as error:
         raise InvalidRequest(f"the prompt is {prompt!r}: give a str, or token ids") from error
+    if given and isinstance(given[0], Mapping):
+        raise InvalidRequest(
+            "the prompt is a list of dicts: for a conversation, give lm.encode_chat(messages)"
+        )
     ids = tuple(integer("a token id", each, at_least=0) for each in given)
     if not ids:
         raise InvalidRequest("the prompt is empty: give at least one token")

@@ -16,7 +16,7 @@ import torch
 
 from genrt.constraints import Constraint, amasks
 from genrt.constraints.tokens import Tokens, unpacked
-from genrt.inference.checks import constraint_start, integer, prompt_ids
+from genrt.inference.checks import constraint_start, integer, prompt_ids, runtime
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 
@@ -44,6 +44,7 @@ def infilling(
     Raises:
         InvalidRequest: an argument is out of its range.
     """
+    runtime(lm)
     before, after = prompt_ids(lm, prefix), prompt_ids(lm, suffix)
     longest = integer("max_tokens", max_tokens, at_least=0)
     start = None if constraint is None else constraint_start(lm, constraint)

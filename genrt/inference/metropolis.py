@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
-from genrt.inference.checks import frozen, integer, seeds_of_step
+from genrt.inference.checks import frozen, integer, seeds_of_step, state_of
 from genrt.inference.diagnostics import chain_statistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.progress import Progress
@@ -153,7 +153,7 @@ class MetropolisHastings:
         Raises:
             GenrtError: whatever the model raised.
         """
-        own, models = seeds_of_step(state.seed, state.step)
+        own, models = seeds_of_step(state_of(Chains, state).seed, state.step)
         rng, seeds = np.random.default_rng(own), np.random.SeedSequence(models)
         if state.step == 0:
             return await self._begun(state, seeds)

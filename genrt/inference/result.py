@@ -115,16 +115,22 @@ class Result:
         return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
 
     def expectation(self, function: Callable[[Any], float]) -> float:
-        """The posterior mean of a function of the values; NaN if every particle died."""
-        if not self._is_alive:
-            return math.nan
-        return float(
-            sum(
-                weight * function(value)
-                for value, weight in zip(self.values, self.weights, strict=True)
-                if weight > 0
-            )
-        )
+        """The posterior mean of a function of the values; NaN if every particle died.
+
+        Raises:
+            InvalidRequest: the function gives something that is no number.
+        """
+        mean = 0.0 if self._is_alive else math.nan
+        for value, weight in zip(self.values, self.weights, strict=True):
+            if weight > 0:
+                found = function(value)
+                try:
+                    mean += float(weight * found)
+                except (TypeError, ValueError) as error:
+                    raise InvalidRequest(
+                        f"expectation takes a function that gives numbers, and this one gave {found!r}"
+                    ) from error
+        return mean
 
     def sample(self, count: int, *, seed: int) -> list[Any]:
         """Draw values from the posterior, independently given the particles.

@@ -28,7 +28,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
-from genrt.inference.checks import finite, frozen, integer, seeds_of_step
+from genrt.inference.checks import finite, frozen, integer, seeds_of_step, state_of
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
@@ -114,7 +114,7 @@ class SMC:
         Raises:
             GenrtError: whatever the model raised.
         """
-        for_resampling, for_tokens = seeds_of_step(state.seed, state.step)
+        for_resampling, for_tokens = seeds_of_step(state_of(State, state).seed, state.step)
         before, particles, unfinished = state.log_weights, state.particles, state.unfinished
         ancestors = np.arange(len(before))
         resampled = bool(unfinished) and self._is_due(state)
@@ -148,7 +148,7 @@ class SMC:
 
     async def steps(self, state: State) -> AsyncIterator[tuple[State, Info]]:
         """Step until nothing is left to extend, from ``init(seed)`` or from any later state."""
-        while not state.done:
+        while not state_of(State, state).done:
             state, info = await self.step(state)
             yield state, info
 

@@ -1,0 +1,177 @@
+"""What new users get wrong, beside single arguments: each is refused at once, and told what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.constraints import all_of, json_schema, regex
+from genrt.engines.exact import NGram
+from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest
+from genrt.inference import SMC, BestOfN, MetropolisHastings, Rejection, TextModel, infilling
+from genrt.lm import AsyncLM
+
+MODEL = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)
+CHAT = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact") as lm:
+        yield lm
+
+
+class Schema:
+    """As a pydantic model."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return {"type": "integer"}
+
+
+def smc(lm: AsyncLM) -> SMC:
+    return SMC(TextModel(lm, [0], max_tokens=3), num_particles=2)
+
+
+MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
+    "one context for a batch": (
+        lambda lm: lm.batch_next_token_logprobs_sync([0, 1]),  # type: ignore[list-item]
+        InvalidRequest,
+        r"contexts must be.*got one of them: give \[token_ids\]",
+    ),
+    "one context in a tensor for a batch": (
+        lambda lm: lm.batch_draw_sync(torch.tensor([0, 1])),  # type: ignore[arg-type]
+        InvalidRequest,
+        r"got one of them: give \[token_ids\]",
+    ),
+    "a token id for several": (
+        lambda lm: lm.sample_sync([0], max_tokens=1, stop_token_ids=3),  # type: ignore[arg-type]
+        InvalidRequest,
+        "stop_token_ids must be a sequence of int, got int; give one token id in a list$",
+    ),
+    "an iterator": (
+        lambda lm: lm.decode(i for i in [0]),  # type: ignore[arg-type]
+        InvalidRequest,
+        "got generator; give a list$",
+    ),
+    "a conversation for token ids": (
+        lambda lm: lm.next_token_logprobs_sync(CHAT),  # type: ignore[arg-type]
+        InvalidRequest,
+        r"there is a dict; for a conversation, give lm\.encode_chat\(messages\)",
+    ),
+    "a conversation for a prompt": (
+        lambda lm: TextModel(lm, CHAT, max_tokens=3),  # type: ignore[arg-type]
+        InvalidRequest,
+        r"for a conversation, give lm\.encode_chat\(messages\)",
+    ),
+    "a constraint for a mask": (
+        lambda lm: lm.draw_sync([0], mask=regex("a", lm)),  # type: ignore[arg-type]
+        InvalidRequest,
+        r"mask is a constraint: give the mask of a state.*constraint\.start\(\)\.mask\(\)",
+    ),
+    "a device that is none": (
+        lambda lm: lm.next_token_logprobs_sync([0], device="gpu"),
+        InvalidRequest,
+        "device is 'gpu': give 'cpu'$",
+    ),
+    "constraints in a list": (
+        lambda lm: all_of([regex("a", lm)]),  # type: ignore[call-overload]
+        InvalidConstraint,
+        r"give them one by one, all_of\(\*constraints\)",
+    ),
+    "a pydantic model for a schema": (
+        lambda lm: json_schema(Schema, lm),  # type: ignore[arg-type]
+        InvalidConstraint,
+        r"give Schema\.model_json_schema\(\)",
+    ),
+    "a compiled regular expression": (
+        lambda lm: regex(re.compile("a"), lm),  # type: ignore[arg-type]
+        InvalidConstraint,
+        r"give its text, pattern\.pattern",
+    ),
+    "arguments swapped": (
+        lambda lm: infilling("a", "b", lm, max_tokens=2),  # type: ignore[arg-type]
+        InvalidRequest,
+        "lm is a str: give what genrt.load returned",
+    ),
+    "an expectation of what is no number": (
+        lambda lm: smc(lm).run_sync(0).expectation(str),  # type: ignore[arg-type]
+        InvalidRequest,
+        "expectation takes a function that gives numbers, and this one gave '",
+    ),
+    "an engine that is none": (
+        lambda lm: genrt.load(engine=lambda: 3),  # type: ignore[arg-type,return-value]
+        InvalidRequest,
+        "the function gave 3, which is no Engine: it has no .*submit",
+    ),
+    "an option that is neither on nor off": (
+        lambda lm: genrt.load(MODEL, engine="exact", residency="no"),  # type: ignore[arg-type]
+        InvalidRequest,
+        "residency must be True or False, got 'no'",
+    ),
+    "a table that is no tensor": (
+        lambda lm: NGram([b"a"], [[1.0]]),  # type: ignore[arg-type]
+        InvalidRequest,
+        "the table is a list: give a tensor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_with_what_to_do(lm: AsyncLM, name: str) -> None:
+    mistake, error, message = MISTAKES[name]
+    with pytest.raises(error, match=message):
+        mistake(lm)
+
+
+ALGORITHMS: list[Callable[[TextModel], Any]] = [
+    lambda model: SMC(model, num_particles=2),
+    lambda model: MetropolisHastings(model, num_chains=2, num_steps=2),
+    lambda model: Rejection(model, num_samples=2, max_texts=4),
+    lambda model: BestOfN(model, n=2),
+]
+
+
+@pytest.mark.parametrize("make", ALGORITHMS)
+def test_a_seed_in_place_of_a_state_is_refused(
+    lm: AsyncLM, make: Callable[[TextModel], Any]
+) -> None:
+    algorithm = make(TextModel(lm, [0], max_tokens=3))
+    for stepping in (lambda: anext(algorithm.steps(0)), lambda: algorithm.step(0)):
+
+        async def main(stepping: Any = stepping) -> None:
+            await stepping()
+
+        if hasattr(algorithm, "steps") or stepping.__code__.co_names[0] == "step":
+            with pytest.raises(
+                InvalidRequest, match=r"give a state, at first that of init\(seed\)"
+            ):
+                asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_runtime_is_not_copied_and_says_so(lm: AsyncLM, way: Callable[[Any], Any]) -> None:
+    for what in (lm, TextModel(lm, [0], max_tokens=3)):
+        if way is copy.copy and what is not lm:
+            assert copy.copy(what) is not what  # which shares the runtime
+            continue
+        with pytest.raises(TypeError, match="a runtime cannot be copied or pickled"):
+            way(what)
+    gc.collect()
+    assert lm.next_token_logprobs_sync([0]).shape == (4,)
+
+
+def test_a_model_is_saved_and_loaded_by_the_name_of_its_folder(tmp_path: Any) -> None:
+    MODEL.save(str(tmp_path / "new" / "model"))
+    again = NGram.load(str(tmp_path / "new" / "model"))
+    assert torch.equal(again.row([0]), MODEL.row([0]))
