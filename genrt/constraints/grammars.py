@@ -41,13 +41,11 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     Raises:
         InvalidConstraint: the pattern does not compile or is too complex, or there is no end token.
     """
-    if not isinstance(pattern, str):
-        advice = (
-            "its text, pattern.pattern"
-            if isinstance(pattern, re.Pattern)
-            else "a regular expression as str"
-        )
-        raise InvalidConstraint(f"the pattern is {pattern!r}; give {advice}")
+    given: object = pattern
+    if isinstance(given, re.Pattern):
+        raise InvalidConstraint(f"the pattern is {pattern!r}; give its text, pattern.pattern")
+    if not isinstance(given, str):
+        raise InvalidConstraint(f"the pattern is {pattern!r}; give a regular expression as str")
     name = f"regular expression {pattern[:60]!r}{'…' if len(pattern) > 60 else ''}"
     # llguidance drops a last, lone backslash without a word.
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
