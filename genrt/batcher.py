@@ -40,7 +40,7 @@ from genrt.cache import RowCache
 from genrt.engine import Adapter, Finished, LogprobsRequest, Request, Result, survived
 from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
 from genrt.flight import Flight, Window
-from genrt.gathering import MOST_AT_ONCE, AtOnce, Gatherings
+from genrt.gathering import AtOnce, Gatherings
 from genrt.statistics import BatcherStatistics
 from genrt.waiters import (
     Entry,
@@ -106,27 +106,30 @@ class Batcher:
         """The results in order, each in storage of its own; equal requests may appear more than once.
         With ``stacked``, the only result is the stack of the rows, of which there is at least one.
 
-        Cancelling the await withdraws this caller alone. Works on any running event loop, and lets it go
-        round now and then however many questions the cache answers.
+        Cancelling the await withdraws this caller alone. Any running loop will do; it goes round now and
+        then, however many questions the cache answers.
 
         Raises:
-            EngineFailed: the step that one of the requests was in failed; the other requests of this
-                question are withdrawn.
+            EngineFailed: the step of one of the requests failed; the question's others are withdrawn.
             TimedOut: there was no answer within ``timeout`` seconds; the question is withdrawn.
             Closed: the batcher is closed, or was while this waited.
         """
-        if self._at_once.count >= MOST_AT_ONCE:
-            await asyncio.sleep(0)  # nothing is asked yet: cancelled here, it did not happen
-            self._at_once.count = 0  # not before: with a timeout, this function comes here again
-        if timeout is not None:
-            return await within(timeout, self.ask(requests, stacked=stacked))
+        try:
+            asked = self._asked(requests, stacked)
+            results = await (asked if timeout is None else within(timeout, asked))
+        except GenrtError:
+            await self._at_once.go_round()
+            raise
+        await self._at_once.go_round()  # not before it is asked: what it is bound to could go
+        return results
+
+    async def _asked(self, requests: Sequence[Request], stacked: bool) -> list[Result]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Result]] = loop.create_future()
         waiter = Waiter(requests, loop, future, stacked, {})
         self._at_once.count += len(requests) or 1
         try:
-            results = self._join(waiter)
-            if results is not None:
+            if (results := self._join(waiter)) is not None:
                 return results
             self._at_once.count = 0
             return await future

@@ -10,7 +10,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
@@ -33,6 +33,7 @@ __all__ = [
     "TopTokens",
     "abbreviated",
     "failure",
+    "rebound",
     "seed_of",
     "survived",
 ]
@@ -405,6 +406,16 @@ class Foreseeing(Protocol):
         the context with it may be asked next. The tokens are on the engine's device, which may still be
         drawing them; nothing here waits for it, or raises."""
         ...
+
+
+def rebound(request: Request, adapter: Adapter | None) -> Request:
+    """Return the same question to another adapter."""
+    if isinstance(request, LogprobsRequest):
+        return LogprobsRequest(packed=request.packed, adapter=adapter)
+    if isinstance(request, ReadRequest):
+        row = LogprobsRequest(packed=request.row.packed, adapter=adapter)
+        return ReadRequest(row, request.wanted)
+    return replace(request, adapter=adapter)
 
 
 def seed_of(asked: SampleRequest | DrawToken) -> int:

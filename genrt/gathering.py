@@ -33,6 +33,12 @@ class AtOnce(threading.local):
 
     count = 0
 
+    async def go_round(self) -> None:
+        """Let the loop run something else, if it is time."""
+        if self.count >= MOST_AT_ONCE:
+            self.count = 0
+            await asyncio.sleep(0)
+
 
 @dataclass(slots=True, eq=False)
 class _Gathering:

@@ -6,6 +6,7 @@ This is the part of ``AsyncLM`` that asks them; ``answers.py`` answers.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -22,7 +23,7 @@ from genrt.arguments import (
     check_timeout,
 )
 from genrt.batcher import Batcher
-from genrt.engine import Adapter, ReadRequest, Request, Result
+from genrt.engine import Adapter, ReadRequest, Request, Result, rebound
 from genrt.engine_thread import EngineThread
 from genrt.errors import UnknownAdapter
 from genrt.numbers import named
@@ -211,12 +212,46 @@ class Reads:
     def _ask(
         self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
     ) -> Coroutine[Any, Any, list[Result]]:
-        return self._batcher.ask(requests, stacked=stacked, timeout=check_timeout(timeout))
+        seconds = check_timeout(timeout)
+        if requests and requests[0].adapter is not None:
+            return self._ask_adapter(seconds, requests, stacked)
+        return self._batcher.ask(requests, stacked=stacked, timeout=seconds)
+
+    async def _ask_adapter(
+        self, timeout: float | None, requests: Sequence[Request], stacked: bool
+    ) -> list[Result]:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                return await self._batcher.ask(requests, stacked=stacked, timeout=timeout)
+            except UnknownAdapter as error:
+                requests = self._bound_anew(requests, error)
+                timeout = _left(until)
 
     def _ask_sync(
         self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
     ) -> list[Result]:
-        return self._batcher.ask_sync(requests, stacked=stacked, timeout=check_timeout(timeout))
+        seconds = check_timeout(timeout)
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            try:
+                return self._batcher.ask_sync(requests, stacked=stacked, timeout=seconds)
+            except UnknownAdapter as error:
+                requests = self._bound_anew(requests, error)
+                seconds = _left(until)
+
+    def _bound_anew(self, requests: Sequence[Request], error: UnknownAdapter) -> list[Request]:
+        """Return these, whose adapter the engine does not know, bound to what its name stands for now:
+        another thread has loaded or removed it while they were made.
+
+        Raises:
+            UnknownAdapter: that is nothing; or what the engine raised, if it is the same still.
+        """
+        before = requests[0].adapter
+        adapter = self._bound(before.name) if before is not None else None
+        if adapter == before:
+            raise error
+        return [rebound(request, adapter) for request in requests]
 
     @property
     def _batcher(self) -> Batcher:
@@ -278,6 +313,11 @@ class Reads:
             seed=seed,
             place=place,
         )
+
+
+def _left(until: float | None) -> float | None:
+    """Return how many seconds are left, if there is an end to them."""
+    return None if until is None else max(0.0, until - time.monotonic())
 
 
 def _only(kind: type[T], results: list[Result]) -> T:

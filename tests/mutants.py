@@ -59,6 +59,11 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
             "if self._by_loop.get(loop) is gathering:",
             "if loop in self._by_loop:",
         ),
+        (
+            "a loop of cached questions never lets its event loop run",
+            "            await asyncio.sleep(0)\n",
+            "",
+        ),
     ),
     *breaks(
         "batcher.py",
@@ -109,9 +114,9 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
             "        if False:\n",
         ),
         (
-            "a loop of cached questions never lets its event loop run",
-            "            await asyncio.sleep(0)  #",
-            "            pass  #",
+            "a loop of refused questions never lets its event loop run",
+            "            await self._at_once.go_round()\n            raise\n",
+            "            raise\n",
         ),
         (
             "what needs no forward ends the turn",

@@ -310,9 +310,8 @@ async def test_a_loop_of_questions_that_need_no_wait_lets_its_event_loop_run(
     assert rounds < 50 or question == "a batch", "nor does every question cost a pass"
 
 
-@pytest.mark.promise(number=2)
 @pytest.mark.parametrize("question", AT_ONCE)
-async def test_what_is_cancelled_while_the_event_loop_runs_was_never_asked(question: str) -> None:
+async def test_who_is_cancelled_while_the_event_loop_runs_has_been_answered(question: str) -> None:
     hand = await cached(question)
     before = hand.batcher.statistics()
 

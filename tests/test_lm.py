@@ -28,6 +28,7 @@ from genrt.errors import (
     NotFinite,
     UnknownAdapter,
 )
+from genrt.gathering import MOST_AT_ONCE
 from genrt.lm import AsyncLM
 from tests.scripted import ScriptedEngine, logprobs, passes
 
@@ -486,6 +487,84 @@ async def test_a_question_keeps_the_adapter_that_was_bound_when_it_was_asked(
     await passes(1)
     lm.remove_adapter("x")
     assert same((await before)[1], [2], ADAPTED["a"])
+
+
+async def test_a_question_in_a_row_of_cached_ones_keeps_its_adapter_too(
+    lm: AsyncLM, adapters: dict[str, Path]
+) -> None:
+    """Where a loop of questions lets the event loop go round, they are asked already."""
+    await lm.add_adapter("x", adapters["a"])
+    for cached in range(MOST_AT_ONCE - 1, MOST_AT_ONCE + 3):
+        for _ in range(cached):
+            await lm.next_token_logprobs([1], adapter="x")
+        before = asyncio.create_task(lm.next_token_logprobs([2], adapter="x"))
+        await passes(1)
+        lm.remove_adapter("x")
+        await lm.add_adapter("x", adapters["b"])
+        assert same(await before, [2], ADAPTED["a"])
+        await lm.add_adapter("x", adapters["a"])
+
+
+class Meanwhile(Sequence[int]):
+    """Token ids; something happens while they are read."""
+
+    def __init__(self, token_ids: Sequence[int], happens: Callable[[], object]) -> None:
+        self._token_ids = token_ids
+        self._happens = happens
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._token_ids[place]
+
+    def __iter__(self) -> Iterator[int]:
+        self._happens()
+        return iter(self._token_ids)
+
+
+ADAPTED_QUESTIONS: dict[str, Callable[[AsyncLM, Any], torch.Tensor]] = {
+    "row": lambda lm, ids: lm.next_token_logprobs_sync(ids, adapter="x"),
+    "rows": lambda lm, ids: lm.batch_next_token_logprobs_sync([[1], ids], adapter="x")[1],
+    "rows in time": lambda lm, ids: lm.next_token_logprobs_sync(ids, adapter="x", timeout=60.0),
+    "top": lambda lm, ids: lm.top_logprobs_sync(ids, MODEL.vocab_size, adapter="x").logprobs,
+    "draw": lambda lm, ids: torch.tensor(lm.draw_sync(ids, temperature=0.0, adapter="x").token_id),
+    "sample": lambda lm, ids: torch.tensor(
+        lm.sample_sync(ids, max_tokens=3, temperature=0.0, adapter="x")
+    ),
+    "awaited": lambda lm, ids: asyncio.run(lm.next_token_logprobs(ids, adapter="x")),
+    "awaited in time": lambda lm, ids: asyncio.run(
+        lm.next_token_logprobs(ids, adapter="x", timeout=60.0)
+    ),
+}
+
+
+@pytest.mark.promise(number=14)
+@pytest.mark.parametrize("question", ADAPTED_QUESTIONS)
+def test_an_adapter_that_another_thread_loads_while_a_question_is_made_answers_it(
+    lm: AsyncLM, adapters: dict[str, Path], question: str
+) -> None:
+    ask = ADAPTED_QUESTIONS[question]
+
+    def settle() -> None:
+        """Return when the engine has let go of what it is to let go of."""
+        for _ in range(2):
+            lm._thread.call(lambda _: None).result()
+
+    def load_again() -> None:
+        lm.add_adapter_sync("x", adapters["b"])
+        settle()
+
+    def remove() -> None:
+        lm.remove_adapter("x")
+        settle()
+
+    lm.add_adapter_sync("x", adapters["a"])
+    found = ask(lm, Meanwhile([1, 2], load_again))
+    assert torch.equal(found, ask(lm, [1, 2])), "as the new weights answer"
+    with pytest.raises(UnknownAdapter, match="no adapter is named 'x'"):
+        ask(lm, Meanwhile([1, 2], remove))
+    assert lm.statistics().batcher.waiting == 0
 
 
 async def test_adapters_of_one_name_loaded_at_once_are_bound_in_the_order_of_the_calls(
