@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -540,3 +541,10 @@ def test_the_errors_are_the_tree_in_their_docstring() -> None:
     classes = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type)}
     assert {name: cls.__bases__ for name, cls in classes.items()} == drawn
     assert sorted(drawn) == sorted(errors.__all__)
+
+
+def test_type_checkers_see_a_checkout_that_is_installed_for_development() -> None:
+    # By the default's import hook they find nothing; ``pip install -e`` is how a checkout is installed.
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert settings["distutils"]["editable_wheel"] == {"mode": "compat"}
+    assert settings["setuptools"]["package-data"] == {"genrt": ["py.typed"]}
