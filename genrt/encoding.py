@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genrt.errors import EngineUnsupported, InvalidRequest
-from genrt.numbers import named
+from genrt.numbers import check_bool, named
 from genrt.vocabulary import BytesTokenizer, all_tokens, checked_utf8
 
 __all__ = ["decode", "encode", "encode_chat"]
@@ -32,21 +32,26 @@ OURS = frozenset(
 """The options of ``apply_chat_template`` that ``encode_chat`` decides."""
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
     """Return the token ids of a text, with nothing put around it.
 
-    Special tokens that the text spells become their ids, except with BytesTokenizer.
+    Special tokens that the text spells become their ids, except with BytesTokenizer. ``lossy`` takes what
+    the tokenizer makes of the text, whatever that loses.
 
     Raises:
         InvalidRequest: the text has lone surrogates, or the tokenizer loses or changes some of it. One
             space in front of the text does not count, nor does white space beside added tokens, which
             tokenizers put there or take away.
     """
+    check_bool("lossy", lossy)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"encode takes a str, got {type(text).__name__}")
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.encode(text)
     checked_utf8(text)
     token_ids = list(tokenizer.encode(text, add_special_tokens=False))
-    _check_kept(tokenizer, text, token_ids)
+    if not lossy:
+        _check_kept(tokenizer, text, token_ids)
     return token_ids
 
 
@@ -71,6 +76,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    lossy: bool = False,
 ) -> list[int]:
     """Return the token ids of a conversation, by the tokenizer's own chat template.
 
@@ -78,6 +84,7 @@ def encode_chat(
         InvalidRequest: there is no template, it does not take these messages or options, or the tokenizer
             loses some of what it makes of them.
     """
+    check_bool("lossy", lossy)
     if not hasattr(tokenizer, "apply_chat_template"):
         raise InvalidRequest(
             f"{type(tokenizer).__name__} has no chat templates: write the conversation as one text, and "
@@ -110,7 +117,8 @@ def encode_chat(
     text = applied(tokenize=False)
     checked_utf8(text)
     token_ids = list(applied(tokenize=True, return_dict=False))
-    _check_kept(tokenizer, text, token_ids)
+    if not lossy:
+        _check_kept(tokenizer, text, token_ids)
     return token_ids
 
 
@@ -132,8 +140,8 @@ def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
     if not _is_kept(tokenizer, text, token_ids):
         what = _lost_characters(tokenizer, text) or _difference(text, decode(tokenizer, token_ids))
         raise InvalidRequest(
-            f"the tokenizer loses text: {what}. Leave it out or give it as it comes back; what the "
-            "tokenizer makes of any text is lm.tokenizer.encode(text, add_special_tokens=False)"
+            f"the tokenizer loses text: {what}. Leave it out, give it as it comes back, or take what the "
+            "tokenizer makes of it, lm.encode(text, lossy=True), as lm.encode_chat takes lossy=True"
         )
 
 

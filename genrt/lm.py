@@ -116,15 +116,13 @@ class AsyncLM(Reads):
         """``byte_vocab`` as text; bytes that are no whole characters show as U+FFFD."""
         return [token.decode(errors="replace") for token in self.byte_vocab]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, lossy: bool = False) -> list[int]:
         """Return the token ids of a text, with no special tokens added.
 
         Raises:
-            InvalidRequest: the tokenizer would lose or change some of the text.
+            InvalidRequest: the tokenizer would lose or change some of the text, unless ``lossy`` lets it.
         """
-        if not isinstance(text, str):
-            raise InvalidRequest(f"encode takes a str, got {type(text).__name__}")
-        return encoding.encode(self.tokenizer, text)
+        return encoding.encode(self.tokenizer, text, lossy=lossy)
 
     def encode_chat(
         self,
@@ -133,6 +131,7 @@ class AsyncLM(Reads):
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lossy: bool = False,
     ) -> list[int]:
         """Return the token ids of a conversation, written by the tokenizer's own chat template.
 
@@ -141,6 +140,7 @@ class AsyncLM(Reads):
             add_generation_prompt: whether the assistant's turn is begun, so that its answer comes next.
             tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
             chat_template_kwargs: other options of the template, such as ``enable_thinking``.
+            lossy: whether the tokenizer may lose or change some of the text.
 
         Raises:
             InvalidRequest: the tokenizer has no chat template, it does not take these messages, or the
@@ -152,6 +152,7 @@ class AsyncLM(Reads):
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            lossy=lossy,
         )
 
     def decode(self, token_ids: TokenIds) -> str:

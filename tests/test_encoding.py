@@ -200,7 +200,9 @@ def test_a_text_that_would_not_come_back_is_refused_with_what_is_lost(name: str)
     assert encode(tokenizer, kept) == tokenizer.encode(kept, add_special_tokens=False)
     with pytest.raises(InvalidRequest, match=message) as caught:
         encode(tokenizer, lost)
-    assert "lm.tokenizer.encode(text, add_special_tokens=False)" in str(caught.value)
+    assert "lm.encode(text, lossy=True)" in str(caught.value)
+    taken = encode(tokenizer, lost, lossy=True)
+    assert taken == tokenizer.encode(lost, add_special_tokens=False)
 
 
 def with_swallowing_tokens() -> Any:
@@ -403,6 +405,13 @@ def test_a_runtime_encodes_texts_and_chats_by_its_tokenizer() -> None:
         )
         with pytest.raises(InvalidRequest, match=r"loses text: '\\x1d'"):
             lm.encode("a\x1db")
+        assert lm.decode(lm.encode("a\x1db", lossy=True)) == "ab"
+        lost = [{"role": "user", "content": "a\x1db"}]
+        with pytest.raises(InvalidRequest, match=r"'\\x1d'.*lossy=True"):
+            lm.encode_chat(lost)
+        assert "ab" in lm.decode(lm.encode_chat(lost, lossy=True))
+        with pytest.raises(InvalidRequest, match="lossy must be True or False"):
+            lm.encode("a", lossy="no")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match=r"encoding\['input_ids'\], or lm.encode"):
             lm.next_token_logprobs_sync(tokenizer("the cat"))
         with pytest.raises(InvalidRequest, match=r"encoding.ids, or lm.encode"):
