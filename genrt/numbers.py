@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
+import operator
+from typing import Any
 
 import numpy as np
+import torch
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["check_bool", "check_float", "check_int", "named", "shown"]
+__all__ = ["check_bool", "check_float", "check_int", "is_truth_value", "named", "shown"]
 
 _LONG = 10**40
 """Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return the value as an int.
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return the value, an integer of any library, as an int.
 
     Raises:
         InvalidRequest: it is no integer, or not from ``low`` to ``high``, both included.
     """
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError):  # torch raises the last
+        number = None
+    if number is None or is_truth_value(value):
         raise InvalidRequest(f"{name} must be an int, got {shown(value)}")
-    number = int(value)
     if number < low or (high is not None and number > high):
         bound = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidRequest(f"{name} must be {bound}, got {shown(number)}")
@@ -36,8 +42,8 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
-def check_float(name: str, value: object, low: float, high: float) -> float:
-    """Return the value as a float.
+def check_float(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
+    """Return the value, a number of Python's or of NumPy's, as a float.
 
     Raises:
         InvalidRequest: it is no number, not finite, or not from ``low`` to ``high``, both included.
@@ -50,8 +56,14 @@ def check_float(name: str, value: object, low: float, high: float) -> float:
         number = math.inf
     if not low <= number <= high or math.isinf(number):
         bound = f"at least {low:g} and finite" if math.isinf(high) else f"from {low:g} to {high:g}"
+        bound = "finite" if math.isinf(low) else bound
         raise InvalidRequest(f"{name} must be {bound}, got {shown(value)}")
     return number
+
+
+def is_truth_value(value: object) -> bool:
+    """Tell whether a value is a bool of any library, or holds bools."""
+    return isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, torch.bool)
 
 
 def shown(value: object) -> str:

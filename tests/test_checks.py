@@ -26,8 +26,8 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
-from genrt.inference.checks import finite, integer
 from genrt.lm import AsyncLM
+from genrt.numbers import check_float, check_int
 from genrt.testing import exact_posterior
 
 MODEL = NGram.random([b"a", b"b", b""], seed=2, eos_token_id=2)
@@ -209,6 +209,6 @@ def test_every_algorithm_refuses_what_a_wrong_model_gives(
 
 
 def test_numbers_come_back_as_pythons() -> None:
-    assert type(integer("n", np.int32(4), at_least=0)) is int
-    assert type(finite("x", np.float32(4))) is float
-    assert integer("seed", 10**30, at_least=0) == 10**30
+    assert type(check_int("n", np.int32(4), 0)) is int
+    assert type(check_float("x", np.float32(4))) is float
+    assert check_int("seed", 10**30, 0) == 10**30

@@ -490,7 +490,7 @@ def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
         ({"prompt": []}, "prompt is empty"),
-        ({"prompt": [b"ab"]}, "token id"),
+        ({"prompt": [b"ab"]}, "the prompt must be int"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(options: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import genrt
 from genrt.constraints import predicate, strings
 from genrt.engines.exact import NGram
+from genrt.errors import ContextTooLong, GenrtError, InvalidRequest
 from genrt.inference import SMC, infilling
 from genrt.testing import assert_weighted_samples_from
 
@@ -63,3 +64,52 @@ async def test_gaps_have_their_law_and_the_evidence_is_the_sum(
         log_evidence=math.log(evidence),
         highest=None,
     )
+
+
+CONTEXT = 1024
+LONG = [0] * 600
+WRONG: dict[str, tuple[dict[str, Any], type[GenrtError], str]] = {
+    "no runtime": ({"lm": MODEL}, InvalidRequest, "lm is a NGram: give what genrt.load returned"),
+    "an empty prefix": ({"prefix": ""}, InvalidRequest, "the prefix is empty"),
+    "an empty suffix": ({"suffix": []}, InvalidRequest, "the suffix is empty"),
+    "no prefix": ({"prefix": None}, InvalidRequest, "the prefix is a NoneType: give a str"),
+    "a suffix without order": ({"suffix": {0, 1}}, InvalidRequest, "the suffix is a set"),
+    "a suffix of bytes": ({"suffix": b"a"}, InvalidRequest, "the suffix must be a sequence of int"),
+    "a token of another": (
+        {"suffix": [0, 4]},
+        InvalidRequest,
+        "the suffix .* position 1 there is 4",
+    ),
+    "a negative length": ({"max_tokens": -1}, InvalidRequest, "max_tokens must be at least 0"),
+    "a length in half": ({"max_tokens": 1.5}, InvalidRequest, "max_tokens must be an int"),
+    "a truth value": ({"max_tokens": True}, InvalidRequest, "max_tokens must be an int"),
+    "a length of the vocabulary's": ({"max_tokens": 10**30}, ContextTooLong, "shorten one of them"),
+    "too much in all": ({"prefix": LONG, "suffix": LONG}, ContextTooLong, "a context of 1202"),
+    "a pattern": ({"constraint": "a*"}, InvalidRequest, "the constraint is a str: give one of"),
+    "an adapter by number": ({"adapter": 1}, InvalidRequest, "the adapter is 1: give its name"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_in_an_argument_is_named_at_the_call(mistake: str) -> None:
+    wrong, error, message = WRONG[mistake]
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": CONTEXT}) as lm:
+        right: dict[str, Any] = {"lm": lm, "prefix": [0], "suffix": SUFFIX, "max_tokens": 3}
+        with pytest.raises(error, match=message):
+            infilling(**(right | wrong))
+
+
+def test_prefix_gap_and_suffix_may_fill_the_context() -> None:
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 4}) as lm:
+        assert SMC(infilling(lm, [0], SUFFIX, max_tokens=2), num_particles=4).run_sync(0).ess > 0
+        with pytest.raises(ContextTooLong):
+            infilling(lm, [0], SUFFIX, max_tokens=3)
+
+
+def test_gaps_that_are_not_utf8_stay_apart() -> None:
+    model = NGram.random([b"a", b"\xff", b"\xfe", b""], seed=1, eos_token_id=3)
+    with genrt.load(model, engine="exact") as lm:
+        result = SMC(infilling(lm, [0], [0], max_tokens=1), num_particles=200).run_sync(0)
+    assert {value for value, _ in result.posterior()} == {
+        *("", "a", "\N{REPLACEMENT CHARACTER}\\xff", "\N{REPLACEMENT CHARACTER}\\xfe")
+    }

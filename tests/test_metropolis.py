@@ -442,9 +442,9 @@ async def test_attempts_are_made_for_the_chains_that_need_them_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_chains": 0}, "num_chains is 0"),
+        ({"num_chains": 0}, "num_chains must be at least"),
         ({"num_chains": "4"}, "num_chains"),
-        ({"num_steps": 0}, "num_steps is 0"),
+        ({"num_steps": 0}, "num_steps must be at least"),
         ({"num_steps": 1.5}, "num_steps"),
         ({"warm_up": -1}, "warm_up"),
         ({"warm_up": 2}, "nothing is counted"),

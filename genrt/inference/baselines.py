@@ -24,13 +24,14 @@ import numpy as np
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
-from genrt.inference.checks import finite, frozen, integer, seeds_of_step, state_of
+from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
+from genrt.numbers import check_float, check_int
 from genrt.texts import Potential, Text, decoded
 
 __all__ = ["BestOfN", "Drawn", "Kept", "Ranked", "Rejection"]
@@ -96,10 +97,10 @@ class Rejection:
         """
         self._plain = _Plain(model)
         self._model = model
-        self._num_samples = integer("num_samples", num_samples, at_least=1)
-        self._max_texts = integer("max_texts", max_texts, at_least=1)
-        self._batch_size = integer("batch_size", batch_size, at_least=1)
-        self._bound = finite("bound", bound)
+        self._num_samples = check_int("num_samples", num_samples, 1)
+        self._max_texts = check_int("max_texts", max_texts, 1)
+        self._batch_size = check_int("batch_size", batch_size, 1)
+        self._bound = check_float("bound", bound)
 
     @property
     def model(self) -> TextModel:
@@ -112,7 +113,7 @@ class Rejection:
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
         """
-        return Kept((), 0, 0, integer("seed", seed, at_least=0))
+        return Kept((), 0, 0, check_int("seed", seed, 0))
 
     def is_done(self, state: Kept) -> bool:
         """Whether enough was kept, or drawn."""
@@ -231,7 +232,7 @@ class BestOfN:
         """
         self._plain = _Plain(model)
         self._model = model
-        self._n = integer("n", n, at_least=1)
+        self._n = check_int("n", n, 1)
         if score is not None and not callable(score):
             raise InvalidRequest(f"the score is {score!r}: give a function of a Text")
         self._score = model.potential if score is None else score
@@ -247,7 +248,7 @@ class BestOfN:
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
         """
-        return Ranked((), (), 0, integer("seed", seed, at_least=0))
+        return Ranked((), (), 0, check_int("seed", seed, 0))
 
     async def step(self, state: Ranked) -> tuple[Ranked, tuple[Drawn, ...]]:
         """N texts more, at once; ``kept`` is the best of all of them if that is among these.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,12 +14,15 @@ from genrt.constraints import CheckedState, Constraint, ConstraintState
 from genrt.constraints.tokens import Tokens, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
+from genrt.numbers import is_truth_value
+from genrt.token_ids import advice_for, host_array, id_words
 
 __all__ = [
+    "adapter_name",
     "constraint_start",
-    "finite",
     "frozen",
-    "integer",
+    "log_weight",
+    "log_weights",
     "prompt_ids",
     "runtime",
     "seeds_of_step",
@@ -29,39 +31,6 @@ __all__ = [
 ]
 
 S = TypeVar("S")
-
-
-def integer(name: str, value: Any, *, at_least: int) -> int:
-    """Return ``value``, an integer of any library, as an int.
-
-    Raises:
-        InvalidRequest: it is a truth value or no integer, or too small.
-    """
-    try:
-        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
-            raise TypeError("a truth value is no number")
-        number = operator.index(value)
-    except TypeError as error:
-        raise InvalidRequest(f"{name} is {value!r}: give an integer") from error
-    if number < at_least:
-        raise InvalidRequest(f"{name} is {value}: give an integer of at least {at_least}")
-    return number
-
-
-def finite(name: str, value: Any) -> float:
-    """Return ``value``, a number of Python's or of numpy's, as a float.
-
-    Raises:
-        InvalidRequest: it is a truth value or no real number, or its float is not finite.
-    """
-    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
-    raise InvalidRequest(f"{name} is {value!r}: give a finite number")
 
 
 def runtime(lm: Any) -> AsyncLM:
@@ -90,31 +59,78 @@ def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
         return [b""] * lm.vocab_size
 
 
-def prompt_ids(lm: AsyncLM, prompt: Any) -> tuple[int, ...]:
-    """Return a prompt's token ids, given a text or ids.
+def prompt_ids(lm: AsyncLM, prompt: Any, *, name: str = "the prompt") -> tuple[int, ...]:
+    """Return a prompt's token ids, given a text or ids; messages call it ``name``.
 
     Raises:
         InvalidRequest: it is neither, empty, or has ids outside the vocabulary.
     """
-    if isinstance(prompt, bytes | bytearray):
-        raise InvalidRequest(f"the prompt is {prompt!r}: give a str, or token ids")
-    try:
-        given = lm.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    except TypeError as error:
-        raise InvalidRequest(f"the prompt is {prompt!r}: give a str, or token ids") from error
-    if given and isinstance(given[0], Mapping):
+    if not isinstance(prompt, str | Sequence | np.ndarray | torch.Tensor):
         raise InvalidRequest(
-            "the prompt is a list of dicts: for a conversation, give lm.encode_chat(messages)"
+            f"{name} is a {type(prompt).__name__}: give a str, or token ids{advice_for(prompt)}"
         )
-    ids = tuple(integer("a token id", each, at_least=0) for each in given)
+    given = lm.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = tuple(id_words(given, lm.vocab_size, allow_empty=True, name=name))
     if not ids:
-        raise InvalidRequest("the prompt is empty: give at least one token")
-    if max(ids) >= lm.vocab_size:
-        raise InvalidRequest(
-            f"the prompt's token id {max(ids)} is not in 0 .. {lm.vocab_size - 1}: encode it "
-            "with lm.encode"
-        )
+        raise InvalidRequest(f"{name} is empty: give at least one token")
+    if any(map(is_truth_value, given)):
+        raise InvalidRequest(f"{name} must be token ids, and has truth values in it")
     return ids
+
+
+def adapter_name(adapter: Any) -> str | None:
+    """Return the name of an adapter, ``None`` for the base model.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    if adapter is not None and not isinstance(adapter, str):
+        raise InvalidRequest(f"the adapter is {adapter!r}: give its name")
+    return adapter
+
+
+def log_weight(value: Any) -> float:
+    """Return a log-weight, a number of any library, as a float.
+
+    Raises:
+        InvalidRequest: it is a truth value, no real number, NaN or +inf; the message says what to give.
+    """
+    if is_truth_value(value):
+        raise InvalidRequest("give a log-weight, for a condition 0.0 or -math.inf")
+    try:
+        # ``item`` is there in what other libraries compute, which may hold more than one number.
+        number = float(value.item() if hasattr(value, "item") else value)
+        if isinstance(value, str | bytes):
+            raise TypeError("a string is no number")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest("give a log-weight, a number") from error
+    except OverflowError:
+        number = math.nan
+    if not number < math.inf:
+        raise InvalidRequest("a log-weight is finite, or -inf")
+    return number
+
+
+def log_weights(values: Any) -> NDArray[np.float64]:
+    """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``.
+
+    Raises:
+        InvalidRequest: they are no flat sequence of log-weights; the message says what to give.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach()
+    if not isinstance(values, torch.Tensor | np.ndarray):
+        if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
+            raise InvalidRequest("give log-weights in a list, a tensor or an array")
+        return np.array([log_weight(each) for each in values], np.float64)
+    if isinstance(values, torch.Tensor) and values.dtype.is_floating_point:
+        values = values.double()  # NumPy has no bfloat16
+    array = host_array(values, "log-weights")
+    if array.ndim != 1 or array.dtype.kind not in "fiu":
+        raise InvalidRequest("give log-weights in one flat sequence of numbers")
+    if not (array < math.inf).all():
+        raise InvalidRequest("a log-weight is finite, or -inf")
+    return array.astype(np.float64)
 
 
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from genrt.errors import InvalidRequest
+from genrt.vocabulary import checked_utf8
 
 __all__ = ["END_TOKEN", "EndToken", "Ends", "Stop", "ends_of"]
 
@@ -73,7 +74,7 @@ def ends_of(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
         if each is END_TOKEN:
             token_ids |= set() if eos_token_id is None else {eos_token_id}
         elif isinstance(each, str) and each:
-            strings.append(each.encode())
+            strings.append(checked_utf8(each))
         else:
             token_ids.add(_token_id(each, vocab_size))
     return Ends(frozenset(token_ids), tuple(strings), False)

@@ -16,9 +16,12 @@ import torch
 
 from genrt.constraints import Constraint, amasks
 from genrt.constraints.tokens import Tokens, unpacked
-from genrt.inference.checks import constraint_start, integer, prompt_ids, runtime
+from genrt.errors import ContextTooLong
+from genrt.inference.checks import adapter_name, constraint_start, prompt_ids, runtime
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
+from genrt.numbers import check_int
+from genrt.texts import decoded
 
 __all__ = ["infilling"]
 
@@ -43,11 +46,19 @@ def infilling(
 
     Raises:
         InvalidRequest: an argument is out of its range.
+        ContextTooLong: prefix, gap and suffix exceed ``lm.max_model_len``.
     """
-    runtime(lm)
-    before, after = prompt_ids(lm, prefix), prompt_ids(lm, suffix)
-    longest = integer("max_tokens", max_tokens, at_least=0)
+    before = prompt_ids(runtime(lm), prefix, name="the prefix")
+    after = prompt_ids(lm, suffix, name="the suffix")
+    name = adapter_name(adapter)
+    longest = check_int("max_tokens", max_tokens, 0)
     start = None if constraint is None else constraint_start(lm, constraint)
+    needed = len(before) + longest + len(after) - 1
+    if needed > lm.max_model_len:
+        raise ContextTooLong(
+            f"a prefix of {len(before)} tokens, a gap of {longest} and a suffix of {len(after)} need a "
+            f"context of {needed}, and the model's is {lm.max_model_len}: shorten one of them"
+        )
     tokens = Tokens.of(lm)
     anything = unpacked(tokens.open, lm.vocab_size)
 
@@ -59,11 +70,11 @@ def infilling(
             mask = anything.clone() if state is None else (await amasks([state]))[0]
             may_end = bool(mask[tokens.eos_token_id])
             mask[tokens.eos_token_id] = False
-            scores = await p.lm.score(context, list(after), adapter=adapter)
+            scores = await p.lm.score(context, list(after), adapter=name)
             ending = float(scores.double().sum())
             going = -math.inf
             if len(drawn) < longest and bool(mask.any()):
-                row = await p.lm.next_token_logprobs(context, device="cpu", adapter=adapter)
+                row = await p.lm.next_token_logprobs(context, device="cpu", adapter=name)
                 going = float(torch.logsumexp(row[mask].double(), dim=0))
             weights = [ending if may_end else -math.inf, going]
             if ending > twist or twist == 0.0:
@@ -76,9 +87,9 @@ def infilling(
                 total += math.log(sum(math.exp(each - total) for each in weights))
             if await p.choice([True, False], log_weights=weights if total > -math.inf else None):
                 p.observe(total - twist)
-                return b"".join(lm.byte_vocab[each] for each in drawn).decode(errors="replace")
+                return decoded(b"".join(lm.byte_vocab[each] for each in drawn))
             p.observe(total)
-            token_id = await p.sample(context, mask=mask, adapter=adapter)
+            token_id = await p.sample(context, mask=mask, adapter=name)
             p.observe(-going)
             drawn.append(token_id)
             state = None if state is None else state.advance(token_id)

@@ -34,12 +34,13 @@ from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
-from genrt.inference.checks import frozen, integer, seeds_of_step, state_of
+from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.diagnostics import chain_statistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.result import Result
 from genrt.inference.runtime import Counting
+from genrt.numbers import check_int
 
 __all__ = ["Chain", "Chains", "MetropolisHastings", "Moves"]
 
@@ -123,10 +124,10 @@ class MetropolisHastings:
             InvalidRequest: an argument is out of its range.
         """
         self._model = checked_model(model)
-        self._num_chains = integer("num_chains", num_chains, at_least=1)
-        self._num_steps = integer("num_steps", num_steps, at_least=1)
-        self._warm_up = integer("warm_up", warm_up, at_least=0)
-        self._attempts = integer("attempts", attempts, at_least=1)
+        self._num_chains = check_int("num_chains", num_chains, 1)
+        self._num_steps = check_int("num_steps", num_steps, 1)
+        self._warm_up = check_int("warm_up", warm_up, 0)
+        self._attempts = check_int("attempts", attempts, 1)
         if self._warm_up >= self._num_steps:
             raise InvalidRequest(
                 f"warm_up is {warm_up} of num_steps={num_steps}: then nothing is counted; give fewer"
@@ -143,7 +144,7 @@ class MetropolisHastings:
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
         """
-        return Chains((None,) * self._num_chains, 0, integer("seed", seed, at_least=0))
+        return Chains((None,) * self._num_chains, 0, check_int("seed", seed, 0))
 
     async def step(self, state: Chains) -> tuple[Chains, Moves]:
         """The first step finds every chain a text to begin with, every other one makes a move of each.

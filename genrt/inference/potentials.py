@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from genrt.constraints.asking import together
 from genrt.errors import InvalidRequest
+from genrt.inference.checks import log_weight
 from genrt.texts import Potential, Text
 
 __all__ = ["evaluated"]
@@ -90,21 +88,10 @@ def _is_async(function: Any) -> bool:
 
 
 def _log_weight(name: str, text: Text, answer: Any) -> float:
-    if isinstance(answer, bool | np.bool_):
-        raise InvalidRequest(
-            f"the {name} gave {answer} for {str(text)!r}: give a log-weight, 0.0 or -math.inf for a "
-            "condition, or make the condition a constraint"
-        )
     try:
-        if isinstance(answer, str | bytes):
-            raise TypeError("a string is no number")
-        log_weight = float(answer)
-    except (TypeError, ValueError) as error:
+        return log_weight(answer)
+    except InvalidRequest as error:
         raise InvalidRequest(
-            f"the {name} gave {answer!r} for {str(text)!r}: give a log-weight, a number"
+            f"the {name} gave {answer!r} for {str(text)!r}: {error}; what rules texts out can also be a "
+            "constraint"
         ) from error
-    if math.isnan(log_weight) or log_weight == math.inf:
-        raise InvalidRequest(
-            f"the {name} gave {log_weight} for {str(text)!r}: a log-weight is finite, or -inf"
-        )
-    return log_weight

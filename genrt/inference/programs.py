@@ -48,10 +48,12 @@ import torch
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import finite, runtime, token_bytes
+from genrt.inference import checks
+from genrt.inference.checks import runtime, token_bytes
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalised
 from genrt.inference.unawaited import Questions, check_returned, question
+from genrt.numbers import check_float
 from genrt.texts import decoded
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class Execution:
                 task than the program's, or what ``AsyncLM.draw`` refuses; also ContextTooLong,
                 UnknownAdapter, EngineFailed, Closed, as there.
         """
-        if finite("temperature", temperature) != 1 and mask is not None:
+        if check_float("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
         if temperature <= 0:
             raise InvalidRequest(
@@ -178,15 +180,9 @@ class Execution:
             InvalidRequest: NaN, +inf, or not a number.
         """
         try:
-            if isinstance(log_weight, bool | np.bool_ | str | bytes):
-                raise TypeError("no log-weight is a bool or a string")
-            number = float(log_weight)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(
-                f"observe takes a log-weight, not {log_weight!r}: for a condition 0.0 or -math.inf"
-            ) from error
-        if math.isnan(number) or number == math.inf:
-            raise InvalidRequest(f"observe takes a finite log-weight, or -inf, not {number}")
+            number = checks.log_weight(log_weight)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"observe was given {log_weight!r}: {error}") from error
         if self._is_live:
             self._log_weight += number
             self._has_weighed = self._has_drawn
@@ -218,25 +214,9 @@ class Execution:
         if self._is_live and self._log_weight == -math.inf:
             await _Pause()  # for ever: weights of its own have no sum
         count = len(values)
-        if not count or (log_weights is not None and len(log_weights) != count):
-            weights = "no" if log_weights is None else len(log_weights)
-            raise InvalidRequest(
-                f"choice got {count} values and {weights} log-weights: give at least one value, and a "
-                "log-weight for each or none at all"
-            )
-        shares = None
-        if log_weights is not None:
-            try:
-                weighed = _array(log_weights)
-            except (TypeError, ValueError) as error:
-                raise InvalidRequest(
-                    f"choice got the log-weights {log_weights!r}: give numbers"
-                ) from error
-            if not np.all(weighed < np.inf) or np.all(weighed == -np.inf):
-                raise InvalidRequest(
-                    f"choice got the log-weights {weighed}: they are finite, or -inf but for one"
-                )
-            shares = normalised(weighed)
+        shares = None if log_weights is None else _shares(log_weights, count)
+        if not count:
+            raise InvalidRequest("choice got no values: give at least one")
         chosen = await self._chosen(
             ("choice", count), lambda: int(self._rng.choice(count, p=shares))
         )
@@ -289,10 +269,18 @@ def _fingerprint(token_ids: TokenIds) -> int:
         ) from error
 
 
-def _array(log_weights: Any) -> Floats:
-    if isinstance(log_weights, torch.Tensor):
-        log_weights = log_weights.detach().double().cpu().numpy()
-    return np.array(log_weights, np.float64)
+def _shares(log_weights: Any, count: int) -> Floats:
+    """Return the probabilities of so many values. Raises InvalidRequest for what are no log-weights."""
+    try:
+        weighed = checks.log_weights(log_weights)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"choice got the log-weights {log_weights!r}: {error}") from error
+    if len(weighed) != count or np.all(weighed == -math.inf):
+        raise InvalidRequest(
+            f"choice got {count} values and the log-weights {weighed}: give one for each, one of them "
+            "above -inf, or none at all"
+        )
+    return normalised(weighed)
 
 
 def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:

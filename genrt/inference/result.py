@@ -12,12 +12,12 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference import plots, rendering
-from genrt.inference.checks import integer
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose
 from genrt.inference.genealogy import Genealogy
 from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, normalised
 from genrt.inference.state import Info
 from genrt.inference.summary import Summary, summarised
+from genrt.numbers import check_int
 from genrt.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ class Result:
         Raises:
             InvalidRequest: every particle died; ``count`` or the seed is not an integer of at least 0.
         """
-        rng = np.random.default_rng(integer("seed", seed, at_least=0))
-        size = integer("count", count, at_least=0)
+        rng = np.random.default_rng(check_int("seed", seed, 0))
+        size = check_int("count", count, 0)
         if not self._is_alive:
             raise InvalidRequest("every particle died: there is nothing to draw from")
         chosen = rng.choice(len(self.values), size, p=self.weights)
@@ -173,7 +173,7 @@ class Result:
             raise InvalidRequest(
                 "this result has no steps, and so no genealogy: SMC and importance sampling keep them"
             )
-        return Genealogy(self.infos, self._tokens, integer("lineages", lineages, at_least=1))
+        return Genealogy(self.infos, self._tokens, check_int("lineages", lineages, 1))
 
     def plot(self) -> Figure:
         """The posterior as bars; ESS, log evidence and log-weights as curves, if there were steps.

@@ -28,13 +28,14 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
-from genrt.inference.checks import finite, frozen, integer, seeds_of_step, state_of
+from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.runtime import Counting, drawn_tokens
 from genrt.inference.state import Info, State
+from genrt.numbers import check_float, check_int
 
 __all__ = ["SMC", "Rule", "importance_sampling"]
 
@@ -75,8 +76,11 @@ class SMC:
             InvalidRequest: an argument is out of its range.
         """
         self._model = checked_model(model)
-        self._num_particles = integer("num_particles", num_particles, at_least=1)
-        if not callable(resample_when) and not 0 <= finite("resample_when", resample_when) <= 1:
+        self._num_particles = check_int("num_particles", num_particles, 1)
+        if (
+            not callable(resample_when)
+            and not 0 <= check_float("resample_when", resample_when) <= 1
+        ):
             raise InvalidRequest(
                 f"resample_when is {resample_when!r}: give a share from 0 to 1, or a rule"
             )
@@ -102,7 +106,7 @@ class SMC:
             particles=(self._model.start(),) * self._num_particles,
             log_weights=frozen(np.zeros(self._num_particles)),
             step=0,
-            seed=integer("seed", seed, at_least=0),
+            seed=check_int("seed", seed, 0),
         )
 
     async def step(self, state: State) -> tuple[State, Info]:

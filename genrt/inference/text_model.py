@@ -57,12 +57,13 @@ from genrt.constraints.asking import together
 from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import awrs
-from genrt.inference.checks import constraint_start, finite, integer, prompt_ids, runtime
+from genrt.inference.checks import adapter_name, constraint_start, prompt_ids, runtime
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
 from genrt.lm import AsyncLM
+from genrt.numbers import check_float, check_int
 from genrt.texts import Potential, Text, decoded
 
 __all__ = ["Proposal", "TextModel", "TextParticle"]
@@ -144,14 +145,12 @@ class TextModel:
         """
         self._lm = runtime(lm)
         self._prompt = prompt_ids(lm, prompt)
-        self._max_tokens = integer("max_tokens", max_tokens, at_least=1)
-        self._temperature = finite("temperature", temperature)
+        self._max_tokens = check_int("max_tokens", max_tokens, 1)
+        self._temperature = check_float("temperature", temperature)
         if self._temperature <= 0:
             raise InvalidRequest(
                 f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
             )
-        if adapter is not None and not isinstance(adapter, str):
-            raise InvalidRequest(f"the adapter is {adapter!r}: give its name")
         if proposal not in (None, "mask", "awrs"):
             raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs"')
         for name, function in {"potential": potential, "twist": twist}.items():
@@ -186,7 +185,7 @@ class TextModel:
         self._constraint = constraint
         self._potential = potential
         self._twist = twist
-        self._adapter = adapter
+        self._adapter = adapter_name(adapter)
         self._byte_vocab = lm.byte_vocab
 
     @property

@@ -16,9 +16,9 @@ from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
-from genrt.inference.checks import finite, integer
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.potentials import evaluated
+from genrt.numbers import check_float, check_int
 from genrt.texts import Potential, Text
 
 __all__ = ["ExactPosterior", "exact_posterior"]
@@ -107,18 +107,18 @@ def exact_posterior(
         raise InvalidRequest(
             "a constrained text ends with the end token, and the model has none: give it an eos_token_id"
         )
-    heat = finite("temperature", temperature)
+    heat = check_float("temperature", temperature)
     if heat <= 0:
         raise InvalidRequest(f"temperature is {temperature}: give a positive number")
     walk = _Walk(
         model,
         model.tokenizer.encode(prompt)
         if isinstance(prompt, str)
-        else [integer("a token id", token, at_least=0) for token in prompt],
-        integer("max_tokens", max_tokens, at_least=1),
+        else [check_int("a token id", token, 0) for token in prompt],
+        check_int("max_tokens", max_tokens, 1),
         constraint,
         heat,
-        integer("max_texts", max_texts, at_least=1),
+        check_int("max_texts", max_texts, 1),
         ends_of(stop, eos_token_id=model.eos_token_id, vocab_size=model.vocab_size),
     )
     return blocking(_posterior(walk, model, potential))

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import finite
 from genrt.inference.resampling import Floats, log_mean_exp
+from genrt.numbers import check_float
 from genrt.testing import bets
 
 __all__ = [
@@ -91,7 +91,11 @@ def assert_unbiased(
     values = _numbers("estimates", estimates)
     if not len(values):
         raise InvalidRequest("there are no estimates: give those of some hundred runs")
-    exact, lowest, at_most = finite("exact", exact), finite("lowest", lowest), _bound(highest)
+    exact, lowest, at_most = (
+        check_float("exact", exact),
+        check_float("lowest", lowest),
+        _bound(highest),
+    )
     slack = _rounding(rtol) * abs(exact)
     if not lowest - ROUNDING * abs(lowest) <= exact <= at_most + ROUNDING * abs(at_most):
         raise InvalidRequest(
@@ -332,25 +336,25 @@ def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> N
 
 
 def _check_level(level: float) -> None:
-    if not 0 < finite("level", level) < 1:
+    if not 0 < check_float("level", level) < 1:
         raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
 
 
 def _rounding(rtol: float) -> float:
-    if not 0 <= finite("rtol", rtol) < 1:
+    if not 0 <= check_float("rtol", rtol) < 1:
         raise InvalidRequest(f"rtol is {rtol}: give a relative error of at least 0 and below 1")
     return rtol
 
 
 def _bound(highest: float | None) -> float:
     """Return what can come at most, infinity where no bound is known."""
-    return math.inf if highest is None or highest == math.inf else finite("highest", highest)
+    return math.inf if highest is None or highest == math.inf else check_float("highest", highest)
 
 
 def _evidence(log_evidence: float) -> float:
     if log_evidence == -math.inf:
         return 0.0
-    if abs(finite("log_evidence", log_evidence)) > LOGARITHMS:
+    if abs(check_float("log_evidence", log_evidence)) > LOGARITHMS:
         raise InvalidRequest(
             f"log_evidence is {log_evidence:g}, whose exponential is no float: add a constant to it and "
             f"to the log-weights, so that it is from -{LOGARITHMS:g} to {LOGARITHMS:g}"
