@@ -2,7 +2,8 @@
 
 Rules:
     Every waiter gets storage (or an exception object) of its own.
-    Each event loop is called into once, whatever the number of waiters there.
+    Each event loop is called into once, whatever the number of waiters there, and goes round while it
+    tells them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
@@ -22,6 +24,7 @@ from genrt.rows import apart, stacked
 from genrt.sampling import TopLogprobs
 
 __all__ = [
+    "TOLD_AT_ONCE",
     "Entry",
     "OnLoops",
     "Outcome",
@@ -35,6 +38,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+TOLD_AT_ONCE = 256
+"""How many waiters of a loop are told before it goes round: what they do then takes its time."""
 
 Outcome: TypeAlias = list[Result] | GenrtError
 """What a waiter's future gets."""
@@ -148,33 +154,34 @@ def hand_out(answered: Sequence[Waiter]) -> None:
 
 def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:
     """Resolve the waiters still waiting: threads here, each event loop by one call into it."""
-    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Any, Outcome]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop | None, deque[tuple[Any, Outcome]]] = {}
     for waiter, outcome in done:
         loop = waiter.loop
         if loop not in by_loop:
-            by_loop[loop] = []
+            by_loop[loop] = deque()
         by_loop[loop].append((waiter.future, outcome))
-    _resolve(None, by_loop.pop(None, []))
+    _resolve(None, by_loop.pop(None, deque()))
     for loop, resolved in by_loop.items():
         with contextlib.suppress(RuntimeError):  # closed, and with it all who waited there
             cast("asyncio.AbstractEventLoop", loop).call_soon_threadsafe(_resolve, loop, resolved)
 
 
-def _resolve(loop: asyncio.AbstractEventLoop | None, done: Sequence[tuple[Any, Outcome]]) -> None:
-    """Resolve futures of one loop, or of threads. A loop that is interrupted in it resolves the rest when
-    it goes on."""
-    told = 0
+def _resolve(loop: asyncio.AbstractEventLoop | None, done: deque[tuple[Any, Outcome]]) -> None:
+    """Resolve futures of threads; or of one loop, which goes round before the next of them, and resolves
+    the rest when it goes on if it is interrupted."""
     try:
-        for future, outcome in done:
+        for _ in range(len(done) if loop is None else min(len(done), TOLD_AT_ONCE)):
+            future, outcome = done[0]
             failed = isinstance(outcome, GenrtError)
             with _DONE:  # cancelled, at any moment by a signal handler; or told by another thread
                 (future.set_exception if failed else future.set_result)(outcome)
-            told += 1
-    except BaseException as error:
-        if loop is not None:
-            # One that was interrupted is told again; one that raised by itself would do so for ever.
-            loop.call_soon(_resolve, loop, done[told + isinstance(error, Exception) :])
+            done.popleft()
+    except Exception:  # of one that raised by itself, and would do so for ever
+        done.popleft()
         raise
+    finally:
+        if loop is not None and done:
+            loop.call_soon(_resolve, loop, done)
 
 
 _DONE = contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError)

@@ -235,8 +235,13 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         "test_batcher.py test_draw.py",
         (
             "an interrupted loop forgets whom it had to tell",
-            "            loop.call_soon(_resolve, loop, done[told + isinstance(error, Exception) :])\n",
-            "            pass\n",
+            "        if loop is not None and done:\n",
+            "        if loop is not None and len(done) > TOLD_AT_ONCE:\n",
+        ),
+        (
+            "a loop does not go round while it tells many",
+            "min(len(done), TOLD_AT_ONCE)",
+            "len(done)",
         ),
         (
             "whether a future is done already is not looked at",

@@ -28,7 +28,7 @@ from genrt.engine import (
 from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
 from genrt.gathering import MOST_AT_ONCE, PATIENCE
 from genrt.rows import apart
-from genrt.waiters import Waiter, deliver
+from genrt.waiters import TOLD_AT_ONCE, Waiter, deliver
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -223,6 +223,24 @@ async def test_one_call_into_each_loop_delivers_everything_of_a_turn(
     assert all(task.done() for task in tasks)
     hand.turn()
     assert calls == 1, "a turn without answers calls into no loop"
+
+
+@pytest.mark.promise(number=31)
+async def test_a_loop_goes_round_while_many_of_its_waiters_are_told(by_hand: Make) -> None:
+    """The answers of one step, however many, do not hold up what else the loop has to do."""
+    hand, told_in_a_pass = by_hand(), []
+    tasks = [hand.ask(logprobs(number, 1)) for number in range(3 * TOLD_AT_ONCE + 1)]
+    await passes()
+    hand.turn()
+    before = 0
+    while not all(task.done() for task in tasks):
+        await passes(1)
+        told = sum(task.done() for task in tasks)
+        told_in_a_pass.append(told - before)
+        before = told
+        assert len(told_in_a_pass) < 10
+    assert max(told_in_a_pass) == TOLD_AT_ONCE
+    assert all(right([logprobs(n, 1)], task.result()) for n, task in enumerate(tasks))
 
 
 @pytest.mark.promise(number=19)

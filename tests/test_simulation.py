@@ -12,7 +12,7 @@ import random
 import re
 import subprocess
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -420,7 +420,7 @@ def an_answer_is_set_on_a_cancelled_future(patch: Patch) -> None:
 def closed_loops_are_delivered_to(patch: Patch) -> None:
     def deliver(done: Any) -> None:
         for waiter, outcome in done:
-            resolved = [(waiter.future, outcome)]
+            resolved = deque([(waiter.future, outcome)])
             waiter.loop.call_soon_threadsafe(genrt.waiters._resolve, waiter.loop, resolved)
 
     patch.setattr(genrt.waiters, "deliver", deliver)
