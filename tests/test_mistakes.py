@@ -17,7 +17,16 @@ import genrt
 from genrt.constraints import all_of, json_schema, regex
 from genrt.engines.exact import NGram
 from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest
-from genrt.inference import SMC, BestOfN, MetropolisHastings, Rejection, TextModel, infilling
+from genrt.inference import (
+    SMC,
+    BestOfN,
+    Execution,
+    MetropolisHastings,
+    Program,
+    Rejection,
+    TextModel,
+    infilling,
+)
 from genrt.lm import AsyncLM
 
 MODEL = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)
@@ -157,6 +166,18 @@ def test_a_seed_in_place_of_a_state_is_refused(
                 InvalidRequest, match=r"give a state, at first that of init\(seed\)"
             ):
                 asyncio.run(main())
+
+
+@pytest.mark.parametrize("make", ALGORITHMS)
+def test_what_is_printed_says_what_it_is(lm: AsyncLM, make: Callable[[TextModel], Any]) -> None:
+    async def program(p: Execution) -> int:
+        return await p.sample([0])
+
+    model = TextModel(lm, [0, 1], max_tokens=3, constraint=regex("a+", lm), potential=len)
+    assert repr(model).startswith("TextModel(2 tokens, max_tokens=3, constraint=<constraint: reg")
+    assert repr(make(model)).endswith("=2)") or "max_texts=4)" in repr(make(model))
+    assert repr(model) in repr(make(model))
+    assert "program" in repr(SMC(Program(lm, program), num_particles=2))
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])

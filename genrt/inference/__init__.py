@@ -5,7 +5,7 @@ weighted by a potential. ``Program`` is a coroutine that you write: it samples t
 
 The algorithms, each with ``init(seed)``, ``step(state)``, ``run(seed)`` and ``run_sync(seed)``:
 
-    SMC                  sequential Monte Carlo: weighted particles, the evidence, resampling
+    SMC                  sequential Monte Carlo: weighted, resampled particles
     importance_sampling  SMC that never resamples
     MetropolisHastings   chains that redraw suffixes
     Rejection, BestOfN   the baselines: plain samples, kept or ranked

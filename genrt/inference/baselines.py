@@ -102,6 +102,9 @@ class Rejection:
         self._batch_size = check_int("batch_size", batch_size, 1)
         self._bound = check_float("bound", bound)
 
+    def __repr__(self) -> str:
+        return f"Rejection({self._model!r}, num_samples={self._num_samples}, max_texts={self._max_texts})"
+
     @property
     def model(self) -> TextModel:
         """What it runs."""
@@ -236,6 +239,9 @@ class BestOfN:
         if score is not None and not callable(score):
             raise InvalidRequest(f"the score is {score!r}: give a function of a Text")
         self._score = model.potential if score is None else score
+
+    def __repr__(self) -> str:
+        return f"BestOfN({self._model!r}, n={self._n})"
 
     @property
     def model(self) -> TextModel:

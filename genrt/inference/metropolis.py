@@ -133,6 +133,10 @@ class MetropolisHastings:
                 f"warm_up is {warm_up} of num_steps={num_steps}: then nothing is counted; give fewer"
             )
 
+    def __repr__(self) -> str:
+        numbers = f"num_chains={self._num_chains}, num_steps={self._num_steps}"
+        return f"MetropolisHastings({self._model!r}, {numbers})"
+
     @property
     def model(self) -> Model:
         """What it runs."""

@@ -323,6 +323,9 @@ class Program:
         self._lm = runtime(lm)
         self._function = function
 
+    def __repr__(self) -> str:
+        return f"Program({getattr(self._function, '__name__', self._function)})"
+
     @property
     def lm(self) -> AsyncLM:
         """The runtime that is asked."""

@@ -91,6 +91,9 @@ class SMC:
         self._resample_when = resample_when
         self._resample = resample
 
+    def __repr__(self) -> str:
+        return f"SMC({self._model!r}, num_particles={self._num_particles})"
+
     @property
     def model(self) -> Model:
         """What it runs."""

@@ -188,6 +188,11 @@ class TextModel:
         self._adapter = adapter_name(adapter)
         self._byte_vocab = lm.byte_vocab
 
+    def __repr__(self) -> str:
+        what = {"constraint": self._constraint, "potential": self._potential, "twist": self._twist}
+        given = "".join(f", {name}={each!r}" for name, each in what.items() if each is not None)
+        return f"TextModel({len(self._prompt)} tokens, max_tokens={self._max_tokens}{given})"
+
     @property
     def lm(self) -> AsyncLM:
         """The runtime that is asked."""
