@@ -89,6 +89,7 @@ HOUSE = (
     "constraints/productive.py",
     "constraints/lark.py",
     "constraints/schemas.py",
+    "constraints/intervals.py",
     "constraints/formats.py",
     "constraints/matching.py",
     "constraints/string_sets.py",

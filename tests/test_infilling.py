@@ -113,3 +113,13 @@ def test_gaps_that_are_not_utf8_stay_apart() -> None:
     assert {value for value, _ in result.posterior()} == {
         *("", "a", "\N{REPLACEMENT CHARACTER}\\xff", "\N{REPLACEMENT CHARACTER}\\xfe")
     }
+
+
+def test_a_gap_that_cannot_be_another_has_its_own_weight() -> None:
+    """No randomness is left, so that a weight that is too small shows, too."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = infilling(lm, [0], SUFFIX, max_tokens=2, constraint=strings(["a"], lm))
+        result = SMC(model, num_particles=3).run_sync(0)
+    weight = by_hand(lambda text: text == "a", 2)["a"]
+    assert result.values == ("a",) * 3
+    assert result.log_weights.tolist() == pytest.approx([math.log(weight)] * 3, abs=1e-5)

@@ -532,3 +532,57 @@ def test_what_is_taken_is_never_too_complex_in_the_midst_of_a_text(schema: Any, 
             assert 1 + byte in allowed(state)
         state = state.advance(1 + byte)
     assert state.accepting
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.1}, "0.1 0.05 0.0001", "0 0.0 0.11 -0.05"),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, "-0.5 -0.01", "-0 -0.0 0 0.1 -0.6"),
+        ({"exclusiveMinimum": 7, "maximum": 7.99}, "7.9 7.99 7.001", "7 7.0 8"),
+        ({"minimum": -7.25, "exclusiveMaximum": -7}, "-7.2 -7.25 -7.1", "-7 -7.0 -7.3"),
+        ({"exclusiveMinimum": 7, "minimum": 7.5, "maximum": 7.9}, "7.5 7.9", "7 7.4"),
+        ({"maximum": 9.25}, "9.2 9.25 9.20 9 -3.5", "9.26 9.3 10"),
+        ({"minimum": 0, "maximum": 0.125}, "0 0.1 0.12 0.125", "0.13 0.2 1"),
+        ({"minimum": -12.75}, "-12.7 -12.75 3", "-12.8 -13"),
+        ({"minimum": 9.22, "maximum": 9.25}, "9.22 9.25 9.23", "9.2 9.3"),
+        ({"exclusiveMaximum": 5.125, "multipleOf": 0.02}, "5.12 5.1", "5.125 5.11"),
+    ],
+)
+@pytest.mark.parametrize("around", ["alone", "or null", "in an object", "one of", "with anyOf"])
+def test_bounds_of_numbers_are_where_they_are(
+    bounds: dict[str, float], inside: str, outside: str, around: str
+) -> None:
+    number: dict[str, Any] = {"type": "number", **bounds}
+    schema = {
+        "alone": number,
+        "or null": number | {"type": ["number", "null"]},
+        "in an object": {"properties": {"x": number}, "required": ["x"], "type": "object"},
+        "one of": {"oneOf": [number, {"type": "string"}]},
+        "with anyOf": number | {"anyOf": [{"type": "number"}, {"type": "string"}]},
+    }[around]
+    written = '{"x": %s}' if around == "in an object" else "%s"
+    for text in inside.split():
+        assert takes(schema, written % text), text
+    for text in outside.split():
+        assert not takes(schema, written % text), text
+    assert takes(schema, "null") == (around == "or null")
+
+
+@pytest.mark.parametrize("others", [{}, {"additionalProperties": True}, {"required": ["a", "c"]}])
+def test_a_property_is_the_same_however_its_name_is_spelt(others: Schema) -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "é": {"type": "null"}}} | dict(others)
+    more = ', "c": [null], "d\\n": {"x": 1}}'
+    assert takes(schema, '{"a": 1' + more)
+    assert takes(schema, '{"a": 1, "é": null' + more)
+    for name in ("a", "\\u0061", "é", "\\u00e9", "\\u00E9"):
+        assert not takes(schema, f'{{"{name}": "x"{more}')
+    assert not takes(schema, '{"a": 1, "a": 2' + more)
+    both = {"allOf": [schema, {"properties": {"c": {"type": "array"}}}]}
+    assert takes(both, '{"a": 1, "c": [null]}')
+    assert not takes(both, '{"a": 1, "c": null}')
+    closed = {
+        "allOf": [schema, {"properties": {"a": True, "c": {}}, "additionalProperties": False}]
+    }
+    assert takes(closed, '{"a": 1, "c": [null]}')
+    assert not takes(closed, '{"a": 1' + more)

@@ -82,8 +82,11 @@ def json_schema(
       numbers with bounds have no exponent; constants and enums are written as in the schema;
     * a number with ``multipleOf`` is not negative.
 
-    But names that ``properties`` does not have may come twice, or be spelt with escapes, as ``"\\u0061"``
-    for ``a``, and get past what ``properties`` says; ``"additionalProperties": false`` rules both out.
+    But names that ``properties`` does not have may come twice. Where ``additionalProperties`` is a
+    schema, or where there are ``patternProperties``, they may also be spelt with escapes, as
+    ``"\\u0061"`` for ``a``, and get past ``properties``; with ``"additionalProperties": false`` neither.
+    And where bounds of one number come from several schemas that hold together (``allOf``), less than 1
+    apart, an exclusive one that is whole is taken for inclusive: give them in one schema.
 
     What no finite value satisfies is left out: an optional property, or one of several alternatives,
     whose ``$ref`` leads back to itself without end. Masks lead to beginnings of valid texts alone, unless

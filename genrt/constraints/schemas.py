@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from genrt.constraints.formats import FORMATS, LONGEST
+from genrt.constraints.intervals import BOUNDS, mend_bounds
 from genrt.constraints.matching import checked_pattern, may_begin
 from genrt.errors import InvalidConstraint
 
@@ -36,7 +37,6 @@ _KEYWORDS = (
     *("prefixItems", "items", "additionalItems", "allOf", "anyOf", "oneOf"),
 )
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def schema_text(schema: object, options: Schema) -> str:
@@ -108,6 +108,10 @@ class _Prepared:
         for within, key, schema in self._places:
             if id(schema) not in self._alive:
                 within[key] = False
+            mend_bounds(schema)
+        if not any("patternProperties" in schema for _, _, schema in self._places):
+            for _, _, schema in self._places:
+                _close_names(schema)
 
     def _find(self, root: Schema) -> None:
         """Find all schemas within one, and those that it refers to, and check each.
@@ -293,7 +297,7 @@ def _has_numbers(schemas: list[Schema], integer: bool) -> bool:
     low, high = Fraction(0), None
     above = below = False
     for schema in schemas:
-        for key in _BOUNDS:
+        for key in BOUNDS:
             bound, strict = _number(schema.get(key)), key.startswith("exclusive")
             if bound is None:
                 continue
@@ -375,7 +379,7 @@ def _refuse_what_counts_names(schema: Schema) -> None:
 
 
 def _refuse_what_is_rounded(schema: Schema) -> None:
-    left = [schema.get(key) for key in ("const", "enum", *_BOUNDS)]
+    left = [schema.get(key) for key in ("const", "enum", *BOUNDS)]
     while left:
         value = left.pop()
         if isinstance(value, list):
@@ -423,6 +427,18 @@ def _settle_patterns(schema: Schema) -> None:
                 if not _has_names({name: True}, {pattern: False}):  # the name matches
                     properties[name] = {"allOf": [properties.get(name, True), values]}
     schema["properties"] = properties
+
+
+def _close_names(schema: Schema) -> None:
+    """Say of other properties by a pattern what they may be, if that is anything at all.
+
+    llguidance lets names that no pattern is for be spelt with escapes, and so be those of ``properties``.
+    """
+    others = schema.get("additionalProperties", True)
+    counted = schema.keys() & {"minProperties", "maxProperties"}
+    if schema.get("properties") and (others is True or others == {}) and not counted:
+        schema["patternProperties"] = {r"^[\s\S]*$": True}
+        schema["additionalProperties"] = False
 
 
 def _has_names(properties: Schema, patterns: Schema) -> bool:
