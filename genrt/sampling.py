@@ -31,6 +31,7 @@ __all__ = [
     "check_parameters",
     "draw",
     "drawn",
+    "mixed",
     "seeded_uniforms",
     "truncate",
 ]
@@ -357,6 +358,15 @@ def seeded_uniforms(seeds: Sequence[int]) -> Tensor:
     states = _mixed(np.array(seeds, dtype=np.uint64).reshape(-1, 1) + golden)
     mixed = _mixed(states + golden * np.array([[1, 2]], dtype=np.uint64))
     return torch.from_numpy((mixed >> np.uint64(11)) * 2.0**-53)
+
+
+def mixed(seed: int, step: int) -> int:
+    """Return 32 well-mixed bits of a pair, all that torch's CPU generator takes of a seed: the finaliser
+    of SplitMix64 (Steele, Lea & Flood 2014) at the ``step + 1``-th state from ``seed``."""
+    state = (seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    return (state ^ state >> 31) >> 32
 
 
 def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:

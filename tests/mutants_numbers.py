@@ -12,6 +12,11 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         "sampling.py",
         "test_sampling.py test_numbers.py",
         (
+            "every token of a seeded sample has the same randomness",
+            "(step + 1) * 0x9E37",
+            "1 * 0x9E37",
+        ),
+        (
             "min-p counts from the row before it is tempered",
             "kept.masked_fill(kept < floor.log() * heat, -math.inf)",
             "kept.masked_fill(kept < floor.log(), -math.inf)",
@@ -755,11 +760,6 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
             "rows are looked for where they were in the step before",
             "            return\n        self._layout = None\n",
             "            return\n",
-        ),
-        (
-            "every token of a seeded sample has the same randomness",
-            "(step + 1) * 0x9E37",
-            "1 * 0x9E37",
         ),
         (
             "of a prompt's parts the first one's row stays",

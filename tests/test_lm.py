@@ -428,6 +428,21 @@ async def test_a_seeded_batch_draws_each_context_with_a_seed_of_its_own(lm: Asyn
     assert around == [lm.sample_sync([1], max_tokens=6, seed=seed) for seed in (last, 0)]
 
 
+@pytest.mark.promise(number=18)
+def test_all_bits_of_a_seed_count(lm: AsyncLM) -> None:
+    """Of which torch's generator on a CPU takes 32: samples of others repeated each other."""
+    seeds = [5 + high * 2**32 for high in (0, 1, 2, 2**20, 2**31 - 1)]
+    samples = [lm.sample_sync([1], max_tokens=19, seed=seed) for seed in seeds]
+    assert len(set(map(tuple, samples))) == len(seeds)
+    assert samples == [lm.sample_sync([1], max_tokens=19, seed=seed) for seed in seeds]
+    firsts = [lm.sample_sync([1], max_tokens=1, seed=5 + high * 2**32)[0] for high in range(2000)]
+    expected = 2000 * MODEL.row([1]).double().exp()
+    found = torch.bincount(torch.tensor(firsts), minlength=VOCAB_SIZE)
+    likely = expected > 5
+    spread = ((found - expected) ** 2 / expected)[likely].sum()
+    assert float(spread) < 45, "chi-square of at most 11 degrees: p < 1e-5"
+
+
 def test_stop_tokens_end_a_sample_and_stay_out_of_it(lm: AsyncLM) -> None:
     whole = lm.sample_sync([1], max_tokens=10, temperature=0.0)
     for stop in set(whole):

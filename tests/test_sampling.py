@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from genrt.errors import InvalidRequest
-from genrt.sampling import check_parameters, draw, seeded_uniforms, truncate
+from genrt.sampling import check_parameters, draw, mixed, seeded_uniforms, truncate
 
 LEVEL = 1e-4
 """Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""
@@ -401,6 +401,17 @@ def test_seeded_numbers_are_fixed_by_their_seed_and_spread_evenly() -> None:
         counts = (cells[:, 0] * 8 + cells[:, 1]).bincount(minlength=64).tolist()
         assert g_test(counts, [1 / 64] * 64) > LEVEL
     assert seeded_uniforms([]).shape == (0, 2)
+
+
+def test_a_seed_and_a_step_are_mixed_into_32_bits_that_neither_repeats() -> None:
+    numbers = [
+        mixed(seed + high * 2**32, step)
+        for seed in (0, 5)
+        for high in range(5)
+        for step in range(20)
+    ]
+    assert len(set(numbers)) == len(numbers)
+    assert 0 <= min(numbers) < 2**28 < 2**32 - 2**28 < max(numbers) < 2**32
 
 
 def test_frequencies_of_seeded_draws_are_the_probabilities() -> None:

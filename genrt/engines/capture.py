@@ -32,6 +32,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 
 from genrt.errors import EngineUnsupported
 from genrt.rows import Leaving
+from genrt.sampling import mixed
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -219,15 +220,6 @@ class _SeededRequest:
 def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | None:
     seed = (params.extra_args or {}).get(SEED)
     return None if seed is None else _SeededRequest(seed, output_token_ids)
-
-
-def mixed(seed: int, step: int) -> int:
-    """32 well-mixed bits of a pair, all that torch's CPU generator takes of a seed: the finaliser of
-    SplitMix64 (Steele, Lea & Flood 2014) at the ``step + 1``-th state from ``seed``."""
-    state = (seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64
-    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
-    return (state ^ state >> 31) >> 32
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]

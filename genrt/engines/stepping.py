@@ -37,7 +37,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.sampling import check_parameters, draw, truncate
+from genrt.sampling import check_parameters, draw, mixed, truncate
 
 Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]
 """Contexts, none empty, and the adapter they share -> the logits after each, ``[n, vocab_size]``."""
@@ -48,6 +48,7 @@ class _Progress:
     """What is known of one request: the tokens drawn so far, and where its randomness comes from."""
 
     request: Request
+    seed: int = 0
     generator: torch.Generator | None = None
     drawn: list[int] = field(default_factory=list)
 
@@ -106,7 +107,8 @@ class Stepper:
         for request in requests:
             error = self._fault(request)
             if error is None:
-                self._in_progress[request] = _Progress(request, self._generator(request))
+                seed = seed_of(request) % 2**64 if isinstance(request, SampleRequest) else 0
+                self._in_progress[request] = _Progress(request, seed)
             else:
                 self._refused[request] = error
         self._count(requests=len(requests))
@@ -224,10 +226,14 @@ class Stepper:
             return UnknownAdapter(f"{request.adapter} is not loaded: add it first")
         return None
 
-    def _generator(self, request: Request) -> torch.Generator | None:
-        if not isinstance(request, SampleRequest):
-            return None
-        return torch.Generator(self.device).manual_seed(seed_of(request) % 2**64)
+    def _generator(self, progress: _Progress) -> torch.Generator:
+        """Return what a sample's next token is drawn from. A CPU's generator takes 32 bits of a seed, so
+        that of a longer one is seeded anew for every token."""
+        if progress.generator is None:
+            progress.generator = torch.Generator(self.device).manual_seed(progress.seed)
+        if progress.seed >= 2**32:
+            progress.generator.manual_seed(mixed(progress.seed, len(progress.drawn)))
+        return progress.generator
 
     def _advance(self, group: Sequence[_Progress], adapter: Adapter | None) -> list[Finished]:
         """One forward over requests that share an adapter; those that it ends."""
@@ -254,7 +260,7 @@ class Stepper:
     def _sample(self, rows: Tensor, group: Sequence[_Progress]) -> list[Finished]:
         """Draw one token for each; those that it ends."""
         asked = [each.request for each in group if isinstance(each.request, SampleRequest)]
-        generators = [each.generator for each in group if each.generator is not None]
+        generators = [self._generator(each) for each in group]
         kept = truncate(
             rows,
             temperature=_float64([request.temperature for request in asked]),
