@@ -233,7 +233,7 @@ def test_a_second_interrupt_does_not_wait(lm: AsyncLM) -> None:
         return 0.0
 
     with pytest.raises(KeyboardInterrupt):
-        BestOfN(text_model(lm, potential=stubborn), n=1).run_sync(0)
+        BestOfN(text_model(lm, potential=stubborn), n=1).run_sync(1)  # whose text ends
     assert threads_left() == ["genrt"]
     [thread] = [each for each in threading.enumerate() if each.name == "genrt"]
     released.set()

@@ -24,6 +24,7 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
+from genrt.inference.ends import ends_of
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
 
@@ -66,6 +67,13 @@ CONSTRAINTS: dict[str, Any] = {
     "nothing": lambda lm: regex("", lm),
     "impossible": lambda lm: regex("c", lm),
 }
+
+
+def test_a_text_ends_before_the_first_of_the_strings_that_one_token_completes() -> None:
+    for stop in itertools.permutations(["ca", "bc", "ab"]):
+        ends = ends_of(list(stop), eos_token_id=EOS, vocab_size=5)
+        assert ends.cut(b"xabca", 3) == 1  # with "bca", drawn after "xa"
+        assert ends.cut(b"xbca", 3) == 1
 
 
 def weigh(result: Any, exact: Any) -> None:

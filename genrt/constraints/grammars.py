@@ -15,7 +15,13 @@ import numpy as np
 from torch import Tensor
 
 from genrt.constraints.ebnf import lark_of_ebnf
-from genrt.constraints.matching import brief, checked_pattern, new_matcher, new_tokenizer
+from genrt.constraints.matching import (
+    brief,
+    checked_pattern,
+    matches_nothing,
+    new_matcher,
+    new_tokenizer,
+)
 from genrt.constraints.productive import productive
 from genrt.constraints.protocols import MaskedConstraint
 from genrt.constraints.schemas import schema_text
@@ -39,7 +45,8 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 
     Raises:
-        InvalidConstraint: the pattern does not compile or is too complex, or there is no end token.
+        InvalidConstraint: the pattern does not compile, is too complex or matches nothing; or there is no
+            end token.
     """
     given: object = pattern
     if isinstance(given, re.Pattern):
@@ -264,6 +271,8 @@ class _Grammar:
         self._start = GrammarState(vocabulary, matcher, name)
         # What is too complex mostly is so from the start: say it here, not in the midst of a run.
         vocabulary.fill([self._start])
+        if not self._start.packed().any() and matches_nothing(lark):
+            raise InvalidConstraint(f"the {name} matches no text at all: change it")
 
     def start(self) -> GrammarState:
         return self._start
