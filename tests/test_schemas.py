@@ -570,8 +570,11 @@ def test_bounds_of_numbers_are_where_they_are(
 
 
 @pytest.mark.parametrize("others", [{}, {"additionalProperties": True}, {"required": ["a", "c"]}])
-def test_a_property_is_the_same_however_its_name_is_spelt(others: Schema) -> None:
-    schema = {"properties": {"a": {"type": "integer"}, "é": {"type": "null"}}} | dict(others)
+def test_a_property_is_the_same_however_its_name_is_spelt(others: dict[str, Any]) -> None:
+    schema: dict[str, Any] = {
+        "properties": {"a": {"type": "integer"}, "é": {"type": "null"}},
+        **others,
+    }
     more = ', "c": [null], "d\\n": {"x": 1}}'
     assert takes(schema, '{"a": 1' + more)
     assert takes(schema, '{"a": 1, "é": null' + more)
