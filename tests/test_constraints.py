@@ -169,7 +169,9 @@ def test_tokens_without_bytes_are_never_allowed() -> None:
     assert allowed(regex(r"[\s\S]*", lm).start()) == [EOS, 1]
 
 
-@pytest.mark.parametrize(("pattern", "path"), [("x", []), ("ax", [1]), ("a{2}x|ab", [1, 1])])
+@pytest.mark.parametrize(
+    ("pattern", "path"), [("x", []), ("ax", [1]), ("[a&&[^a]]", []), ("a{2}x|ab", [1, 1])]
+)
 def test_a_dead_end_is_an_empty_mask(pattern: str, path: list[int]) -> None:
     lm = lm_over(b"a", b"b")
     dead = reach(regex(pattern, lm), path)

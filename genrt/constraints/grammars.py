@@ -45,8 +45,7 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 
     Raises:
-        InvalidConstraint: the pattern does not compile, is too complex or matches nothing; or there is no
-            end token.
+        InvalidConstraint: the pattern does not compile or is too complex, or there is no end token.
     """
     given: object = pattern
     if isinstance(given, re.Pattern):
@@ -124,7 +123,11 @@ def json_schema(
             f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
         )
     text = schema_text(schema, _WHITESPACE[whitespace])
-    return _Grammar(_Vocabulary.of(lm), f"start: %json {text}", "JSON schema")
+    lark = f"start: %json {text}"
+    constraint = _Grammar(_Vocabulary.of(lm), lark, "JSON schema")
+    if not constraint.start().packed().any() and matches_nothing(lark):
+        raise InvalidConstraint("no finite value satisfies the JSON schema: change it")
+    return constraint
 
 
 def grammar(
@@ -271,8 +274,6 @@ class _Grammar:
         self._start = GrammarState(vocabulary, matcher, name)
         # What is too complex mostly is so from the start: say it here, not in the midst of a run.
         vocabulary.fill([self._start])
-        if not self._start.packed().any() and matches_nothing(lark):
-            raise InvalidConstraint(f"the {name} matches no text at all: change it")
 
     def start(self) -> GrammarState:
         return self._start
