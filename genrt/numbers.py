@@ -38,7 +38,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 def check_bool(name: str, value: object) -> bool:
     """Return the value. Raises InvalidRequest if it is no truth value."""
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be True or False, got {named(value)}")
+        raise InvalidRequest(f"{name} must be True or False, got {shown(value)}")
     return value
 
 

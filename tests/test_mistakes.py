@@ -125,7 +125,7 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
     "an option that is neither on nor off": (
         lambda lm: genrt.load(MODEL, engine="exact", residency="no"),  # type: ignore[arg-type]
         InvalidRequest,
-        "residency must be True or False, got 'no'",
+        "residency must be True or False, got a value of type str",
     ),
     "a table that is no tensor": (
         lambda lm: NGram([b"a"], [[1.0]]),  # type: ignore[arg-type]
