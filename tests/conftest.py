@@ -36,6 +36,26 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+PRELOADED = os.environ.get("LD_PRELOAD")
+
+
+def _put_back_what_is_preloaded() -> None:
+    """Forget what vLLM has had preloaded where a test opened it by itself, or a peer did: the loader of
+    every later child would complain of a path with a space in it."""
+    if PRELOADED is None:
+        os.environ.pop("LD_PRELOAD", None)
+    else:
+        os.environ["LD_PRELOAD"] = PRELOADED
+
+
+def pytest_runtest_setup() -> None:
+    _put_back_what_is_preloaded()
+
+
+def pytest_runtest_call() -> None:
+    _put_back_what_is_preloaded()  # a fixture may have opened one
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.user_properties += [("promise", number) for number in promises.numbers_of(item)]
 
