@@ -239,7 +239,9 @@ def must_move(device: str | torch.device | None, own: torch.device) -> bool:
     """
     if device is None:
         return False
-    advice = f"device is {named(device)}: give " + " or ".join({repr(str(own)): 0, "'cpu'": 0})
+    advice = f"device is {named(device)}: give " + " or ".join(
+        dict.fromkeys([repr(str(own)), "'cpu'"])
+    )
     given: object = device
     if not isinstance(given, str | int | torch.device):  # or torch's error would show what it is
         raise InvalidRequest(advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ __all__ = [
     "seeded_uniforms",
     "truncate",
 ]
+
+Bits = TypeVar("Bits", int, NDArray[Any])
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -355,25 +357,23 @@ def seeded_uniforms(seeds: Sequence[int]) -> Tensor:
     two steps of SplitMix64 (Steele, Lea & Flood 2014) from a state that the seed has been mixed into.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
-    states = _mixed(np.array(seeds, dtype=np.uint64).reshape(-1, 1) + golden)
-    mixed = _mixed(states + golden * np.array([[1, 2]], dtype=np.uint64))
-    return torch.from_numpy((mixed >> np.uint64(11)) * 2.0**-53)
+    states = _finalised(np.array(seeds, dtype=np.uint64).reshape(-1, 1) + golden)
+    bits = _finalised(states + golden * np.array([[1, 2]], dtype=np.uint64))
+    return torch.from_numpy((bits >> np.uint64(11)) * 2.0**-53)
 
 
 def mixed(seed: int, step: int) -> int:
     """Return 32 well-mixed bits of a pair, all that torch's CPU generator takes of a seed: the finaliser
     of SplitMix64 (Steele, Lea & Flood 2014) at the ``step + 1``-th state from ``seed``."""
-    state = (seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64
-    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
-    return (state ^ state >> 31) >> 32
+    return _finalised((seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 32
 
 
-def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser."""
-    bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return bits ^ bits >> np.uint64(31)
+def _finalised(bits: Bits) -> Bits:
+    """Return what SplitMix64's finaliser makes of 64 bits: a number of Python's, which is ten times as
+    fast for one, or an array of them."""
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return bits ^ bits >> 31
 
 
 def _numbers(
