@@ -373,7 +373,8 @@ def _finalised(bits: Bits) -> Bits:
     fast for one, or an array of them."""
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return bits ^ bits >> 31
+    bits ^= bits >> 31
+    return bits
 
 
 def _numbers(
