@@ -35,7 +35,7 @@ from genrt.errors import (
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
     from genrt.loading import aload, load
-    from genrt.statistics import Statistics
+    from genrt.runtime.statistics import Statistics
 
 __version__ = "0.1.0"
 
@@ -69,7 +69,7 @@ __all__ = [
 _MODULES = frozenset({"constraints", "inference", "testing"})
 _FROM = {
     "AsyncLM": "genrt.lm",
-    "Statistics": "genrt.statistics",
+    "Statistics": "genrt.runtime.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",
 }

@@ -14,9 +14,9 @@ from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
 from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest, ModelNotFound
 from genrt.inference import SMC, Info, Result, State, TextModel
-from genrt.inference.legible import printable
+from genrt.inference.display.legible import printable
 from genrt.lm import AsyncLM
-from genrt.statistics import Statistics
+from genrt.runtime.statistics import Statistics
 
 __all__ = ["add_arguments", "run"]
 

@@ -1,8 +1,8 @@
 """AsyncLM: what users hold; asks its engine every kind of question and owns its lifetime.
 
 A request's way, from here down: this file, with the part of it that is in ``reads.py``, checks the
-question and makes the request; ``batcher.py`` finds it in the cache, joins it to an equal one or queues
-it; ``engine_thread.py`` turns the crank; ``answers.py`` reads from rows; ``engines/`` compute.
+question and makes the request; ``runtime/batcher.py`` finds it in the cache, joins it to an equal one or
+queues it; ``thread.py`` there turns the crank; ``answers.py`` reads from rows; ``engines/`` compute.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any, Self, TypeAlias, Unpack, cast
 
 import torch
 
-from genrt import encoding, vocabulary
-from genrt.arguments import (
+from genrt.engines.adapters import check_adapter_directory
+from genrt.errors import InvalidRequest
+from genrt.numbers import named
+from genrt.questions.checks import (
     Limits,
     SampleOptions,
     TokenIds,
@@ -30,8 +32,7 @@ from genrt.arguments import (
     check_options,
     must_move,
 )
-from genrt.cache import RowCache
-from genrt.engine import (
+from genrt.questions.values import (
     Adapter,
     Engine,
     HostRow,
@@ -40,12 +41,11 @@ from genrt.engine import (
     Result,
     SampleRequest,
 )
-from genrt.engine_thread import EngineThread, aside
-from genrt.engines.adapters import check_adapter_directory
-from genrt.errors import InvalidRequest
-from genrt.numbers import named
 from genrt.reads import Reads
-from genrt.statistics import Statistics
+from genrt.runtime.cache import RowCache
+from genrt.runtime.statistics import Statistics
+from genrt.runtime.thread import EngineThread, aside
+from genrt.tokens import encoding, vocabulary
 
 __all__ = ["AsyncLM"]
 

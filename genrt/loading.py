@@ -11,14 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
-from genrt.arguments import check_float, check_int
-from genrt.cache import RowCache
-from genrt.engine import Engine
-from genrt.engine_thread import EngineThread, aside
 from genrt.engines import check_choice, open_engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, named, shown
+from genrt.questions.checks import check_float, check_int
+from genrt.questions.values import Engine
+from genrt.runtime.cache import RowCache
+from genrt.runtime.thread import EngineThread, aside
 
 if TYPE_CHECKING:
     from genrt.engines.exact import NGram

@@ -13,7 +13,9 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 import torch
 
-from genrt.arguments import (
+from genrt.errors import UnknownAdapter
+from genrt.numbers import named
+from genrt.questions.checks import (
     Limits,
     Mask,
     Masks,
@@ -22,12 +24,10 @@ from genrt.arguments import (
     check_masks,
     check_timeout,
 )
-from genrt.batcher import Batcher
-from genrt.engine import Adapter, ReadRequest, Request, Result, rebound
-from genrt.engine_thread import EngineThread
-from genrt.errors import UnknownAdapter
-from genrt.numbers import named
-from genrt.sampling import BatchDraw, Draw, TopLogprobs
+from genrt.questions.values import Adapter, ReadRequest, Request, Result, rebound
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.thread import EngineThread
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
 __all__ = ["Reads"]
 

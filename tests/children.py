@@ -30,7 +30,7 @@ ALARM_SECONDS = 300
 SERVER = """
 import json, os, signal, sys, tempfile
 import vllm
-import genrt, genrt.engines.vllm
+import genrt, genrt.engines.vllm.opening
 from tests.children import in_session
 
 given = json.load(sys.stdin)

@@ -42,7 +42,7 @@ def breaks(
 
 OF_THE_RUNTIME: tuple[Mutant, ...] = (
     *breaks(
-        "gathering.py",
+        "runtime/gathering.py",
         "test_batcher.py",
         (
             "a loop that never goes quiet is waited for without end",
@@ -66,7 +66,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "batcher.py",
+        "runtime/batcher.py",
         "test_batcher.py",
         (
             "a cancelled waiter takes its request from the others",
@@ -140,7 +140,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "batcher.py",
+        "runtime/batcher.py",
         "test_admission.py test_recovery.py",
         (
             "who waits for room is not told of the close",
@@ -165,7 +165,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "bindings.py",
+        "runtime/bindings.py",
         "test_batcher.py",
         (
             "an adapter is removed while requests are bound to it",
@@ -174,7 +174,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "admission.py",
+        "runtime/admission.py",
         "test_batcher.py",
         (
             "a flush may be larger than it may",
@@ -193,7 +193,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "flight.py",
+        "runtime/flight.py",
         "test_admission.py test_recovery.py",
         (
             "after running out of memory flushes stay small for good",
@@ -202,7 +202,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "admission.py",
+        "runtime/admission.py",
         "test_admission.py test_recovery.py",
         (
             "the bytes of what left the queue are counted for ever",
@@ -231,7 +231,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "waiters.py",
+        "runtime/waiters.py",
         "test_batcher.py test_draw.py",
         (
             "an interrupted loop forgets whom it had to tell",
@@ -275,7 +275,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "cache.py",
+        "runtime/cache.py",
         "test_cache.py",
         (
             "the cache keeps the step's row itself, a view",
@@ -315,7 +315,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "rows.py",
+        "tokens/rows.py",
         "test_rows.py",
         (
             "rows of one step are taken in the order they lie in memory",
@@ -334,7 +334,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engine.py",
+        "questions/values.py",
         "test_engine.py",
         (
             "the version of an adapter's weights is no part of the key",
@@ -368,7 +368,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "answers.py",
+        "runtime/answers.py",
         "test_answers.py test_draw.py",
         (
             "what an engine could not forget is sent to it again",
@@ -524,7 +524,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "token_ids.py",
+        "questions/token_ids.py",
         "test_arguments.py",
         (
             "the first token id past the vocabulary passes",
@@ -533,7 +533,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "masks.py",
+        "questions/masks.py",
         "test_draw.py test_masks.py",
         (
             "bits beyond the vocabulary make another mask",
@@ -557,7 +557,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "arguments.py",
+        "questions/checks.py",
         "test_arguments.py test_lm.py test_draw.py",
         (
             "the longest context is refused",
@@ -581,7 +581,7 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engine_thread.py",
+        "runtime/thread.py",
         "test_engine_thread.py test_recovery.py",
         (
             "a call that was cancelled ends the thread",

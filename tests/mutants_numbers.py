@@ -9,7 +9,7 @@ __all__ = ["OF_THE_NUMBERS"]
 
 OF_THE_NUMBERS: tuple[Mutant, ...] = (
     *breaks(
-        "sampling.py",
+        "tokens/sampling.py",
         "test_sampling.py test_numbers.py",
         (
             "every token of a seeded sample has the same randomness",
@@ -68,7 +68,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "trie.py",
+        "tokens/trie.py",
         "test_trie.py",
         (
             "the largest weight of a prefix is 0 or more",
@@ -77,7 +77,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "encoding.py",
+        "tokens/encoding.py",
         "test_encoding.py",
         (
             "what is lost beside an added token is taken for white space",
@@ -96,7 +96,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "vocabulary.py",
+        "tokens/vocabulary.py",
         "test_vocabulary.py",
         (
             "bytes that are special tokens are their names",
@@ -200,7 +200,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "texts.py",
+        "tokens/texts.py",
         "test_texts.py",
         (
             "a text's own U+FFFD reads as the escape of a byte",
@@ -263,7 +263,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "texts.py",
+        "tokens/texts.py",
         "test_texts.py",
         (
             "texts that read the same are equal, whatever they are made of",
@@ -699,7 +699,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="TestResidents or grew",
     ),
     *breaks(
-        "engines/vllm_self_test.py",
+        "engines/vllm/self_check.py",
         "test_vllm_self_test.py",
         (
             "half a nat passes, whatever the network computes with",
@@ -718,7 +718,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines/capture.py",
+        "engines/vllm/capture.py",
         "test_capture.py",
         (
             "rows are matched by the order in which requests came",
@@ -773,7 +773,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines/open_requests.py",
+        "engines/vllm/open_requests.py",
         "test_residency.py",
         (
             "a held step is run although its sequences have moved on",
@@ -788,7 +788,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="population or between_two_steps or cancelled_extension",
     ),
     *breaks(
-        "engines/open_scheduler.py",
+        "engines/vllm/open_scheduler.py",
         "test_residency.py",
         (
             "the copy of a shared block is forgotten",
@@ -808,7 +808,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="30-4-4 or population",
     ),
     *breaks(
-        "engines/open_scheduler.py",
+        "engines/vllm/open_scheduler.py",
         "test_residency.py",
         (
             "parked requests are not evicted for what waits",
@@ -824,7 +824,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="slot",
     ),
     *breaks(
-        "engines/open_scheduler.py",
+        "engines/vllm/open_scheduler.py",
         "test_residency.py",
         (
             "a fork takes the seat of another adapter's sequence",
@@ -840,7 +840,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="adapters",
     ),
     *breaks(
-        "engines/vllm_engine.py",
+        "engines/vllm/engine.py",
         "test_vllm.py",
         (
             "the stop token of vLLM's samples is returned",
@@ -949,7 +949,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="process",
     ),
     *breaks(
-        "inference/genealogy.py",
+        "inference/display/genealogy.py",
         "test_genealogy.py",
         (
             "the legend stays in one row and runs out of the picture",
@@ -964,7 +964,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="legend",
     ),
     *breaks(
-        "engines/vllm_process.py",
+        "engines/vllm/process.py",
         "test_vllm_process.py",
         (
             "memory is bound, and told of, where there is one node for all of it",
@@ -979,7 +979,7 @@ OF_THE_NUMBERS: tuple[Mutant, ...] = (
         only="memory",
     ),
     *breaks(
-        "engines/vllm_process.py",
+        "engines/vllm/process.py",
         "test_vllm_process.py",
         (
             "a demand for the runner V2 keeps vLLM from opening on a CPU",

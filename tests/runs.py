@@ -19,7 +19,7 @@ from genrt.inference import (
     log_mean_exp,
     systematic,
 )
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 
 VOCABULARY = [
     b"<script>&",

@@ -16,10 +16,8 @@ from typing import Any, cast
 
 import torch
 
-from genrt.answers import AnsweringEngine
-from genrt.batcher import Batcher
-from genrt.cache import RowCache
-from genrt.engine import (
+from genrt.errors import GenrtError
+from genrt.questions.values import (
     Adapter,
     EngineStatistics,
     Finished,
@@ -28,7 +26,9 @@ from genrt.engine import (
     Result,
     SampleRequest,
 )
-from genrt.errors import GenrtError
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.cache import RowCache
 
 PATIENCE_SECONDS = 30.0
 """After which a test that waits for another thread fails instead of hanging."""

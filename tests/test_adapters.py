@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 import genrt
-from genrt.engine import Adapter
 from genrt.engines.adapters import check_adapter_directory
 from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
+from genrt.questions.values import Adapter
 from tests.scripted import Gate, ScriptedEngine, passes
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import genrt
-from genrt.admission import Admission
-from genrt.engine import Adapter, LogprobsRequest, ReadRequest, Request, TopTokens
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
-from genrt.flight import GOOD_STEPS, Window
-from genrt.waiters import Waiter
+from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, Request, TopTokens
+from genrt.runtime.admission import Admission
+from genrt.runtime.flight import GOOD_STEPS, Window
+from genrt.runtime.waiters import Waiter
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -344,7 +344,7 @@ def test_who_is_interrupted_on_its_way_to_wait_does_not(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("genrt.admission.OrderedDict", interrupted)
+        patch.setattr("genrt.runtime.admission.OrderedDict", interrupted)
         with pytest.raises(KeyboardInterrupt):
             admission.wait(waiter(B))
     assert len(admission) == 0

@@ -121,7 +121,7 @@ def by_hand(case: Case) -> Program:
             tokens.append(token)
             state = None if state is None else state.advance(token)
         if potential is not None:
-            text = genrt.texts.Text(
+            text = genrt.tokens.texts.Text(
                 tuple(tokens), b"".join(case.lm.byte_vocab[i] for i in tokens), True
             )
             weight = potential(text)

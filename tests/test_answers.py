@@ -15,10 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt import answers
-from genrt.answers import AnsweringEngine
-from genrt.cache import RowCache
-from genrt.engine import (
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.questions.values import (
     Adapter,
     Candidates,
     DrawToken,
@@ -30,10 +29,11 @@ from genrt.engine import (
     Result,
     TopTokens,
 )
-from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
-from genrt.sampling import Draw, TopLogprobs
+from genrt.runtime import answers
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.cache import RowCache
 from genrt.testing import check_engine
+from genrt.tokens.sampling import Draw, TopLogprobs
 from tests.scripted import ScriptedEngine, expected_row, logprobs, sample
 
 A, B = logprobs(1), logprobs(2)
@@ -436,7 +436,7 @@ def test_reads_of_more_rows_than_are_worked_on_at_once(monkeypatch: pytest.Monke
     ]
     asked += [ReadRequest(LogprobsRequest((n,)), TopTokens(1 + n)) for n in range(41)]
     together = ask(exact(), *asked)
-    monkeypatch.setattr("genrt.sampling.CPU_CHUNK", 5 * 41)
+    monkeypatch.setattr("genrt.tokens.sampling.CPU_CHUNK", 5 * 41)
     for one, other in zip(together, ask(exact(), *asked), strict=True):
         assert same(one, other)
 

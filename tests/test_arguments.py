@@ -1,4 +1,4 @@
-"""arguments.py: what is taken, what is refused, and that the message says what to do."""
+"""questions/checks.py: what is taken, what is refused, and that the message says what to do."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from genrt.arguments import Limits, check_contexts
-from genrt.engine import Adapter, SampleRequest
 from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.questions.checks import Limits, check_contexts
+from genrt.questions.values import Adapter, SampleRequest
 
 masked: Any = np.ma.array
 """Not annotated by NumPy."""

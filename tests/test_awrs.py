@@ -33,7 +33,7 @@ from genrt.testing import (
     assert_weighted_samples_from,
     exact_posterior,
 )
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 
 Floats = NDArray[np.float64]
 Outcome = tuple[int, tuple[float, ...]]

@@ -18,7 +18,7 @@ from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import BestOfN, Drawn, Kept, Rejection, Result, TextModel
 from genrt.testing import assert_samples_from, assert_unbiased, exact_posterior
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 
 PROMPT = [0]
 LIVELY = NGram.random([b"a", b"b", b""], seed=11, eos_token_id=2)

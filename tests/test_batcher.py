@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrt.answers import AnsweringEngine
-from genrt.batcher import Batcher
-from genrt.cache import RowCache
-from genrt.engine import (
+from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
+from genrt.questions.values import (
     Adapter,
     DrawToken,
     Finished,
@@ -25,10 +23,12 @@ from genrt.engine import (
     Request,
     Result,
 )
-from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
-from genrt.gathering import MOST_AT_ONCE, PATIENCE
-from genrt.rows import apart
-from genrt.waiters import TOLD_AT_ONCE, Waiter, deliver
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.cache import RowCache
+from genrt.runtime.gathering import MOST_AT_ONCE, PATIENCE
+from genrt.runtime.waiters import TOLD_AT_ONCE, Waiter, deliver
+from genrt.tokens.rows import apart
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -734,7 +734,7 @@ async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
     def full(_: list[torch.Tensor]) -> list[torch.Tensor]:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("genrt.waiters.apart", full)
+    monkeypatch.setattr("genrt.runtime.waiters.apart", full)
     with pytest.raises(OutOfMemory, match="no room"):
         await hand.batcher.ask([A])
 
@@ -1312,7 +1312,7 @@ async def test_a_close_that_is_interrupted_is_made_good_by_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("genrt.batcher.deliver", interrupted)
+        patch.setattr("genrt.runtime.batcher.deliver", interrupted)
         with pytest.raises(KeyboardInterrupt):
             hand.batcher.close()
     assert hand.batcher.is_closed

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from genrt.answers import AnsweringEngine
-from genrt.batcher import Batcher
-from genrt.cache import RowCache
-from genrt.engine import LogprobsRequest, Request, Result
 from genrt.errors import EngineFailed
+from genrt.questions.values import LogprobsRequest, Request, Result
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.cache import RowCache
 from tests.scripted import ScriptedEngine, logprobs, passes, right, sample
 
 REQUESTS: list[Request] = [*map(logprobs, range(5)), sample(1, seed=1), sample(2, seed=2)]

@@ -25,8 +25,8 @@ import torch
 import genrt
 from benchmarks import fidelity, overheads, plots, pressure, step, two_runtimes
 from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packed_masks
-from genrt.engine import Finished, Request
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.questions.values import Finished, Request
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"

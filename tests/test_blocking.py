@@ -33,7 +33,7 @@ from genrt.inference import (
 )
 from genrt.inference.blocking import blocking
 from genrt.lm import AsyncLM
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 from tests import children, interrupts
 
 MODEL = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)

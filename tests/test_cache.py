@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.cache import RowCache
-from genrt.engine import Adapter, LogprobsRequest
-from genrt.rows import apart
+from genrt.questions.values import Adapter, LogprobsRequest
+from genrt.runtime.cache import RowCache
+from genrt.tokens.rows import apart
 from tests.scripted import logprobs
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -144,7 +144,7 @@ def test_of_more_rows_than_there_is_room_for_the_last_are_copied_and_no_others(
         copied.append(len(rows))
         return apart(rows)
 
-    monkeypatch.setattr("genrt.cache.apart", counted)
+    monkeypatch.setattr("genrt.runtime.cache.apart", counted)
     cache = RowCache(32)
     cache.put_all({request: row(4) for request in (A, B, C)})
     assert [request in cache for request in (A, B, C)] == [False, True, True]

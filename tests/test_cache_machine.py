@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from genrt.cache import RowCache
-from genrt.engine import Adapter, LogprobsRequest
+from genrt.questions.values import Adapter, LogprobsRequest
+from genrt.runtime.cache import RowCache
 from tests.scripted import logprobs
 
 ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2), Adapter("b", 1)]

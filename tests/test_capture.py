@@ -31,7 +31,7 @@ def row_of(ticket: int) -> torch.Tensor:
 
 
 def params(ticket: int | None) -> Any:
-    from genrt.engines.capture import TICKET
+    from genrt.engines.vllm.capture import TICKET
 
     return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket})
 
@@ -47,7 +47,7 @@ def taken(store: Any, *tickets: int) -> list[int]:
 
 
 def v1() -> Any:
-    from genrt.engines.capture import CaptureV1
+    from genrt.engines.vllm.capture import CaptureV1
 
     return CaptureV1(None, torch.device("cpu"), False)
 
@@ -112,7 +112,7 @@ def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_mov
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-    from genrt.engines.capture import SEED
+    from genrt.engines.vllm.capture import SEED
 
     current_platform.import_kernels()
 
@@ -218,7 +218,7 @@ def test_v1_against_vllms_own_persistent_batch_rules(data: st.DataObject) -> Non
 
 
 def v2() -> Any:
-    from genrt.engines.capture import CaptureV2
+    from genrt.engines.vllm.capture import CaptureV2
 
     return CaptureV2(None, None)
 
@@ -312,7 +312,7 @@ def test_v2_against_a_plain_list_of_who_is_in_which_slot(data: st.DataObject) ->
 def test_a_row_that_is_no_distribution_is_told_and_its_neighbours_are_right(
     poison: list[float],
 ) -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     store = RowStore()
     logits = logits_of(1, 2, 3)
@@ -327,7 +327,7 @@ def test_a_row_that_is_no_distribution_is_told_and_its_neighbours_are_right(
 
 
 def test_minus_infinity_for_some_tokens_is_a_distribution() -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     store = RowStore()
     store.put([1], torch.tensor([[0.0, float("-inf"), 0.0]]))
@@ -338,7 +338,7 @@ def test_minus_infinity_for_some_tokens_is_a_distribution() -> None:
 
 @pytest.mark.promise(number=17)
 def test_rows_of_half_precision_logits_are_normalised_in_float32() -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     store = RowStore()
     store.put([1], torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16())
@@ -349,7 +349,7 @@ def test_rows_of_half_precision_logits_are_normalised_in_float32() -> None:
 
 
 def test_forgotten_rows_are_gone_and_unknown_tickets_ignored() -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     store = RowStore()
     store.put([1, 2], logits_of(1, 2))

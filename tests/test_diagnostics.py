@@ -23,7 +23,7 @@ from genrt.errors import InvalidRequest
 from genrt.inference import MetropolisHastings, Result, TextModel
 from genrt.inference.diagnostics import chain_statistics, diagnose, diagnosed
 from genrt.testing import exact_posterior
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 
 Floats: TypeAlias = NDArray[np.float64]
 

@@ -20,10 +20,10 @@ from tokenizers import (
 )
 
 import genrt
-from genrt.encoding import decode, encode, encode_chat
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidRequest
-from genrt.vocabulary import BytesTokenizer
+from genrt.tokens.encoding import decode, encode, encode_chat
+from genrt.tokens.vocabulary import BytesTokenizer
 from tests.test_vocabulary import CORPUS, EXACT, SPACE_IN_FRONT, WORDS, made, wrapped
 
 TEXTS = st.lists(

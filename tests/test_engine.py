@@ -1,4 +1,4 @@
-"""engine.py: what makes two questions one, and what an exception out of an engine means."""
+"""questions/values.py: what makes two questions one, and what an exception out of an engine means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from genrt.engine import (
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.questions.values import (
     Adapter,
     Candidates,
     DrawToken,
@@ -20,7 +21,6 @@ from genrt.engine import (
     abbreviated,
     failure,
 )
-from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 
 ROW = LogprobsRequest((1, 2))
 

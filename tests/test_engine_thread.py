@@ -1,4 +1,4 @@
-"""engine_thread.py and what callers see of it: threads, loops, interrupts, and every way to end.
+"""runtime/thread.py and what callers see of it: threads, loops, interrupts, and every way to end.
 
 A gate holds a step where a test needs one held; nothing sleeps, and whoever waits in vain fails.
 """
@@ -24,13 +24,13 @@ from typing import Any
 import pytest
 
 import genrt
-from genrt import engine_thread
-from genrt.batcher import Batcher
-from genrt.cache import RowCache
-from genrt.engine import Engine, Finished, LogprobsRequest, Request
-from genrt.engine_thread import EngineThread
 from genrt.errors import Closed, EngineDied, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
+from genrt.questions.values import Engine, Finished, LogprobsRequest, Request
+from genrt.runtime import thread as engine_thread
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.cache import RowCache
+from genrt.runtime.thread import EngineThread
 from tests.scripted import (
     PATIENCE_SECONDS,
     Gate,
@@ -740,7 +740,7 @@ PROGRAMS = {
 SERVER = """
 import asyncio, gc, json, os, signal, sys, tempfile, threading
 import genrt
-from genrt import engine_thread
+from genrt.runtime import thread as engine_thread
 from tests.scripted import ScriptedEngine
 
 started, held = threading.Semaphore(0), threading.Semaphore(1)

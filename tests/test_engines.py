@@ -51,9 +51,9 @@ def test_a_saved_model_of_the_exact_engine_opens_by_its_directory(tmp_path: Path
 def test_vllm_that_is_not_installed_names_the_extras(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [m for m in sys.modules if m.startswith(("genrt.engines.vllm", "vllm."))]:
+    for name in [m for m in sys.modules if m.startswith(("genrt.engines.vllm.opening", "vllm."))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "genrt.engines.capture", raising=False)
+    monkeypatch.delitem(sys.modules, "genrt.engines.vllm.capture", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EngineNotInstalled, match=r"genrt\[cpu\].*genrt\[cuda\]"):
         genrt.load(llama)

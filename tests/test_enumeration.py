@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import genrt
-from genrt import sampling
 from genrt.constraints import all_of, predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.testing import ExactPosterior, exact_posterior
-from genrt.texts import Text
+from genrt.tokens import sampling
+from genrt.tokens.texts import Text
 
 EOS = 4
 MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], order=2, seed=3, zeros=0.25, eos_token_id=EOS)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from scipy.stats import chi2
 
-from genrt.engine import Adapter, LogprobsRequest, Request, Result, SampleRequest
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
-from genrt.sampling import truncate
+from genrt.questions.values import Adapter, LogprobsRequest, Request, Result, SampleRequest
 from genrt.testing import check_engine
+from genrt.tokens.sampling import truncate
 
 LEVEL = 1e-4
 """Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""

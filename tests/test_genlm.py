@@ -257,7 +257,7 @@ def test_the_runtime_is_closed_by_whoever_opened_it() -> None:
 
 LEAVES_ALONE = """
 import json, logging, os, warnings
-import genrt.engines.vllm
+import genrt.engines.vllm.opening
 
 warnings.simplefilter("error", RuntimeWarning)
 logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -37,7 +37,7 @@ from genrt.inference import (
     systematic,
 )
 from genrt.lm import AsyncLM
-from genrt.sampling import draw, seeded_uniforms
+from genrt.tokens.sampling import draw, seeded_uniforms
 
 VALUES = Path(__file__).with_name("golden.json")
 
@@ -60,7 +60,7 @@ def rows(count: int, width: int) -> torch.Tensor:
 
 
 def of_sampling() -> Any:
-    """What ``genrt.sampling.draw`` makes of seeds: plain, masked, tempered, greedy."""
+    """What ``genrt.tokens.sampling.draw`` makes of seeds: plain, masked, tempered, greedy."""
     batch = rows(24, 777)
     mask = (torch.arange(24 * 777).reshape(24, 777) * 7919) % 3 != 0
     uniforms = seeded_uniforms(range(24))

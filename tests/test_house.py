@@ -26,126 +26,27 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "genrt"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-HOUSE = (
+ROOMS = (
     "__main__.py",
     "demo.py",
     "__init__.py",
-    "testing/__init__.py",
-    "testing/strategies.py",
-    "testing/judgements.py",
-    "testing/laws.py",
-    "testing/bets.py",
-    "testing/enumeration.py",
-    "testing/soak.py",
-    "testing/simulation.py",
-    "testing/simulated_clients.py",
-    "testing/simulated_runtime.py",
-    "testing/simulated_thread.py",
-    "testing/watching.py",
-    "testing/ledger.py",
-    "testing/answer_laws.py",
-    "testing/simulated_engine.py",
-    "testing/simulated_model.py",
-    "testing/checked_residents.py",
-    "testing/virtual_loop.py",
-    "testing/violation.py",
-    "testing/conformance.py",
-    "testing/witness.py",
-    "inference/__init__.py",
-    "inference/baselines.py",
-    "inference/metropolis.py",
-    "inference/smc.py",
-    "inference/infilling.py",
-    "inference/programs.py",
-    "inference/unawaited.py",
-    "inference/text_model.py",
-    "inference/awrs.py",
-    "inference/potentials.py",
-    "inference/result.py",
-    "inference/runtime.py",
-    "inference/plots.py",
-    "inference/rendering.py",
-    "inference/genealogy.py",
-    "inference/lineages.py",
-    "inference/charts.py",
-    "inference/summary.py",
-    "inference/diagnostics.py",
-    "inference/legible.py",
-    "inference/state.py",
-    "inference/resampling.py",
-    "inference/progress.py",
-    "inference/model.py",
-    "inference/ends.py",
-    "inference/checks.py",
-    "inference/blocking.py",
-    "constraints/__init__.py",
-    "constraints/masking.py",
-    "constraints/potentials.py",
-    "constraints/products.py",
-    "constraints/predicates.py",
-    "constraints/asking.py",
-    "constraints/grammars.py",
-    "constraints/ebnf.py",
-    "constraints/productive.py",
-    "constraints/lark.py",
-    "constraints/schemas.py",
-    "constraints/intervals.py",
-    "constraints/formats.py",
-    "constraints/matching.py",
-    "constraints/string_sets.py",
-    "constraints/tokens.py",
-    "constraints/protocols.py",
-    "interop/__init__.py",
-    "interop/llamppl.py",
-    "interop/genlm.py",
-    "interop/foreign.py",
+    "testing",
+    "inference",
+    "constraints",
+    "interop",
     "loading.py",
     "lm.py",
     "reads.py",
-    "arguments.py",
-    "masks.py",
-    "token_ids.py",
-    "engine_thread.py",
-    "batcher.py",
-    "bindings.py",
-    "flight.py",
-    "admission.py",
-    "gathering.py",
-    "waiters.py",
-    "statistics.py",
-    "answers.py",
-    "cache.py",
+    "runtime",
+    "engines",
+    "questions",
+    "tokens",
     "models.py",
-    "engines/__init__.py",
-    "engines/vllm.py",
-    "engines/vllm_engine.py",
-    "engines/vllm_adapters.py",
-    "engines/vllm_self_test.py",
-    "engines/vllm_config.py",
-    "engines/vllm_globals.py",
-    "engines/vllm_process.py",
-    "engines/capture.py",
-    "engines/open_requests.py",
-    "engines/open_scheduler.py",
-    "engines/runners.py",
-    "engines/residency.py",
-    "engines/transformers.py",
-    "engines/exact.py",
-    "engines/stepping.py",
-    "engines/turns.py",
-    "engines/process.py",
-    "engines/adapters.py",
-    "rows.py",
-    "engine.py",
-    "sampling.py",
-    "trie.py",
-    "texts.py",
-    "encoding.py",
-    "vocabulary.py",
     "numbers.py",
     "errors.py",
 )
-"""Every file of the package, from top to bottom: each imports from files below it alone."""
+"""The folders and files of the package, from top to bottom: each imports from those below it alone.
+Within a folder, which the folders in it belong to, no imports go in a circle."""
 
 LONGEST_FILE = 500
 MOST_MODULES = 60
@@ -165,11 +66,7 @@ OPTIONAL = {
     "vllm",
 }
 """Imported inside the functions that need them, but for the files that are all about one of them."""
-VLLM_FILES = {file for file in HOUSE if "/vllm" in file} | {
-    "engines/capture.py",
-    "engines/open_scheduler.py",
-    "engines/runners.py",
-}
+VLLM_FILES = {file for file in FILES if file.startswith("engines/vllm/")}
 
 
 def tree_of(file: str) -> ast.Module:
@@ -206,35 +103,69 @@ def file_of(name: str) -> str | None:
     return None
 
 
+def imported_files(tree: ast.AST) -> set[str]:
+    """The files of the package that this imports from."""
+    found = {file_of(name) for name in imports_of(*ast.walk(tree))}
+    return {file for file in found if file is not None}
+
+
+def room_of(file: str) -> str:
+    return file.split("/")[0]
+
+
 def imports_from_above(file: str, tree: ast.AST) -> list[str]:
-    """What this file imports that is not below it."""
-    below = HOUSE[HOUSE.index(file) + 1 :]
-    found = {file_of(name) for name in imports_of(*ast.walk(tree))} - {None}
-    return sorted(str(other) for other in found if other not in below)
+    """What this file imports that is neither in its room nor in one below."""
+    allowed = ROOMS[ROOMS.index(room_of(file)) + 1 :]
+    beside = room_of(file) if "/" in file else None
+    return sorted(
+        other for other in imported_files(tree) if room_of(other) not in (*allowed, beside)
+    )
 
 
-def test_the_house_lists_every_file() -> None:
-    assert sorted(HOUSE) == FILES
-    assert len(set(HOUSE)) == len(HOUSE)
+def in_circles(imports: dict[str, set[str]]) -> set[str]:
+    """The files that import themselves, by way of others or not, or a file that does."""
+    left = dict(imports)
+    while free := [file for file in left if not left[file] & left.keys()]:
+        for file in free:
+            del left[file]
+    return set(left)
+
+
+def test_every_file_is_in_a_room() -> None:
+    assert {room_of(file) for file in FILES} == set(ROOMS)
+    assert len(set(ROOMS)) == len(ROOMS)
 
 
 def test_contributing_shows_the_same_house() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (listing,) = re.findall(r"```text\ngenrt/\n(.*?)```", text, re.DOTALL)
-    shown, folder = [], ""
-    for line in listing.splitlines():
+    shown: list[str] = []
+    folders: list[str] = []
+    for line in filter(None, listing.splitlines()):
         indented, name = re.match(r"( *)(\S*)", line).groups()  # type: ignore[union-attr]
-        folder = folder if len(indented) > 2 else ""
+        folders = folders[: len(indented) // 2 - 1]
         if name.endswith("/"):
-            folder = name
-        elif name:
-            shown.append(folder + name)
-    assert tuple(shown) == HOUSE
+            folders.append(name)
+        else:
+            shown.append("".join(folders) + name)
+    assert sorted(shown) == FILES
+    assert tuple(dict.fromkeys(map(room_of, shown))) == ROOMS
 
 
-@pytest.mark.parametrize("file", HOUSE)
-def test_a_file_imports_from_files_below_it(file: str) -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_imports_from_its_own_room_and_those_below(file: str) -> None:
     assert imports_from_above(file, tree_of(file)) == []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert in_circles({file: imported_files(tree_of(file)) for file in FILES}) == set()
+
+
+def test_the_rule_against_circles_sees_them() -> None:
+    circle = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str](), "e": {"d"}}
+    assert in_circles(circle) == {"a", "b", "c"}
+    assert in_circles(circle | {"c": {"d"}}) == set()
+    assert in_circles({"a": {"a"}}) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -244,16 +175,16 @@ def test_a_file_imports_from_files_below_it(file: str) -> None:
         ("import genrt", ["__init__.py"]),
         ("from genrt import load", ["__init__.py"]),
         ("from genrt import lm, errors", ["lm.py"]),
-        ("def f():\n from genrt.engine_thread import EngineThread", ["engine_thread.py"]),
+        ("def f():\n from genrt.runtime.thread import EngineThread", ["runtime/thread.py"]),
         ("if TYPE_CHECKING:\n from genrt.lm import AsyncLM", ["lm.py"]),
-        ("from genrt.batcher import Batcher", ["batcher.py"]),
+        ("from genrt.runtime.batcher import Batcher", ["runtime/batcher.py"]),
         ("importlib.import_module('genrt.testing')", ["testing/__init__.py"]),
-        ("from genrt.engines import open_by_name\nfrom genrt.cache import RowCache", []),
+        ("from genrt.engines import open_by_name\nfrom genrt.tokens.rows import apart", []),
         ("import torch, genrtx\nfrom numpy import load", []),
     ],
 )
 def test_the_layering_rule_sees_every_import(source: str, found: list[str]) -> None:
-    assert imports_from_above("batcher.py", ast.parse(source)) == found
+    assert imports_from_above("engines/exact.py", ast.parse(source)) == found
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +308,7 @@ def protocol_members() -> set[str]:
     """The documented members of the public protocols, which their implementations need not repeat."""
     return {
         name
-        for file in ("engine.py", "constraints/protocols.py", "constraints/tokens.py")
+        for file in ("questions/values.py", "constraints/protocols.py", "constraints/tokens.py")
         for _, node in public(tree_of(file))
         if isinstance(node, ast.ClassDef)
         and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 import genrt
-from genrt import sampling
 from genrt.constraints import ConstraintState, regex
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
@@ -39,6 +38,7 @@ from genrt.inference import (
     systematic,
 )
 from genrt.lm import AsyncLM
+from genrt.tokens import sampling
 
 SIGMAS = 5.0
 RESAMPLERS: list[Resampler] = [multinomial, stratified, systematic, residual]

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import genrt
-from genrt.admission import Admission
-from genrt.arguments import Limits
-from genrt.engine import Adapter, Finished, LogprobsRequest, ReadRequest, TopTokens
 from genrt.errors import EngineFailed
-from genrt.waiters import Waiter
+from genrt.questions.checks import Limits
+from genrt.questions.values import Adapter, Finished, LogprobsRequest, ReadRequest, TopTokens
+from genrt.runtime.admission import Admission
+from genrt.runtime.waiters import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, sample
 
 PACKAGE = Path(genrt.__file__).parent

@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 import genrt
-from genrt.arguments import SampleOptions
-from genrt.engine import Engine, LogprobsRequest, Request, SampleRequest
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import (
     Closed,
@@ -28,8 +26,10 @@ from genrt.errors import (
     NotFinite,
     UnknownAdapter,
 )
-from genrt.gathering import MOST_AT_ONCE
 from genrt.lm import AsyncLM
+from genrt.questions.checks import SampleOptions
+from genrt.questions.values import Engine, LogprobsRequest, Request, SampleRequest
+from genrt.runtime.gathering import MOST_AT_ONCE
 from tests.scripted import ScriptedEngine, logprobs, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20

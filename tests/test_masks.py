@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest
-from genrt.masks import MANY_IDS, check_masks, packed_mask
+from genrt.questions.masks import MANY_IDS, check_masks, packed_mask
 
 V = 41  # no multiple of 32, nor of 8
 

@@ -35,7 +35,7 @@ from genrt.inference import (
 from genrt.inference.metropolis import Chain
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from, exact_posterior
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 
 PROMPT = [0]
 MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)

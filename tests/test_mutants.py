@@ -31,7 +31,14 @@ def test_there_are_many_of_many_kinds() -> None:
     names = Counter(f"{mutant.file}: {mutant.name}" for mutant in MUTANTS)
     assert [name for name, count in names.items() if count > 1] == []
     files = {mutant.file for mutant in MUTANTS}
-    most = ("batcher", "cache", "inference/smc", "engine", "engines/residency", "engines/capture")
+    most = (
+        "runtime/batcher",
+        "runtime/cache",
+        "inference/smc",
+        "questions/values",
+        "engines/residency",
+        "engines/vllm/capture",
+    )
     assert {f"genrt/{name}.py" for name in most} <= files
 
 
@@ -105,7 +112,7 @@ def test_mutants_are_chosen_by_the_words_in_their_files_and_names(
 ) -> None:
     assert main(["--list", "itself, a view", "inference/resampling.py: a weight of 0"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "genrt/cache.py: the cache keeps the step's row itself, a view",
+        "genrt/runtime/cache.py: the cache keeps the step's row itself, a view",
         "genrt/inference/resampling.py: a weight of 0 has children",
     ]
     with pytest.raises(SystemExit) as ended:

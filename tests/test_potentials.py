@@ -10,7 +10,7 @@ import torch
 
 from genrt.constraints import all_of, potential, predicate, regex
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 from tests.vocabularies import EOS, lm_over, weighed
 
 

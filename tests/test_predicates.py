@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from genrt.constraints import CheckedState, amasks, masks, predicate
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.texts import Predicate, Text
+from genrt.tokens.texts import Predicate, Text
 from tests.vocabularies import EOS, led_to, lm_over, marked, sequences, spelt, vocabularies
 
 

@@ -33,7 +33,7 @@ from genrt.constraints import (
 )
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 from tests.vocabularies import (
     EOS,
     accepted,

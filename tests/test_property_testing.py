@@ -32,7 +32,7 @@ from genrt.testing import (
     seeds,
     small_lms,
 )
-from genrt.texts import Potential
+from genrt.tokens.texts import Potential
 
 PROMPT = [0]
 MAX_TOKENS = 4

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import genrt
-from genrt.engine import Adapter, Finished, Request, Result
 from genrt.engines.exact import NGram
 from genrt.errors import (
     Closed,
@@ -22,6 +21,7 @@ from genrt.errors import (
     InvalidRequest,
     OutOfMemory,
 )
+from genrt.questions.values import Adapter, Finished, Request, Result
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -427,7 +427,7 @@ def test_restart_is_auto_or_nothing(restart: Any) -> None:
 
 
 def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genrt.engine_thread.CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr("genrt.runtime.thread.CLOSE_SECONDS", 0.0)
     gate = Gate()
     engines = Engines({"gate": gate})
     with (

@@ -26,8 +26,8 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
-from genrt.inference.charts import MOST_POINTS, thinned
-from genrt.inference.legible import abbreviated, escaped_attribute, label, printable, width
+from genrt.inference.display.charts import MOST_POINTS, thinned
+from genrt.inference.display.legible import abbreviated, escaped_attribute, label, printable, width
 from genrt.lm import AsyncLM
 from tests import runs
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.engines.open_requests import MISSES, RETRY, OpenRequests
+from genrt.engines.vllm.open_requests import MISSES, RETRY, OpenRequests
 from genrt.lm import AsyncLM
 
 TOLERANCE = 5e-4
@@ -318,7 +318,7 @@ def test_the_runner_always_has_a_slot(
 ) -> None:
     """Where, as in the V2 runner, a request takes a slot for as long as it is known: contexts that share
     a prefix with one resident sequence, or each with its own, and are as many as there are slots."""
-    from genrt.engines import open_scheduler
+    from genrt.engines.vllm import open_scheduler
 
     monkeypatch.setattr(open_scheduler, "MOST_RECORDS", 8)
     with load(llama, blocks=400, max_num_seqs=8) as lm:
@@ -527,7 +527,7 @@ def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path
 def test_where_residents_rows_are_wrong_they_are_switched_off_with_one_warning(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines import runners
+    from genrt.engines.vllm import runners
 
     monkeypatch.setattr(runners._V1, "write", lambda *_: None)
     with warnings.catch_warnings(record=True) as warned:

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from genrt.engine import Adapter, LogprobsRequest
 from genrt.engines.residency import PIECE, Residents
+from genrt.questions.values import Adapter, LogprobsRequest
 
 ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]
 

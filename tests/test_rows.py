@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from genrt.rows import apart, stacked, together
+from genrt.tokens.rows import apart, stacked, together
 
 
 def step(count: int = 6, width: int = 5) -> Tensor:

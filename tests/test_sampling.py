@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from genrt.errors import InvalidRequest
-from genrt.sampling import check_parameters, draw, mixed, seeded_uniforms, truncate
+from genrt.tokens.sampling import check_parameters, draw, mixed, seeded_uniforms, truncate
 
 LEVEL = 1e-4
 """Of the G-tests: the seeds are fixed, so a test either always passes or always fails."""
@@ -222,7 +222,7 @@ def packed(mask: torch.Tensor) -> torch.Tensor:
 def test_a_packed_mask_is_the_same_mask(
     width: int, adding: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genrt.sampling.ADDING", adding)
+    monkeypatch.setattr("genrt.tokens.sampling.ADDING", adding)
     rows = torch.randn(12, width, generator=generators(width)[0]).to(dtype)
     rows[::5, ::2] = -math.inf
     mask = torch.rand(12, width, generator=generators(1)[0]) > 0.6
@@ -375,7 +375,7 @@ def test_a_batch_is_drawn_as_its_rows_whatever_the_chunks(monkeypatch: pytest.Mo
     heat = torch.arange(30) % 3 / 2
     uniforms = seeded_uniforms(range(30))
     whole = draw(rows, mask=mask, temperature=heat, uniforms=uniforms)
-    monkeypatch.setattr("genrt.sampling.CPU_CHUNK", 7 * 300)
+    monkeypatch.setattr("genrt.tokens.sampling.CPU_CHUNK", 7 * 300)
     parts = draw(rows, mask=mask, temperature=heat, uniforms=uniforms)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)

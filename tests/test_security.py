@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 import genrt
-from genrt.arguments import SampleOptions
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, ModelNotFound
 from genrt.lm import AsyncLM
+from genrt.questions.checks import SampleOptions
 from tests import children
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=25)]
@@ -112,8 +112,8 @@ TELLS = """
 import asyncio, json, logging, traceback
 logging.basicConfig(level=logging.DEBUG)
 import genrt
-from genrt.engine import LogprobsRequest, SampleRequest
-from genrt.engines.capture import RowStore
+from genrt.questions.values import LogprobsRequest, SampleRequest
+from genrt.engines.vllm.capture import RowStore
 
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
 lm = genrt.load(model, engine_options=options)

@@ -21,22 +21,22 @@ import pytest
 import torch
 
 import genrt
-import genrt.admission
-import genrt.answers
-import genrt.cache
-import genrt.waiters
-from genrt.answers import AnsweringEngine
-from genrt.batcher import Batcher
-from genrt.bindings import Bindings
-from genrt.cache import RowCache
-from genrt.engine import Finished, LogprobsRequest, ReadRequest, Request
+import genrt.runtime.admission
+import genrt.runtime.answers
+import genrt.runtime.cache
+import genrt.runtime.waiters
 from genrt.engines.exact import NGram
 from genrt.engines.residency import Residents
 from genrt.errors import EngineDied, EngineFailed, GenrtError
-from genrt.gathering import Gatherings
 from genrt.lm import AsyncLM
-from genrt.rows import together
+from genrt.questions.values import Finished, LogprobsRequest, ReadRequest, Request
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.bindings import Bindings
+from genrt.runtime.cache import RowCache
+from genrt.runtime.gathering import Gatherings
 from genrt.testing import Faults, Report, run_simulated, simulate, soak
+from genrt.tokens.rows import together
 
 SEEDS = 1_000
 PARTS = 10
@@ -397,15 +397,15 @@ def rows_go_by_position(patch: Patch) -> None:
 
 
 def rows_are_handed_out_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.waiters, "apart", list)
+    patch.setattr(genrt.runtime.waiters, "apart", list)
 
 
 def rows_are_cached_as_views(patch: Patch) -> None:
-    patch.setattr(genrt.cache, "apart", list)
+    patch.setattr(genrt.runtime.cache, "apart", list)
 
 
 def a_stack_is_a_view(patch: Patch) -> None:
-    patch.setattr(genrt.waiters, "stacked", together)
+    patch.setattr(genrt.runtime.waiters, "stacked", together)
 
 
 def the_key_lacks_the_adapter(patch: Patch) -> None:
@@ -414,16 +414,16 @@ def the_key_lacks_the_adapter(patch: Patch) -> None:
 
 
 def an_answer_is_set_on_a_cancelled_future(patch: Patch) -> None:
-    patch.setattr(genrt.waiters, "_DONE", contextlib.nullcontext())
+    patch.setattr(genrt.runtime.waiters, "_DONE", contextlib.nullcontext())
 
 
 def closed_loops_are_delivered_to(patch: Patch) -> None:
     def deliver(done: Any) -> None:
         for waiter, outcome in done:
             resolved = deque([(waiter.future, outcome)])
-            waiter.loop.call_soon_threadsafe(genrt.waiters._resolve, waiter.loop, resolved)
+            waiter.loop.call_soon_threadsafe(genrt.runtime.waiters._resolve, waiter.loop, resolved)
 
-    patch.setattr(genrt.waiters, "deliver", deliver)
+    patch.setattr(genrt.runtime.waiters, "deliver", deliver)
 
 
 def rows_are_cached_when_their_requests_have_ended(patch: Patch) -> None:
@@ -446,7 +446,7 @@ def the_youngest_go_first(patch: Patch) -> None:
         def popitem(self, last: bool = True) -> tuple[Any, Any]:
             return super().popitem(last=not last)
 
-    patch.setattr(genrt.admission, "OrderedDict", Reversed)
+    patch.setattr(genrt.runtime.admission, "OrderedDict", Reversed)
 
 
 def a_quiet_loop_wakes_nobody(patch: Patch) -> None:
@@ -553,7 +553,7 @@ def cached_rows_outlive_their_adapter(patch: Patch) -> None:
 
 
 def the_cache_counts_rows_for_bytes(patch: Patch) -> None:
-    patch.setattr(genrt.cache, "_storage_bytes", lambda row: 1)
+    patch.setattr(genrt.runtime.cache, "_storage_bytes", lambda row: 1)
 
 
 def questions_in_the_cache_are_not_counted(patch: Patch) -> None:
@@ -593,12 +593,12 @@ def who_asked_a_row_that_is_read_is_forgotten(patch: Patch) -> None:
 
 
 def masks_are_dropped(patch: Patch) -> None:
-    patch.setattr(genrt.answers, "_masks", lambda asked, row: None)
+    patch.setattr(genrt.runtime.answers, "_masks", lambda asked, row: None)
 
 
 def seeded_draws_depend_on_their_batch(patch: Patch) -> None:
     patch.setattr(
-        genrt.answers, "seeded_uniforms", lambda seeds: torch.rand(len(seeds), 2).double()
+        genrt.runtime.answers, "seeded_uniforms", lambda seeds: torch.rand(len(seeds), 2).double()
     )
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import genrt
-from genrt.cache import CacheStatistics
-from genrt.engine import EngineStatistics
 from genrt.engines.exact import NGram
-from genrt.statistics import BatcherStatistics, Statistics
+from genrt.questions.values import EngineStatistics
+from genrt.runtime.cache import CacheStatistics
+from genrt.runtime.statistics import BatcherStatistics, Statistics
 
 MOMENTARY = {
     "largest_flush",

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.engine import Adapter, Finished, LogprobsRequest, Request, SampleRequest
 from genrt.engines.stepping import Stepper
 from genrt.errors import (
     Closed,
@@ -22,6 +21,7 @@ from genrt.errors import (
     OutOfMemory,
     UnknownAdapter,
 )
+from genrt.questions.values import Adapter, Finished, LogprobsRequest, Request, SampleRequest
 
 V = 8
 

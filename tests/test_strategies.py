@@ -28,7 +28,7 @@ from genrt.testing import (
     small_lms,
     token_sequences,
 )
-from genrt.texts import Potential, Text
+from genrt.tokens.texts import Potential, Text
 
 SETTINGS = settings(
     max_examples=200,

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from genrt.engine import (
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import EngineFailed
+from genrt.questions.values import (
     Adapter,
     Engine,
     EngineStatistics,
@@ -22,8 +24,6 @@ from genrt.engine import (
     Request,
     SampleRequest,
 )
-from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import EngineFailed
 from genrt.testing import check_engine
 
 MODEL = NGram.random(16, order=2, seed=3)

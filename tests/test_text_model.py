@@ -24,7 +24,7 @@ from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import SMC, Result, TextModel, importance_sampling
 from genrt.lm import AsyncLM
 from genrt.testing import ExactPosterior, assert_weighted_samples_from, exact_posterior
-from genrt.texts import Potential, Text
+from genrt.tokens.texts import Potential, Text
 
 PROMPT = [0]
 MODEL = NGram.random([b"a", b"b", b"ab", b"ba", b""], seed=3, zeros=0.25, eos_token_id=4)

@@ -27,7 +27,7 @@ from genrt.inference import (
     TextModel,
 )
 from genrt.testing import exact_posterior
-from genrt.texts import Text, decoded
+from genrt.tokens.texts import Text, decoded
 
 MODEL = NGram.random([b"a", b"b", b"ab", b"\xc3", b"\xa9", b""], seed=3, eos_token_id=5)
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from genrt.engine import Adapter, LogprobsRequest, Request, Result, SampleRequest
 from genrt.engines.transformers import TransformersEngine, open_transformers
 from genrt.errors import (
     EngineFailed,
@@ -28,6 +27,7 @@ from genrt.errors import (
     NotFinite,
     OutOfMemory,
 )
+from genrt.questions.values import Adapter, LogprobsRequest, Request, Result, SampleRequest
 from genrt.testing import check_engine
 from tests.small_models import make_llama, make_lora
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from genrt import trie as trie_module
 from genrt.errors import InvalidRequest
 from genrt.interop.foreign import importing
-from genrt.trie import ByteTrie
-from genrt.vocabulary import byte_vocab
+from genrt.tokens import trie as trie_module
+from genrt.tokens.trie import ByteTrie
+from genrt.tokens.vocabulary import byte_vocab
 
 TOKENS = st.lists(st.sampled_from(list(b"ab\xff")), max_size=5).map(bytes)
 VOCABULARIES = st.lists(TOKENS, max_size=24)

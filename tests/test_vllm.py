@@ -14,8 +14,6 @@ import torch
 from scipy import stats
 
 import genrt
-from genrt import sampling
-from genrt.engine import Engine, LogprobsRequest, SampleRequest
 from genrt.errors import (
     ContextTooLong,
     EngineFailed,
@@ -26,6 +24,8 @@ from genrt.errors import (
     NotFinite,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.values import Engine, LogprobsRequest, SampleRequest
+from genrt.tokens import sampling
 
 pytestmark = pytest.mark.vllm
 
@@ -243,7 +243,7 @@ async def test_poisoned_logits_fail_alone_and_are_not_cached(
     oracle: Callable[[Sequence[int]], torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     put = RowStore.put
     prompts = [[1, 2], [3, 4], [5, 6]]
@@ -484,7 +484,7 @@ async def test_the_engines_draws_match_the_exact_engines(tmp_path: Path) -> None
 async def test_samples_cost_the_capture_nothing(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     def put(*_: Any) -> None:
         raise AssertionError("a row was computed for a sample")
@@ -509,7 +509,7 @@ async def test_the_stop_token_is_not_returned_and_greedy_is_the_argmax(lm: Async
 def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled(
     llama: Path,
 ) -> None:
-    from genrt.engines.vllm import open_vllm
+    from genrt.engines.vllm.opening import open_vllm
 
     engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 2})
     try:
@@ -526,7 +526,7 @@ def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_samples_never_take_every_slot_from_rows(llama: Path, slots: int) -> None:
-    from genrt.engines.vllm import open_vllm
+    from genrt.engines.vllm.opening import open_vllm
 
     engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": slots})
     try:
@@ -545,8 +545,8 @@ def test_samples_never_take_every_slot_from_rows(llama: Path, slots: int) -> Non
 def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
     llama: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    from genrt.engines.capture import RowStore
-    from genrt.engines.vllm import open_vllm
+    from genrt.engines.vllm.capture import RowStore
+    from genrt.engines.vllm.opening import open_vllm
 
     def put(store: RowStore, tickets: Sequence[int], logits: torch.Tensor) -> None:
         if fails == "the step":
@@ -668,7 +668,7 @@ def test_directories_that_are_no_adapter_and_engines_that_take_none(
 
 
 def test_the_conformance_suite_passes(llama: Path, loras: tuple[Path, Path]) -> None:
-    from genrt.engines.vllm import open_vllm
+    from genrt.engines.vllm.opening import open_vllm
     from genrt.testing import check_engine
 
     options = OPTIONS | {"max_num_seqs": 8, "max_model_len": 128, "enable_lora": True}
@@ -719,7 +719,7 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(
 
 
 def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> None:
-    from genrt.engines.vllm_config import reserved_share
+    from genrt.engines.vllm.config import reserved_share
 
     gib = 2**30
     share = reserved_share(8 * gib, cache_bytes=gib, max_num_seqs=1024, vocab_size=2**17)
@@ -730,7 +730,7 @@ def test_the_row_cache_and_a_full_steps_rows_are_left_out_of_vllms_memory() -> N
 def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     put = RowStore.put
     monkeypatch.setattr(
@@ -744,7 +744,7 @@ def test_the_self_test_refuses_a_vllm_that_mixes_rows_up(
 def test_the_self_test_refuses_a_vllm_that_skips_the_processor(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.capture import RowStore
+    from genrt.engines.vllm.capture import RowStore
 
     monkeypatch.setattr(RowStore, "put", lambda *_: None)
     with pytest.raises(EngineUnsupported, match="without passing its logits"):
@@ -752,7 +752,7 @@ def test_the_self_test_refuses_a_vllm_that_skips_the_processor(
 
 
 def test_a_closed_engine_is_idle_and_frees_its_requests(llama: Path) -> None:
-    from genrt.engines.vllm import open_vllm
+    from genrt.engines.vllm.opening import open_vllm
 
     engine = open_vllm(str(llama), options=dict(OPTIONS))
     engine.submit([LogprobsRequest((1, 2))])

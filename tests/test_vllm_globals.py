@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import workspace
 
 import genrt
-from genrt.engines.vllm_globals import Globals
+from genrt.engines.vllm.globals import Globals
 from genrt.errors import EngineUnsupported
 
 pytestmark = pytest.mark.vllm

@@ -99,7 +99,7 @@ def test_memory_is_bound_to_a_node_only_where_there_are_several(
 ) -> None:
     from vllm.utils import cpu_resource_utils
 
-    from genrt.engines.vllm_process import undisturbed
+    from genrt.engines.vllm.process import undisturbed
 
     bound: list[list[int]] = []
     monkeypatch.setattr(torch.ops._C, "init_cpu_memory_env", bound.append, raising=False)
@@ -114,7 +114,7 @@ def test_memory_is_bound_to_a_node_only_where_there_are_several(
 LEAVES = """
 import json, logging, os, signal, subprocess, sys, threading, warnings
 import torch, vllm
-import genrt, genrt.engines.vllm
+import genrt, genrt.engines.vllm.opening
 
 def state():
     return {
@@ -165,7 +165,7 @@ def test_no_object_is_asked_for_anything_where_vllm_looks_for_its_kernels(
     """``torch.distributed.reduce_op`` is such an object: it warns whoever asks."""
     from vllm.triton_utils import dispatcher
 
-    from genrt.engines.vllm_process import undisturbed
+    from genrt.engines.vllm.process import undisturbed
 
     class Deprecated:
         def __getattribute__(self, name: str) -> object:
@@ -191,7 +191,7 @@ def test_no_object_is_asked_for_anything_where_vllm_looks_for_its_kernels(
 def test_the_seeds_of_vllms_warm_up_are_not_drawn_from_numpys_generator() -> None:
     from vllm.v1.worker.gpu.sample import states
 
-    from genrt.engines.vllm_process import undisturbed
+    from genrt.engines.vllm.process import undisturbed
 
     before = np.random.get_state(legacy=False)["state"]["key"].tobytes()
     low, high = states._NP_INT64_MIN, states._NP_INT64_MAX

@@ -25,9 +25,9 @@ from tokenizers import (
     trainers,
 )
 
-from genrt.encoding import decode, encode
 from genrt.errors import EngineUnsupported, InvalidRequest
-from genrt.vocabulary import (
+from genrt.tokens.encoding import decode, encode
+from genrt.tokens.vocabulary import (
     BytesTokenizer,
     byte_vocab,
     special_token_ids,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.lm import AsyncLM
-from genrt.texts import Potential, Text
-from genrt.vocabulary import BytesTokenizer
+from genrt.tokens.texts import Potential, Text
+from genrt.tokens.vocabulary import BytesTokenizer
 
 EOS = 0
 

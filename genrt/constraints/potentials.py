@@ -18,7 +18,7 @@ from genrt.constraints.protocols import (
 )
 from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.texts import Potential, Text
+from genrt.tokens.texts import Potential, Text
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM

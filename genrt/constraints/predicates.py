@@ -17,7 +17,7 @@ from genrt.constraints.asking import together
 from genrt.constraints.protocols import Constraint
 from genrt.constraints.tokens import Children, Tokens, Words, unpacked
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.texts import Predicate, Text
+from genrt.tokens.texts import Predicate, Text
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.vocabulary import special_token_ids
+from genrt.tokens.vocabulary import special_token_ids
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from genrt.errors import EngineNotInstalled, InvalidRequest
 
 if TYPE_CHECKING:
-    from genrt.engine import Engine
+    from genrt.questions.values import Engine
 
 __all__ = ["ENGINES", "check_choice", "open_engine"]
 
@@ -83,7 +83,7 @@ def _open_vllm(model: Any, options: dict[str, Any], reserve_bytes: int, residenc
         with contextlib.suppress(ValueError):  # vLLM says itself which levels there are
             logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
     try:
-        from genrt.engines.vllm import open_vllm
+        from genrt.engines.vllm.opening import open_vllm
     except ImportError as error:
         raise EngineNotInstalled(
             f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "

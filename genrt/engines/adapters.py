@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from genrt.engine import Adapter
 from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
+from genrt.questions.values import Adapter
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

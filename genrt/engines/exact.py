@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from genrt.engine import Adapter, EngineStatistics, Finished, Request
 from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
 from genrt.engines.stepping import Stepper
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
-from genrt.vocabulary import BytesTokenizer
+from genrt.questions.values import Adapter, EngineStatistics, Finished, Request
+from genrt.tokens.vocabulary import BytesTokenizer
 
 _FILE_NAME = "ngram.safetensors"
 

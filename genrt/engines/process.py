@@ -4,7 +4,7 @@ vLLM sets process-wide whatever suits a process of its own; so do some of the pa
 needs of that it has read by the time it is open, and what its worker processes inherit they have then.
 
 Random generators are not put back: somebody else may have drawn from them meanwhile. They are not touched
-in the first place: ``vllm_config.py`` takes the seed away. Filters of warnings that packages add for
+in the first place: ``vllm/config.py`` takes the seed away. Filters of warnings that packages add for
 themselves when they are imported stay, as the packages do.
 """
 

@@ -17,16 +17,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from genrt.engine import (
-    Adapter,
-    EngineStatistics,
-    Finished,
-    Request,
-    Result,
-    SampleRequest,
-    failure,
-    seed_of,
-)
 from genrt.errors import (
     Closed,
     ContextTooLong,
@@ -37,7 +27,17 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.sampling import check_parameters, draw, mixed, truncate
+from genrt.questions.values import (
+    Adapter,
+    EngineStatistics,
+    Finished,
+    Request,
+    Result,
+    SampleRequest,
+    failure,
+    seed_of,
+)
+from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
 
 Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]
 """Contexts, none empty, and the adapter they share -> the logits after each, ``[n, vocab_size]``."""

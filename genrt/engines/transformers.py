@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from genrt.engine import Adapter, EngineStatistics, Finished, Request
 from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
 from genrt.engines.stepping import Stepper
 from genrt.errors import (
@@ -28,6 +27,7 @@ from genrt.errors import (
     ModelNotFound,
     OutOfMemory,
 )
+from genrt.questions.values import Adapter, EngineStatistics, Finished, Request
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

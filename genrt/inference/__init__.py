@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
+from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.ends import END_TOKEN
-from genrt.inference.genealogy import Genealogy
 from genrt.inference.infilling import infilling
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
 from genrt.inference.model import Growth, Model, Particle

@@ -32,7 +32,7 @@ from genrt.inference.result import Result
 from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
-from genrt.texts import Potential, Text, decoded
+from genrt.tokens.texts import Potential, Text, decoded
 
 __all__ = ["BestOfN", "Drawn", "Kept", "Ranked", "Rejection"]
 

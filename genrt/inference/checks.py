@@ -15,7 +15,7 @@ from genrt.constraints.tokens import Tokens, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import is_truth_value
-from genrt.token_ids import advice_for, host_array, id_words
+from genrt.questions.token_ids import advice_for, host_array, id_words
 
 __all__ = [
     "adapter_name",

@@ -41,7 +41,7 @@ import torch
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.legible import label
+from genrt.inference.display.legible import label
 from genrt.inference.resampling import Floats
 
 __all__ = ["ChainStatistics", "Diagnosis", "chain_statistics", "diagnose", "diagnosed", "key_of"]

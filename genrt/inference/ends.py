@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from genrt.errors import InvalidRequest
-from genrt.vocabulary import checked_utf8
+from genrt.tokens.vocabulary import checked_utf8
 
 __all__ = ["END_TOKEN", "EndToken", "Ends", "Stop", "ends_of"]
 

@@ -21,7 +21,7 @@ from genrt.inference.checks import adapter_name, constraint_start, prompt_ids, r
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
-from genrt.texts import decoded
+from genrt.tokens.texts import decoded
 
 __all__ = ["infilling"]
 

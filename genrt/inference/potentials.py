@@ -11,7 +11,7 @@ from typing import Any
 from genrt.constraints.asking import together
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import log_weight
-from genrt.texts import Potential, Text
+from genrt.tokens.texts import Potential, Text
 
 __all__ = ["evaluated"]
 

@@ -54,11 +54,11 @@ from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalised
 from genrt.inference.unawaited import Questions, check_returned, question
 from genrt.numbers import check_float
-from genrt.texts import decoded
+from genrt.tokens.texts import decoded
 
 if TYPE_CHECKING:
-    from genrt.arguments import Mask, TokenIds
     from genrt.lm import AsyncLM
+    from genrt.questions.checks import Mask, TokenIds
 
 __all__ = ["Execution", "Program"]
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference import plots, rendering
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose
-from genrt.inference.genealogy import Genealogy
+from genrt.inference.display import plots, rendering
+from genrt.inference.display.genealogy import Genealogy
+from genrt.inference.display.summary import Summary, summarised
 from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, normalised
 from genrt.inference.state import Info
-from genrt.inference.summary import Summary, summarised
 from genrt.numbers import check_int
-from genrt.statistics import Statistics
+from genrt.runtime.statistics import Statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

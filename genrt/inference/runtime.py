@@ -11,7 +11,7 @@ from genrt.inference.checks import token_bytes
 from genrt.inference.model import DEAD
 from genrt.inference.state import Info
 from genrt.lm import AsyncLM
-from genrt.statistics import Statistics
+from genrt.runtime.statistics import Statistics
 
 __all__ = ["Counting", "drawn_tokens"]
 

@@ -51,7 +51,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrt import sampling
 from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
 from genrt.constraints.asking import together
 from genrt.constraints.tokens import words_of
@@ -64,7 +63,8 @@ from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, check_int
-from genrt.texts import Potential, Text, decoded
+from genrt.tokens import sampling
+from genrt.tokens.texts import Potential, Text, decoded
 
 __all__ = ["Proposal", "TextModel", "TextParticle"]
 

@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from genrt import vocabulary
-from genrt.arguments import TokenIds
 from genrt.errors import InvalidRequest
 from genrt.interop.foreign import importing
 from genrt.lm import AsyncLM
+from genrt.questions.checks import TokenIds
+from genrt.tokens import vocabulary
 
 with importing("genlm"):
     from genlm.backend.llm import AsyncLM as GenlmLM

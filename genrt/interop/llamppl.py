@@ -21,7 +21,7 @@ from genrt.errors import InvalidRequest
 from genrt.interop.foreign import importing
 from genrt.interop.genlm import as_genlm
 from genrt.lm import AsyncLM
-from genrt.vocabulary import BytesTokenizer
+from genrt.tokens.vocabulary import BytesTokenizer
 
 with importing("llamppl"):
     from llamppl.llms import CachedCausalLM, Masks

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from genrt.engine import (
+from genrt.questions.values import (
     Candidates,
     DrawToken,
     HostRow,
@@ -18,8 +18,8 @@ from genrt.engine import (
     SampleRequest,
     TopTokens,
 )
-from genrt.sampling import Draw, TopLogprobs
 from genrt.testing.simulated_model import Model
+from genrt.tokens.sampling import Draw, TopLogprobs
 
 TOLERANCE = 1e-4
 """How far a draw's numbers may be from those that double precision gives."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 
-from genrt.engine import TOKEN_BYTES, Adapter
 from genrt.engines.residency import PIECE, Residents
+from genrt.questions.values import TOKEN_BYTES, Adapter
 from genrt.testing.violation import Violation
 
 

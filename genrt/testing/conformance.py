@@ -12,9 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from genrt.answers import AnsweringEngine
-from genrt.cache import RowCache
-from genrt.engine import (
+from genrt.questions.values import (
     Adapter,
     Candidates,
     DrawToken,
@@ -26,8 +24,10 @@ from genrt.engine import (
     SampleRequest,
     TopTokens,
 )
-from genrt.sampling import Draw, TopLogprobs
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.cache import RowCache
 from genrt.testing.witness import Witness, bound_to, distance, expect, row_in, tokens_in
+from genrt.tokens.sampling import Draw, TopLogprobs
 
 
 def idle(witness: Witness) -> None:

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from genrt import sampling
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
@@ -19,7 +18,8 @@ from genrt.inference.blocking import blocking
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.potentials import evaluated
 from genrt.numbers import check_float, check_int
-from genrt.texts import Potential, Text
+from genrt.tokens import sampling
+from genrt.tokens.texts import Potential, Text
 
 __all__ = ["ExactPosterior", "exact_posterior"]
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from genrt.texts import Text
+from genrt.tokens.texts import Text
 
 __all__ = [
     "Judgement",

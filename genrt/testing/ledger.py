@@ -17,15 +17,15 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from genrt.batcher import Batcher
-from genrt.cache import RowCache
-from genrt.engine import Finished, LogprobsRequest, Request, Result, failure
 from genrt.errors import GenrtError, OutOfMemory, TimedOut
-from genrt.sampling import Draw
+from genrt.questions.values import Finished, LogprobsRequest, Request, Result, failure
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.cache import RowCache
+from genrt.runtime.waiters import Entry, Waiter
 from genrt.testing.answer_laws import is_random, is_right, owns_storage
 from genrt.testing.simulated_engine import SimulatedEngine
 from genrt.testing.violation import Violation
-from genrt.waiters import Entry, Waiter
+from genrt.tokens.sampling import Draw
 
 
 @dataclass(slots=True, eq=False)

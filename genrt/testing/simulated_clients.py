@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from genrt.engine import HostRow, LogprobsRequest, ReadRequest
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.errors import GenrtError, UnknownAdapter
+from genrt.questions.values import HostRow, LogprobsRequest, ReadRequest
 from genrt.testing.simulated_runtime import SimulatedRuntime
 from genrt.testing.violation import Violation
 from genrt.testing.virtual_loop import VirtualLoop

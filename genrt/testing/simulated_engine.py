@@ -21,7 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from genrt.engine import (
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.questions.values import (
     Adapter,
     EngineStatistics,
     Finished,
@@ -30,7 +31,6 @@ from genrt.engine import (
     Request,
     SampleRequest,
 )
-from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.testing.checked_residents import CheckedResidents
 from genrt.testing.simulated_model import Model
 from genrt.testing.violation import Violation

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from genrt.engine import Adapter, Engine, LogprobsRequest, Request, Result, SampleRequest
+from genrt.questions.values import Adapter, Engine, LogprobsRequest, Request, Result, SampleRequest
 from genrt.testing.witness import row_in, tokens_in
 
 VOCAB_SIZE = 8

@@ -21,12 +21,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from genrt.cache import RowCache
-from genrt.engine import (
+from genrt.lm import AsyncLM
+from genrt.questions.values import (
     LogprobsRequest,
 )
-from genrt.engine_thread import EngineThread
-from genrt.lm import AsyncLM
+from genrt.runtime.cache import RowCache
+from genrt.runtime.thread import EngineThread
 from genrt.testing.ledger import Ledger
 from genrt.testing.simulated_engine import Faults, SimulatedEngine
 from genrt.testing.simulated_model import Model

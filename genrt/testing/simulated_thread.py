@@ -10,18 +10,18 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
-from genrt.answers import AnsweringEngine
-from genrt.batcher import Batcher
-from genrt.cache import RowCache
-from genrt.engine import Adapter, Engine, EngineStatistics, Request, Result
 from genrt.engines.adapters import Adapters
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
+from genrt.questions.values import Adapter, Engine, EngineStatistics, Request, Result
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.cache import RowCache
+from genrt.runtime.waiters import Entry, Waiter
 from genrt.testing.ledger import Ledger
 from genrt.testing.simulated_engine import SimulatedEngine
 from genrt.testing.violation import Violation
 from genrt.testing.virtual_loop import VirtualClock
 from genrt.testing.watching import WatchedBatcher, WatchingEngine
-from genrt.waiters import Entry, Waiter
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from genrt.engine import Engine
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.lm import AsyncLM
-from genrt.statistics import Statistics
+from genrt.questions.values import Engine
+from genrt.runtime.statistics import Statistics
 from genrt.testing.simulated_clients import SimulatedClients, adapter_directory
 from genrt.testing.simulated_engine import Faults
 from genrt.testing.simulated_model import VOCAB_SIZE, EngineModel, HashedModel

@@ -16,7 +16,7 @@ from genrt.errors import EngineNotInstalled, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.testing import judgements
 from genrt.testing.judgements import Judgement
-from genrt.texts import Potential
+from genrt.tokens.texts import Potential
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from genrt.answers import AnsweringEngine
-from genrt.batcher import Batcher
-from genrt.engine import Adapter, EngineStatistics, Finished, Request, Result
 from genrt.errors import EngineDied
+from genrt.questions.values import Adapter, EngineStatistics, Finished, Request, Result
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
 from genrt.testing.ledger import Ledger
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from genrt.engine import (
+from genrt.questions.values import (
     Adapter,
     Engine,
     EngineStatistics,
@@ -18,7 +18,7 @@ from genrt.engine import (
     Result,
     SampleRequest,
 )
-from genrt.sampling import Draw, TopLogprobs
+from genrt.tokens.sampling import Draw, TopLogprobs
 
 _PATIENCE = 10_000
 """Steps in a row that may finish nothing before a request counts as lost."""

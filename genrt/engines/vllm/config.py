@@ -1,0 +1,244 @@
+"""In vLLM's words: options, versions, requests and their parameters; and its errors in genrt's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from genrt.engines.turns import Turns
+from genrt.engines.vllm.capture import SEED, CaptureV1, CaptureV2, WorkerRows
+from genrt.engines.vllm.open_scheduler import OpenScheduler
+from genrt.errors import (
+    EngineDied,
+    EngineUnsupported,
+    GenrtError,
+    InvalidRequest,
+    ModelNotFound,
+)
+from genrt.questions.values import SampleRequest, failure, seed_of
+from genrt.tokens.sampling import GREEDY_BELOW
+
+__all__ = [
+    "LOGPROBS",
+    "TURN",
+    "check_version",
+    "configure",
+    "core_request",
+    "on_loopback",
+    "reserved_share",
+    "rounding",
+    "sampling_params",
+    "translated",
+]
+
+SUPPORTED = ((0, 32), (0, 34))
+"""From the first version of vLLM that is known to work to the first that is not known."""
+
+TURN = Turns()
+"""Held by the engine that calls vLLM. What a forward is about, and the configuration that is opened, are
+globals of vLLM's: the engines of a process take turns."""
+
+GLOO = "GLOO_SOCKET_IFNAME"
+
+CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
+"""On a CPU, compiling takes longer than it saves, and vLLM would take most of the memory."""
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Have torch's gloo, of which vLLM makes groups of one process, listen on the loopback interface.
+    It is told by the environment; who set that themselves keeps it."""
+    if GLOO in os.environ:
+        yield
+        return
+    os.environ[GLOO] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[GLOO]
+
+
+def check_version(version: str) -> None:
+    """Raises EngineUnsupported for a vLLM that genrt has not been tried with."""
+    low, high = SUPPORTED
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if not low <= found < high:
+        raise EngineUnsupported(
+            f"vLLM {version} is not supported: install one from {low[0]}.{low[1]} on and below "
+            f"{high[0]}.{high[1]}, which the extras genrt[cpu] and genrt[cuda] bring"
+        )
+
+
+def configure(
+    checkpoint: str, options: dict[str, Any], reserve_bytes: int, *, residency: bool = True
+) -> VllmConfig:
+    """``EngineArgs``' configuration with genrt's processor in it; raises as ``open_vllm`` says."""
+    options = {"disable_log_stats": True, **options, "model": checkpoint}
+    options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    options.setdefault("use_tqdm_on_load", level in ("DEBUG", "INFO"))
+    if level is None:
+        options.setdefault("log_level", "ERROR")
+    if options.get("speculative_config"):
+        raise EngineUnsupported("speculative decoding gives no next-token rows: leave it out")
+    if "seed" in options:
+        raise InvalidRequest(
+            "engine_options has a seed, with which vLLM would set the generators of the whole process: "
+            "give it to load(seed=…), or to the questions"
+        )
+    if options.get("data_parallel_size", 1) != 1:
+        raise EngineUnsupported(
+            "one genrt runtime is one replica: load one for each device instead"
+        )
+    if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
+        options.setdefault("distributed_executor_backend", UniProcExecutor)
+    taken = options.get("scheduler_cls") or options.get("async_scheduling")
+    if residency and not taken and options.get("distributed_executor_backend") is UniProcExecutor:
+        # A step's tokens come from the callers, who have them when the step before has ended.
+        options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
+    if options.get("max_num_seqs") == 1:
+        options["max_num_seqs"] = 2  # or a row would wait for a whole sample
+    options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
+    if not torch.cuda.is_available():
+        options = CPU_DEFAULTS | options
+        if options.get("enable_lora"):  # the base model's twin takes a slot: see lora.py
+            options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
+    try:
+        config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
+    except Exception as error:
+        raise translated(error, f"vLLM could not open {checkpoint}") from error
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        config.cache_config.gpu_memory_utilization -= reserved_share(
+            total,
+            cache_bytes=reserve_bytes,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            vocab_size=config.model_config.get_vocab_size(),
+        )
+    config.model_config.seed = None  # as the workers read it: to leave all generators alone
+    config.model_config.logits_processors = [
+        *(config.model_config.logits_processors or ()),
+        CaptureV2 if config.use_v2_model_runner else CaptureV1,
+    ]
+    return config
+
+
+def _load_format(checkpoint: str, given: str) -> str:
+    """The one that is asked for, but for those by which vLLM may unpickle weights."""
+    if given in ("pt", "npcache"):
+        raise InvalidRequest(
+            f"load_format={given!r} unpickles weights, which can run code: convert them to safetensors"
+        )
+    if given not in ("auto", "hf"):
+        return given
+    directory = Path(checkpoint)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ModelNotFound(
+            f"{checkpoint} has no weights in safetensors; pickled ones are not loaded: convert them"
+        )
+    return "safetensors"
+
+
+def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
+    """What vLLM must leave of a device's ``total`` bytes: the row cache, and three times the rows of a
+    full step (as computed, as cached, as handed to their callers)."""
+    return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
+
+
+def rounding(config: VllmConfig) -> float:
+    """Return the relative error of what the network computes with: its type's; bfloat16's at least where
+    weights or the KV cache are quantized."""
+    plain = ("auto", "float32", "float16", "bfloat16")
+    quantized = config.model_config.quantization or config.cache_config.cache_dtype not in plain
+    return float(torch.finfo(torch.bfloat16 if quantized else config.model_config.dtype).eps)
+
+
+LOGPROBS = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    seed=0,  # or the V2 runner would draw one, of which nothing depends, from numpy's own generator
+    ignore_eos=True,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+)
+"""How vLLM is asked for a row: one greedy token, which nobody reads."""
+
+
+COOLEST, HOTTEST = 0.01, 2.0
+"""The temperatures that vLLM lets users give; its runners take any that is not greedy."""
+
+
+def sampling_params(request: SampleRequest, *, drawn_here: bool) -> SamplingParams:
+    """Return how vLLM is asked for a sample; raise what vLLM raises for a value it does not take.
+
+    With ``drawn_here``, the capture draws the tokens, and is the one to know the seed."""
+    greedy = request.temperature < GREEDY_BELOW
+    params = SamplingParams(
+        max_tokens=request.max_tokens,
+        stop_token_ids=sorted(request.stop_token_ids),
+        temperature=0.0 if greedy else min(max(request.temperature, COOLEST), HOTTEST),
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    if not greedy:
+        params.temperature = request.temperature
+        if drawn_here:
+            params.extra_args = {SEED: seed_of(request)}
+        else:
+            params.seed = seed_of(request)
+    return params
+
+
+def translated(error: Exception, what: str) -> GenrtError:
+    """vLLM's or torch's error as one of genrt's; theirs becomes the cause."""
+    if isinstance(error, GenrtError):
+        return error
+    kind: type[GenrtError]
+    if isinstance(error, VLLMValidationError):
+        kind = InvalidRequest
+    elif isinstance(error, EngineDeadError):
+        kind = EngineDied
+    elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        kind = ModelNotFound
+    else:
+        return failure(error, what)
+    translated = kind(f"{what}: {type(error).__name__}: {error}")
+    translated.__cause__ = error
+    return translated
+
+
+def core_request(
+    core_id: str, token_ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None
+) -> EngineCoreRequest:
+    """A request as vLLM's core takes it."""
+    return EngineCoreRequest(
+        request_id=core_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=lora,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

@@ -1,0 +1,492 @@
+"""One vLLM engine in this process: submit/step/cancel, errors, shutdown.
+
+Rules:
+    Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream; rows
+    leave on the default stream, where every other thread reads them.
+    A request gets a new id each time it is submitted: a late output of a cancelled one matches nothing.
+    Samples leave an eighth of the running slots free, and one at least, so that a logprobs request never
+    waits for a long sample to end. Where one slot is asked for, there are two.
+    After a failed step the prefix cache is emptied: its blocks may never have been written.
+
+Private to vLLM and touched here: ``LLMEngine.engine_core`` (``add_request``, ``get_output``,
+``abort_requests`` with ``EngineCoreRequest``, which spares the detokenizer), and what its shutdown is
+made of. ``self_check.py`` runs at start and refuses a vLLM that does not work this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from genrt.engines.process import heap_kept
+from genrt.engines.vllm.capture import TICKET, FiniteCheck, RemoteStore, RowStore, log_probabilities
+from genrt.engines.vllm.config import LOGPROBS, TURN, core_request, sampling_params, translated
+from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.lora import VLLMAdapters
+from genrt.engines.vllm.open_requests import OpenRequests
+from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
+from genrt.engines.vllm.runners import runner_of
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
+from genrt.questions.values import (
+    Adapter,
+    EngineStatistics,
+    Finished,
+    LogprobsRequest,
+    Request,
+    SampleRequest,
+)
+
+__all__ = ["VLLMEngine"]
+
+
+class VLLMEngine:
+    """The Engine protocol over an ``LLMEngine`` whose scheduler runs in this process."""
+
+    def __init__(
+        self, llm_engine: LLMEngine, own: Globals, *, own_processors: bool = False
+    ) -> None:
+        config = llm_engine.vllm_config
+        self._llm_engine: LLMEngine | None = llm_engine
+        self._core = llm_engine.engine_core
+        self._core._finalizer.atexit = False  # the runtime closes it; a forked child must not
+        self._config = config
+        self._globals = own
+        self.runner = "V2" if config.use_v2_model_runner else "V1"
+        self._vocab_size = int(config.model_config.get_vocab_size())
+        self._max_num_seqs = int(config.scheduler_config.max_num_seqs)
+        self._max_samples = self._max_num_seqs - max(1, self._max_num_seqs // 8)
+        self._device = torch.device(config.device_config.device)
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            self._stream = torch.cuda.current_stream()
+            torch.cuda.set_stream(torch.cuda.default_stream())
+        with self._on_stream():
+            self._core.collective_rpc("genrt_prepare", args=(own_processors,))
+        self._store: RowStore | RemoteStore
+        if isinstance(llm_engine.model_executor, UniProcExecutor):
+            [self._store] = self._core.collective_rpc("genrt_store")
+        else:
+            self._store = RemoteStore(self._core.collective_rpc, self._device)
+        self._adapters: VLLMAdapters | None = None
+        if config.lora_config is not None:
+            self._adapters = VLLMAdapters(self._core, base_needs_twin=self._device.type == "cpu")
+        self._open: OpenRequests | None = None
+        if config.scheduler_config.scheduler_cls is OpenScheduler:
+            core = self._core.engine_core
+            self._open = OpenRequests(
+                core.scheduler,
+                runner_of(core.model_executor.driver_worker.worker.model_runner),
+                core.model_executor.execute_model,
+                decodes=not own_processors,
+                ahead=self._device.type == "cuda",
+                device=self._device,
+            )
+        self._decoded: list[tuple[Request, str]] = []
+        self._foreseen: tuple[torch.Tensor, torch.Tensor, FiniteCheck] | None = None
+        self._numbers = itertools.count(1)
+        self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}
+        self._drawn: dict[str, list[int]] = {}
+        self._waiting_samples: dict[SampleRequest, None] = {}
+        self._samples = 0
+        self._ended: list[Finished] = []
+        self._counted: dict[str, Any] = asdict(EngineStatistics())
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """One less than vLLM's: its scheduler keeps a place for the token that follows."""
+        return int(self._config.model_config.max_model_len) - 1
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._max_num_seqs
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def keeps_residents(self) -> bool:
+        """Whether answered sequences stay resident, to be extended and forked."""
+        return self._open is not None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        if self._llm_engine is None or self._config.model_config.skip_tokenizer_init:
+            return None
+        return self._llm_engine.get_tokenizer()
+
+    def statistics(self) -> EngineStatistics:
+        resident = {} if self._open is None else self._open.counts()
+        return EngineStatistics(**self._counted.copy() | resident)
+
+    # -- submit, step, cancel -----------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        rows = [request for request in requests if isinstance(request, LogprobsRequest)]
+        names = [None] * len(rows) if self._open is None else self._open.submit(rows)
+        for row, name in zip(rows, names, strict=True):
+            if name is None:
+                self._add(row)
+            else:
+                self._begin(name, row)
+        if len(rows) < len(requests):
+            samples = (request for request in requests if isinstance(request, SampleRequest))
+            self._waiting_samples.update(dict.fromkeys(samples))
+        self._count(requests=len(requests))
+
+    def _admit_samples(self) -> None:
+        while self._waiting_samples and self._samples < self._max_samples:
+            request = next(iter(self._waiting_samples))
+            del self._waiting_samples[request]
+            self._samples += self._add(request)
+
+    def _add(self, request: LogprobsRequest | SampleRequest) -> bool:
+        """Hand one request to vLLM; an error of its own ends it at the next step. True if vLLM has it.
+
+        It goes by a number, which is its id in vLLM and its ticket.
+        """
+        number = next(self._numbers)
+        core_id = str(number)
+        try:
+            params = self._params(request, number)
+            lora = self._adapters.request(request.adapter) if self._adapters is not None else None
+            with self._on_stream():
+                self._core.add_request(core_request(core_id, request.token_ids, params, lora))
+        except Exception as error:
+            refused = translated(error, "vLLM does not take this request")
+            self._ended.append(Finished(request, error=refused))
+            self._count(failed=1)
+            return False
+        if isinstance(request, SampleRequest):
+            self._drawn[core_id] = []
+        elif self._open is not None:
+            self._open.share(core_id, request)
+        self._begin(core_id, request)
+        return True
+
+    def _params(self, request: LogprobsRequest | SampleRequest, ticket: int) -> SamplingParams:
+        if isinstance(request, SampleRequest):
+            drawn_here = self.runner == "V1" and self._device.type == "cpu"
+            return sampling_params(request, drawn_here=drawn_here)
+        params = copy(LOGPROBS)
+        params.extra_args = {TICKET: ticket}
+        if self._open is not None:
+            params.extra_args[OPEN] = True
+            params.max_tokens = self.max_model_len + 1 - len(request)
+        return params
+
+    def _begin(self, core_id: str, request: LogprobsRequest | SampleRequest) -> None:
+        if self._adapters is not None:
+            self._adapters.hold(request.adapter)
+        self._in_progress[core_id] = request
+
+    def _end(self, core_id: str) -> LogprobsRequest | SampleRequest:
+        request = self._in_progress.pop(core_id)
+        if self._drawn:
+            self._samples -= self._drawn.pop(core_id, None) is not None
+        if self._adapters is not None:
+            self._adapters.release(request.adapter)
+        return request
+
+    def step(self) -> list[Finished]:
+        self._admit_samples()
+        # Without a forward, so that a failing one cannot take these ends from their requests.
+        if self._ended or not self._in_progress:
+            ended, self._ended = self._ended, []
+            return ended
+        started = time.perf_counter()
+        in_progress = len(self._in_progress) + len(self._waiting_samples)
+        try:
+            with self._on_stream():
+                finished = self._decode()
+                if finished is None:
+                    outputs = self._core.get_output().outputs
+            if finished is None:
+                finished = self._collect(outputs)
+        except Exception as error:
+            self._count(failed=in_progress, steps=1, seconds=time.perf_counter() - started)
+            self._recover()
+            raise translated(error, "the forward failed") from error
+        self._count(steps=1, seconds=time.perf_counter() - started)
+        return finished
+
+    def _decode(self) -> list[Finished] | None:
+        """What a decode step ends, all of them rows; ``None`` where the next step is none."""
+        decoded = self._open.decode() if self._open is not None else None
+        if self._open is None or decoded is None:
+            return None
+        names, logits = decoded
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen[0] is logits:
+            _, rows, check = foreseen
+        else:
+            rows, check = self._normalised(logits)
+        # From here on to its end the device computes.
+        self._open.end_decode()
+        finished: list[Finished] = []
+        for name, row in zip(names, rows.unbind(), strict=True):
+            request = cast("LogprobsRequest", self._end(name))
+            self._open.keep(name, request)
+            finished.append(Finished(request, row))
+        bad = check.wait()
+        for position in bad:
+            finished[position] = Finished(finished[position].request, error=_not_finite())
+        if bad:
+            self._abort([names[position] for position in bad])
+        self._count(rows=len(rows) - len(bad), failed=len(bad))
+        self._decoded = [(end.request, name) for end, name in zip(finished, names, strict=True)]
+        return finished
+
+    def _normalised(self, logits: torch.Tensor) -> tuple[torch.Tensor, FiniteCheck]:
+        """A step's rows, and which of them are none; nothing waits for the device."""
+        rows = log_probabilities(logits, may_overwrite=True)
+        if rows.is_cuda:  # allocated on vLLM's stream, read on this one
+            rows.record_stream(torch.cuda.default_stream(rows.device))
+        return rows, FiniteCheck(rows)
+
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
+        """As in the Foreseeing protocol: where a step of all these is held, it is run."""
+        if self._open is None or not self._open.holds(len(rows)):
+            return
+        names = dict(self._decoded)
+        if not names.keys() >= set(rows):
+            return
+        token_ids = token_ids.clamp(min=0.0).int()
+        try:
+            with self._on_stream():
+                if self._stream is not None:  # drawn on the default stream
+                    self._stream.wait_stream(torch.cuda.default_stream(self._device))
+                    token_ids.record_stream(self._stream)
+                logits = self._open.foresee([names[row] for row in rows], token_ids)
+                if logits is not None:
+                    self._foreseen = logits, *self._normalised(logits)
+        except Exception:  # what is wrong will be told to those who ask
+            self._open.forget(())
+
+    def _collect(self, outputs: Sequence[Any]) -> list[Finished]:
+        """What a step's outputs end, with rows on the default stream."""
+        finished: list[Finished] = []
+        with_rows = self._open.after_step() if self._open is not None else []
+        computed = sampled = 0
+        for output in outputs:
+            core_id = output.request_id
+            if core_id not in self._in_progress:
+                continue
+            prefill, new = output.prefill_stats, output.new_token_ids
+            computed += len(new) if prefill is None else prefill.num_computed_tokens
+            token_ids = self._drawn.get(core_id)
+            if token_ids is not None:
+                token_ids += new
+                sampled += len(new)
+            if output.finish_reason is None:
+                continue
+            if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                reason = f"vLLM ended the request with {output.finish_reason}"
+                finished.append(Finished(self._end(core_id), error=EngineFailed(reason)))
+            elif token_ids is None:
+                with_rows.append(core_id)
+            else:
+                stopped = output.finish_reason == FinishReason.STOP
+                result = tuple(token_ids[:-1] if stopped else token_ids)
+                finished.append(Finished(self._end(core_id), result))
+        rows = self._store.take(map(int, with_rows)) if with_rows else []
+        for core_id, row in zip(with_rows, rows, strict=True):
+            request = cast("LogprobsRequest", self._end(core_id))
+            if row is None:
+                finished.append(Finished(request, error=_not_finite()))
+                self._abort([core_id])
+                continue
+            finished.append(Finished(request, row))
+            if self._open is not None:
+                self._open.keep(core_id, request)
+        self._count(
+            rows=sum(row is not None for row in rows),
+            failed=sum(end.error is not None for end in finished),
+            sampled_tokens=sampled,
+            computed_tokens=computed,
+            bytes_to_host=0 if isinstance(self._store, RowStore) else sum(map(_bytes, rows)),
+        )
+        return finished
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        wanted = set(requests)
+        before = len(self._ended) + len(self._waiting_samples)
+        self._ended = [end for end in self._ended if end.request not in wanted]
+        for request in [r for r in self._waiting_samples if r in wanted]:
+            del self._waiting_samples[request]
+        here = [core_id for core_id, request in self._in_progress.items() if request in wanted]
+        gone = before - len(self._ended) - len(self._waiting_samples) + len(here)
+        if here:
+            self._abort(here)
+            for core_id in here:
+                self._end(core_id)
+            self._store.forget(map(int, here))
+        self._count(cancelled=gone)
+
+    def _abort(self, names: Sequence[str]) -> None:
+        """Have vLLM forget these; unknown ones are ignored."""
+        with self._on_stream():
+            self._core.abort_requests(list(names))
+        if self._open is not None:
+            self._open.forget(names)
+
+    def _recover(self) -> None:
+        """Forget everything after a failed step, so that the next one finds vLLM clean.
+
+        Raises:
+            EngineDied: vLLM can't be brought to that.
+        """
+        self._waiting_samples.clear()
+        try:
+            self._abort(list(self._core.engine_core.scheduler.requests))
+            self._store.forget(map(int, self._in_progress))
+            clean = self._core.reset_prefix_cache()
+        except Exception as error:
+            raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
+        for core_id in list(self._in_progress):
+            self._end(core_id)
+        if not clean:
+            raise EngineDied("vLLM still holds blocks of requests that were aborted")
+
+    # -- adapters -----------------------------------------------------------------------------
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        if self._adapters is None:
+            raise InvalidAdapter(
+                'vLLM was opened without adapters: load with engine_options={"enable_lora": True, '
+                '"max_loras": …, "max_lora_rank": …}'
+            )
+        if self._open is not None:  # base sequences may have to go on under the twin from now on
+            self._abort(self._idle(None))
+        try:
+            with self._on_stream():
+                self._adapters.add(adapter, path)
+            self._adapters.check_base(adapter, self.probe, self._unused_context())
+        except BaseException:
+            self.remove_adapter(adapter)
+            raise
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        if self._adapters is not None:
+            self._abort(self._idle(adapter))
+            with self._on_stream():
+                self._adapters.remove(adapter)
+
+    def _idle(self, adapter: Adapter | None) -> list[str]:
+        """An adapter's resident sequences that no question in progress extends."""
+        bound = self._open.bound_to(adapter) if self._open is not None else []
+        return [name for name in bound if name not in self._in_progress]
+
+    # -- self-test, close ---------------------------------------------------------------------
+
+    def start_counting(self) -> None:
+        """Statistics count from here: what the self-test did is not the caller's."""
+        self._counted = dict.fromkeys(self._counted, 0)
+        if self._open is not None:
+            self._open.start_counting()
+
+    def forget_residents(self) -> None:
+        """Have vLLM forget every sequence that nothing in progress extends, and every block."""
+        if self._open is not None:
+            self._abort([name for name in self._open.names() if name not in self._in_progress])
+        self._core.reset_prefix_cache()
+
+    def stop_keeping(self) -> None:
+        """Open a request for every question from now on; nothing may be in progress."""
+        self.forget_residents()
+        self._open = None
+
+    def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
+        """Rows the engine asks for itself; what else ends meanwhile, also by a failing step, comes with
+        the next step. Raises what a row's error or the step's is."""
+        self.submit(requests)
+        ends: dict[Request, Finished] = {}
+        others: list[Finished] = []
+        try:
+            while len(ends) < len(requests):
+                bystanders = [*self._in_progress.values(), *self._waiting_samples]
+                try:
+                    finished = self.step()
+                except GenrtError as error:
+                    failed = [request for request in bystanders if request not in requests]
+                    others += [Finished(request, error=error.fresh()) for request in failed]
+                    raise
+                others += [end for end in finished if end.request not in requests]
+                ends |= {end.request: end for end in finished if end.request in requests}
+        finally:
+            self._ended += others
+        rows: list[torch.Tensor] = []
+        for request in requests:
+            end = ends[request]
+            if end.error is not None:
+                raise end.error
+            rows.append(cast("torch.Tensor", end.result))
+        return rows
+
+    def _unused_context(self) -> tuple[int, ...]:
+        """A context that no request in progress asks about."""
+        asked = {request.token_ids for request in self._in_progress.values()}
+        return next((token,) for token in range(self._vocab_size) if (token,) not in asked)
+
+    def close(self) -> None:
+        """What ``EngineCore.shutdown`` does, less the process-wide state that other engines use."""
+        if self._llm_engine is None:
+            return
+        core = self._core.engine_core
+        self._core._finalizer.detach()
+        with heap_kept(), self._on_stream():
+            core.structured_output_manager.clear_backend()
+            core.model_executor.shutdown()
+            core.scheduler.shutdown()
+        if self._adapters is not None:
+            self._adapters.close()
+        self._in_progress.clear()
+        self._drawn.clear()
+        self._waiting_samples.clear()
+        self._store = RowStore()
+        self._llm_engine = self._core = None
+        self._globals = Globals()  # those in use hold device memory
+        gc.collect()
+        if self._stream is not None:
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        none = contextlib.nullcontext()
+        with TURN, self._globals, none if self._stream is None else torch.cuda.stream(self._stream):
+            yield
+
+    def _count(self, **more: float) -> None:
+        for name, number in more.items():
+            self._counted[name] += number
+
+
+def _not_finite() -> NotFinite:
+    return NotFinite(
+        "the model's logits for this context are NaN, +inf or all -inf: check the weights and dtype"
+    )
+
+
+def _bytes(row: torch.Tensor | None) -> int:
+    return 0 if row is None else row.numel() * row.element_size()

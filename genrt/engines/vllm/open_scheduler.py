@@ -1,0 +1,381 @@
+"""vLLM's scheduler for requests that stay open: parks them, wakes them, shares their blocks.
+
+A logprobs request is an *open* vLLM request: when its row has been computed, the token that vLLM
+sampled is dropped, and the request stays, its KV blocks with it, outside the running queue (*parked*).
+Appending the caller's token wakes it: it is scheduled as a plain decode of one token. A new request that
+shares a prefix with a resident one takes that one's blocks by reference; vLLM copies the last, partly
+shared block itself, as it does for its own sub-block prefix hits. Where a parked request is no longer
+wanted, it can go on as a fork of another one instead (*reseated*): no request ends, and none begins.
+
+A step of nothing but woken requests, the step of a sampler, is scheduled by ``decode_step``, which does
+what ``schedule`` would for such a step; any other step is vLLM's own.
+
+Rules:
+    Nothing is parked that a running or waiting request needs the room of: before every step the parked
+    requests that were used longest ago are finished until the step's blocks and slots are there.
+    Scheduling is synchronous: a step's tokens are known before the next one is scheduled.
+    Blocks are copied before anything else is done for the step that needs the copies.
+
+Private to vLLM and touched here: ``Scheduler._get_local_prefix_cache_hit``, its queues, the KV manager of
+a single group and its block pool, and a request's lists. ``self_check.py`` compares rows that come by
+these ways with rows that don't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from genrt.engines.vllm.runners import Seat
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["OPEN", "OpenScheduler"]
+
+MOST_RECORDS = 65_536
+"""The most requests that are kept open where nothing but KV blocks sets a bound."""
+
+OPEN = "genrt_open"
+"""The key in ``extra_args`` that marks a request as one to keep open."""
+
+
+class OpenScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's ``scheduler_cls`` for engines with resident sequences."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running: list[Request]
+        self.finished_req_ids: set[str]
+        self.reset_preempted_req_ids: set[str]
+        self.parked: dict[str, Request] = {}
+        self.computed_tokens = 0
+        self.forked = 0
+        self.reseated = 0
+        self._open: set[str] = set()
+        self._donors: dict[str, tuple[str, int]] = {}
+        self._waking: dict[str, Request] = {}
+        self._answered: list[str] = []
+        self._evicted: list[str] = []
+        # The V2 runner has a slot for each request it knows; V1 only keeps a record.
+        self._max_held = self.max_num_running_reqs if self.use_v2_model_runner else MOST_RECORDS
+        groups = self.kv_cache_config.kv_cache_groups
+        self._shares_blocks = (
+            len(groups) == 1
+            and type(groups[0].kv_cache_spec) is FullAttentionSpec
+            and bool(self.cache_config.enable_prefix_caching)
+        )
+        if self._shares_blocks:
+            manager = self.kv_cache_manager
+            self._blocks = manager.coordinator.single_type_managers[0], manager.block_pool
+        # What else ``schedule`` has to do for some models and options.
+        self._decodes_plainly = self._shares_blocks and not (
+            self.connector
+            or self.ec_connector
+            or self.aux_output_connector
+            or self.use_pp
+            or self.is_encoder_decoder
+            or self.num_spec_tokens
+            or self.defer_block_free
+        )
+
+    # -- what the engine calls ----------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+        if extra is not None and OPEN in extra:
+            self._open.add(request.request_id)
+        super().add_request(request)
+
+    def share(self, request_id: str, donor_id: str, tokens: int) -> None:
+        """Have a request that waits start with the first ``tokens`` tokens of a resident one."""
+        if self._shares_blocks:
+            self._donors[request_id] = (donor_id, tokens)
+            donor = self.parked.pop(donor_id, None)
+            if donor is not None:  # used now: among the last to go
+                self.parked[donor_id] = donor
+
+    def wake(self, request_id: str, token_id: int) -> tuple[int, int]:
+        """Append a token to a parked request, and have it run as soon as it is admitted. Returns the
+        token's position, and how many before it vLLM takes for the request's prompt."""
+        request = self.parked.pop(request_id)
+        request._output_token_ids.append(token_id)
+        token_ids = request._all_token_ids
+        token_ids.append(token_id)
+        if len(token_ids) % self.hash_block_size == 0:
+            request.update_block_hashes()
+        self._waking[request_id] = request
+        return len(token_ids) - 1, request.num_prompt_tokens
+
+    def reseat(self, request_id: str, donor_id: str, length: int) -> Seat | None:
+        """Have a parked request go on with so many of another one's tokens, which that one has computed,
+        and with their blocks; instead of the last one, if that is not full, with a copy of it that the
+        runner makes. ``None``, and nothing is changed, where that can't be."""
+        request, donor = self.parked[request_id], self.requests[donor_id]
+        if (
+            not self._decodes_plainly
+            or donor.num_computed_tokens < length
+            or request.lora_request != donor.lora_request
+        ):
+            return None
+        manager, pool = self._blocks
+        if pool.get_num_free_blocks() == 0 and all(
+            block.ref_cnt > 1 for block in manager.req_to_blocks[request_id]
+        ):
+            return None
+        full = length // self.block_size
+        donated = manager.req_to_blocks[donor_id]
+        kept = donated[:full]
+        pool.touch(kept)
+        manager.free(request_id)
+        [own] = pool.get_new_blocks(1)
+        manager.req_to_blocks[request_id] = [*kept, own]
+        manager.num_cached_block[request_id] = full
+        request.prompt_token_ids = token_ids = donor._all_token_ids[:length]
+        request._all_token_ids[:] = token_ids
+        request._output_token_ids.clear()
+        request.block_hashes[:] = donor.block_hashes[: length // self.hash_block_size]
+        request.num_prompt_tokens = request.num_computed_tokens = length
+        self.reseated += 1
+        return Seat(
+            request_id,
+            request.prompt_token_ids,
+            block_ids=[*(block.block_id for block in kept), own.block_id],
+            copied=donated[full].block_id if length % self.block_size else None,
+        )
+
+    def admit(self) -> None:
+        """Move what was woken to the running requests, within their number and ``max_loras``."""
+        loras: set[int] = set()
+        if self.lora_config is not None:
+            loras = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        for request_id, request in [*self._waking.items()]:
+            if len(self.running) >= self.max_num_running_reqs:
+                break
+            if request.lora_request is not None and self.lora_config is not None:
+                wanted = loras | {request.lora_request.lora_int_id}
+                if len(wanted) > self.lora_config.max_loras:
+                    continue
+                loras = wanted
+            del self._waking[request_id]
+            self.running.append(request)
+
+    def decode_step(self) -> SchedulerOutput | None:
+        """The next step, if it gives one token to every running request, all of them open, and has room
+        for it: what ``schedule`` would return. ``None`` where ``schedule`` has more to do."""
+        if not self._nothing_but(self.running, tokens_ahead=1):
+            return None
+        if self.parked:
+            self._make_room()
+        output = self._one_token_each(self.running)
+        if output is not None:
+            self._begin_decode_step()
+        return output
+
+    def decode_step_ahead(self) -> SchedulerOutput | None:
+        """The step after a ``decode_step`` that has not been ended, as if each of its requests went on
+        with a token; ``None`` where it would need more than there is."""
+        if not self._nothing_but(self.running, tokens_ahead=0):
+            return None
+        if self.parked:
+            self._make_room()
+        return self._one_token_each(self.running)
+
+    def begin_ahead(self, request_ids: Collection[str]) -> bool:
+        """Whether what was scheduled by ``decode_step_ahead`` for these is the next step, but for blocks
+        of those that were reseated; if so, it has begun."""
+        running = self.running
+        if (
+            len(running) != len(request_ids)
+            or self.finished_req_ids
+            or not self._nothing_but(running, tokens_ahead=1)
+            or not all(request.request_id in request_ids for request in running)
+        ):
+            return False
+        self._begin_decode_step()
+        return True
+
+    def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int) -> bool:
+        """Whether there is nothing to be scheduled but these, all of them open and with so many tokens to
+        be computed."""
+        if (
+            not requests
+            or self.waiting
+            or self.kv_holding_waiting
+            or not self._decodes_plainly
+            or len(requests) > self.max_num_scheduled_tokens
+            or self._pause_state != PauseState.UNPAUSED
+            or not self._open.issuperset([request.request_id for request in requests])
+        ):
+            return False
+        most = self.max_model_len - 2 + tokens_ahead
+        for request in requests:
+            length = len(request._all_token_ids)
+            if length != request.num_computed_tokens + tokens_ahead or length > most:
+                return False
+        return True
+
+    def _one_token_each(self, requests: Sequence[Request]) -> SchedulerOutput | None:
+        """A step that computes one token more of each of these."""
+        request_ids = [request.request_id for request in requests]
+        computed = [request.num_computed_tokens for request in requests]
+        # The first token of a block needs the block; the last one makes it one to be found by its hash.
+        at_edges = [n for n, count in enumerate(computed) if (count + 1) % self.block_size <= 1]
+        if len(at_edges) > self._blocks[1].get_num_free_blocks():
+            return None
+        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
+        for n in at_edges:
+            blocks = self.kv_cache_manager.allocate_slots(requests[n], 1)
+            if blocks is None:
+                raise RuntimeError("vLLM has no block where its pool has a free one")
+            new_blocks[n] = blocks.get_block_ids(allow_none=True)
+        finished, self.finished_req_ids = self.finished_req_ids, set()
+        preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
+        self.prev_step_scheduled_req_ids = set(request_ids)
+        return SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=request_ids,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=new_blocks,
+                num_computed_tokens=computed,
+                num_output_tokens=[len(request._output_token_ids) for request in requests],
+            ),
+            num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+            total_num_scheduled_tokens=len(requests),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=finished,
+            preempted_req_ids=preempted,
+            free_encoder_mm_hashes=[],
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+        )
+
+    def _begin_decode_step(self) -> None:
+        for request in self.running:
+            request.num_computed_tokens += 1
+        self.current_step += 1
+        self.computed_tokens += len(self.running)
+
+    def end_decode_step(self) -> None:
+        """Park the requests of a ``decode_step`` that has run."""
+        for request in self.running:
+            self.parked[request.request_id] = request
+        self.running = []
+        if self._waking:
+            self.admit()
+
+    def take_answered(self) -> list[str]:
+        """The open requests whose row the last step computed; they are parked now."""
+        answered, self._answered = self._answered, []
+        return answered
+
+    def take_evicted(self) -> list[str]:
+        """The parked requests that were finished for want of room."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    # -- what vLLM calls ----------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if self.parked:
+            self._make_room()
+        output = super().schedule(throttle_prefills)
+        self.computed_tokens += output.total_num_scheduled_tokens
+        if self._donors:
+            for request in output.scheduled_new_reqs:
+                self._donors.pop(request.req_id, None)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        sampled = model_runner_output.sampled_token_ids
+        answered: dict[str, None] = {}
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if request_id in self._open:
+                index = model_runner_output.req_id_to_index[request_id]
+                if sampled and sampled[index]:
+                    sampled[index] = []
+                    answered[request_id] = None
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if answered:
+            running: list[Request] = []
+            for request in self.running:
+                if request.request_id in answered:
+                    self.parked[request.request_id] = request
+                    self._answered.append(request.request_id)
+                else:
+                    running.append(request)
+            self.running = running
+        if self._waking:
+            self.admit()
+        return outputs
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self.parked.pop(request.request_id, None)
+            self._open.discard(request.request_id)
+            self._donors.pop(request.request_id, None)
+            self._waking.pop(request.request_id, None)
+        if self._waking:
+            self.admit()
+        return finished
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> Any:
+        found = super()._get_local_prefix_cache_hit(request)
+        donor_id, tokens = self._donors.get(request.request_id, ("", 0))
+        donor = self.requests.get(donor_id)
+        if donor is None:
+            return found
+        tokens = min(tokens, donor.num_computed_tokens, request.num_tokens - 1)
+        if tokens <= found[1]:
+            return found
+        manager = self.kv_cache_manager
+        count = -(-tokens // self.block_size)
+        blocks = manager.get_blocks(donor_id).blocks[0][:count]
+        if len(blocks) < count:
+            return found
+        self.forked += 1
+        return manager.create_kv_cache_blocks((list(blocks),)), tokens, 0, False
+
+    def _make_room(self) -> None:
+        """Finish parked requests, those first that were used longest ago, until what is to run has its
+        blocks (an upper bound: as if nothing were shared) and its slots in the runner."""
+        pool = self.kv_cache_manager.block_pool
+        places = self.max_num_running_reqs - len(self.running)
+        waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), places))
+        blocks = len(self.running) + sum(r.num_tokens // self.block_size + 2 for r in waiting)
+        held = len(self.running) + len(self.parked) + len(self._waking)
+        slots = held + len(waiting) - self._max_held
+        if blocks <= pool.get_num_free_blocks() and slots <= 0:
+            return
+        needed = {donor for donor, _ in self._donors.values()}
+        for request_id in [*self.parked]:
+            if blocks <= pool.get_num_free_blocks() and slots <= 0:
+                return
+            if request_id not in needed:
+                self._evict(request_id)
+                slots -= 1
+        # Only donors are left. What waits recomputes rather than waits for ever, or finds no slot.
+        stuck = not self.running and blocks > pool.get_num_free_blocks()
+        for request_id in [*self.parked]:
+            if not stuck and slots <= 0:
+                return
+            self._evict(request_id)
+            slots -= 1
+
+    def _evict(self, request_id: str) -> None:
+        self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self._evicted.append(request_id)

@@ -1,0 +1,66 @@
+"""Opens vLLM: its configuration, its engine in this process, and what has to hold before anyone asks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import vllm
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from genrt.engines.vllm.config import (
+    TURN,
+    check_version,
+    configure,
+    on_loopback,
+    rounding,
+    translated,
+)
+from genrt.engines.vllm.engine import VLLMEngine
+from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.process import undisturbed
+from genrt.engines.vllm.self_check import self_test
+
+__all__ = ["open_vllm"]
+
+
+def open_vllm(
+    checkpoint: str, *, options: dict[str, Any], reserve_bytes: int = 0, residency: bool = True
+) -> VLLMEngine:
+    """Open a checkpoint directory, or a model's name, with options for vLLM's ``EngineArgs``.
+
+    On a GPU, ``reserve_bytes`` are left out of the memory that vLLM takes. Without ``residency`` every
+    question opens a request of its own, as it does where vLLM's workers are other processes, or
+    ``options`` name a scheduler or asynchronous scheduling.
+
+    Raises:
+        InvalidRequest: an option that vLLM does not have, or has no such value for.
+        ModelNotFound: vLLM finds no such model, or it has no weights in safetensors.
+        EngineUnsupported: a version of vLLM, or an option, that genrt does not work with.
+        EngineFailed: anything else that vLLM raised, with its message.
+    """
+    check_version(vllm.__version__)
+    own = Globals()
+    preload = os.environ.get("LD_PRELOAD")
+    with TURN, own, on_loopback(), undisturbed():
+        config = configure(checkpoint, options, reserve_bytes, residency=residency)
+        executor = Executor.get_class(config)
+        if config.parallel_config.world_size == 1:
+            # Only vLLM's workers, which are processes, need what it has set. Of every other process that
+            # it starts, the loader complains if the path has a space in it.
+            os.environ.pop("LD_PRELOAD", None)
+            if preload is not None:
+                os.environ["LD_PRELOAD"] = preload
+        try:
+            llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
+        except Exception as error:
+            raise translated(error, f"vLLM could not open {checkpoint}") from error
+    engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
+    try:
+        self_test(engine, rounding=rounding(config), block_size=config.cache_config.block_size)
+        engine.start_counting()
+    except BaseException:
+        engine.close()
+        raise
+    return engine

@@ -1,0 +1,166 @@
+"""What must hold of this vLLM before it answers anything: rows come back to the requests that asked.
+
+Every assumption about vLLM that is not part of its public interface is exercised here, at start.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import chain, combinations
+from typing import Protocol
+
+import torch
+
+from genrt.errors import EngineUnsupported, GenrtError, NotFinite
+from genrt.questions.values import EngineStatistics, LogprobsRequest
+
+__all__ = ["self_test"]
+
+LIKELY = -15.0
+"""Rows are compared where a log-probability is over this."""
+
+TF32 = 2.0**-10
+"""The rounding with which kernels may multiply in float32. A row that was computed in another way may
+differ by 64 times the rounding: by half a nat in bfloat16, by 1/16 in float16 and float32."""
+
+
+class Tested(Protocol):
+    """What the tests need of an engine: ``VLLMEngine`` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def keeps_residents(self) -> bool: ...
+
+    def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]: ...
+
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None: ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+    def forget_residents(self) -> None: ...
+
+    def stop_keeping(self) -> None: ...
+
+
+def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
+    """Ask for a few rows, alone and in company; then by extending, forking and backtracking.
+
+    Where the second kind is not right, resident sequences are switched off with one warning.
+
+    Args:
+        rounding: the relative error of what the network computes with.
+        block_size: how many tokens a block of the KV cache holds; contexts are longer where they can be.
+
+    Raises:
+        EngineUnsupported: what comes back are no rows, or a row depends on its place in the batch.
+    """
+    noise = 64 * max(rounding, TF32)
+    try:
+        _test_rows(engine, noise)
+        if engine.keeps_residents:
+            _test_residents(engine, noise, block_size)
+    except NotFinite:  # a model with broken weights is the caller's to find
+        engine.forget_residents()
+
+
+def _test_rows(engine: Tested, noise: float) -> None:
+    """Raise EngineUnsupported where a row in company is another's: as far from the same row alone, by at
+    least half, as that is from another row alone."""
+    contexts = [(0,), (1 % engine.vocab_size,), (1 % engine.vocab_size, 0)]
+    alone = []
+    for context in contexts:
+        alone += engine.probe([LogprobsRequest(context)])
+        engine.forget_residents()
+    company = engine.probe([LogprobsRequest(context) for context in reversed(contexts)])[::-1]
+    total = torch.stack(alone).double().logsumexp(dim=-1)
+    if alone[0].shape != (engine.vocab_size,) or not torch.allclose(
+        total, torch.zeros_like(total), atol=1e-3
+    ):
+        raise EngineUnsupported(
+            "vLLM's logits are no log-probabilities over the vocabulary: rows of shape "
+            f"{tuple(alone[0].shape)} for vocab_size={engine.vocab_size}"
+        )
+    for mine, other in ((0, 1), (1, 2), (2, 0)):
+        apart = _apart(alone[mine], alone[other])
+        moved = _apart(alone[mine], company[mine])
+        if moved > 0.5 * apart and moved > noise:
+            raise EngineUnsupported(
+                "vLLM's rows did not come back to the requests that asked for them: a row in company "
+                f"differs by {moved:.3g} from the same row alone"
+            )
+
+
+def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
+    """Switch residents off where their rows differ from fresh ones by more than the noise.
+
+    What a wrong token or block makes is the row of another context, which may be closer than the
+    closest of those that are compared here. So an eighth of what lies between these is too much in
+    bfloat16, and 1/64 in float16 and float32."""
+
+    def grown(contexts: Sequence[tuple[int, ...]], *, by: int) -> list[tuple[int, ...]]:
+        return [(*context, (by + n) % engine.vocab_size) for n, context in enumerate(contexts)]
+
+    # Three sequences over a block long that grow, fork and grow; then two that are edited and cut back.
+    length = max(20, min(block_size + 4, engine.max_model_len - 5))
+    flushes = [
+        [
+            tuple((7 * n + 1 + first) % engine.vocab_size for n in range(length))
+            for first in (0, 1, 2)
+        ]
+    ]
+    flushes += [grown(flushes[0], by=2)]
+    flushes += [grown(flushes[1], by=3)]
+    flushes += [grown(flushes[2], by=4)]
+    flushes += [grown([flushes[3][n] for n in (0, 0, 1)], by=5)]
+    flushes += [grown(flushes[4], by=6)]
+    flushes += [
+        [(*flushes[5][0][: length - 2], 5 % engine.vocab_size), flushes[5][1][: length + 2]]
+    ]
+    if max(len(context) for flush in flushes for context in flush) > engine.max_model_len:
+        engine.stop_keeping()
+        return
+    try:
+        rows = []
+        for contexts, following in zip(flushes, [*flushes[1:], []], strict=True):
+            requests = [LogprobsRequest(context) for context in contexts]
+            rows.append(engine.probe(requests))
+            drawn = [context[-1] for context in following]  # mostly right, where sequences grow
+            if len(drawn) == len(requests):
+                tokens = torch.tensor(drawn, dtype=torch.float64, device=rows[-1][0].device)
+                engine.expect(requests, tokens)
+        extended = engine.statistics().extended
+        fresh: list[list[torch.Tensor]] = []
+        for contexts in flushes:
+            fresh.append([])
+            for context in contexts:
+                engine.forget_residents()
+                fresh[-1] += engine.probe([LogprobsRequest(context)])
+        apart = min(_apart(*pair) for flush in fresh for pair in combinations(flush, 2))
+        moved = max(map(_apart, chain(*rows), chain(*fresh)))
+        if moved > noise * max(1.0, apart / 4):
+            raise EngineUnsupported(f"a row differs by {moved:.3g} from a fresh one")
+        if extended == 0:
+            raise EngineUnsupported("a context that grew by a token was computed anew")
+    except NotFinite:
+        raise
+    except GenrtError as error:
+        warnings.warn(
+            f"resident sequences are off, every question opens a vLLM request: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        engine.stop_keeping()
+        return
+    engine.forget_residents()
+
+
+def _apart(row: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference where either is likely."""
+    likely = torch.maximum(row, other) > LIKELY
+    return float((row - other)[likely].abs().nan_to_num(posinf=1e9).max())

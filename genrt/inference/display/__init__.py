@@ -1,0 +1,1 @@
+"""What shows results: as text, HTML, SVG, for matplotlib and pandas."""

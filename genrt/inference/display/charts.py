@@ -1,0 +1,148 @@
+"""Small charts of a run's weights as SVG, to stand in a page: ESS, log evidence, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genrt.inference.display.legible import count_of, number
+from genrt.inference.display.summary import Curves
+from genrt.inference.resampling import Floats
+
+__all__ = ["BLUE", "GREY", "ORANGE", "charts"]
+
+BLUE, ORANGE, GREY = "#2f7fc1", "#d55e00", "#8b929c"
+"""Told apart with any kind of colour vision, and seen on white as on black."""
+
+WIDE, HIGH = 310, 130
+LEFT, RIGHT, TOP, BOTTOM = 40.0, 302.0, 26.0, 108.0
+
+Scale: TypeAlias = Callable[[Floats], Floats]
+
+MOST_POINTS = 400
+"""Of a curve: a longer one is drawn through the extremes of equal stretches."""
+
+
+class _Curve(NamedTuple):
+    """``y`` over the steps; dashed, or faint, if it is not what the chart is about."""
+
+    y: Floats
+    colour: str
+    style: str = ""
+
+
+def charts(curves: Curves, *, particles: int) -> list[str]:
+    """An SVG for each of ESS, log evidence and weights."""
+    alive = curves.alive.astype(np.float64)
+    dashed, faint = 'stroke-dasharray="3 3"', 'stroke-opacity="0.45"'
+    return [
+        _chart(
+            "effective sample size",
+            f"of {count_of(particles, 'particle')}; dashed: alive",
+            curves,
+            [_Curve(alive, GREY, dashed), _Curve(curves.ess, BLUE)],
+            limits=(0.0, float(particles)),
+        ),
+        _chart("log evidence", "so far", curves, [_Curve(curves.log_evidence, BLUE)]),
+        _chart(
+            "log-weights",
+            "over the mean; faint: 5 and 95 %; orange: top",
+            curves,
+            [
+                _Curve(curves.band[0], BLUE, faint),
+                _Curve(curves.band[2], BLUE, faint),
+                _Curve(curves.band[1], BLUE),
+                _Curve(curves.heaviest, ORANGE),
+            ],
+        ),
+    ]
+
+
+def _chart(
+    name: str,
+    note: str,
+    curves: Curves,
+    lines: Sequence[_Curve],
+    *,
+    limits: tuple[float, float] | None = None,
+) -> str:
+    low, high = limits or _limits(line.y for line in lines)
+    first, last = float(curves.steps[0]), float(curves.steps[-1])
+
+    def x_of(step: Floats) -> Floats:
+        if last == first:
+            return np.full(len(step), (LEFT + RIGHT) / 2)
+        return LEFT + (step - first) / (last - first) * (RIGHT - LEFT)
+
+    def y_of(value: Floats) -> Floats:
+        return BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP)
+
+    at = sorted({round(float(x)) for x in x_of(curves.steps[curves.resampled].astype(np.float64))})
+    ticks = "".join(f"M{x} {BOTTOM:.0f}v6" for x in at)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{HIGH}" '
+        f'viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="{name}" color="currentColor" '
+        'font-family="system-ui,sans-serif" font-size="10" fill="none">',
+        f'<text x="0" y="10" fill="currentColor" font-weight="600">{name}'
+        f'<tspan font-weight="400" opacity="0.6" dx="5">{note}</tspan></text>',
+        f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" stroke="currentColor" stroke-opacity="0.35"/>',
+        '<g fill="currentColor" fill-opacity="0.7" text-anchor="end">'
+        f'<text x="{LEFT - 4}" y="{TOP + 4}">{_axis_number(high)}</text>'
+        f'<text x="{LEFT - 4}" y="{BOTTOM + 1}">{_axis_number(low)}</text>'
+        f'<text x="{RIGHT}" y="{BOTTOM + 18}">{last:.0f}</text>'
+        f'<text x="{LEFT}" y="{BOTTOM + 18}" text-anchor="start">step {first:.0f}</text></g>',
+    ]
+    if ticks:
+        parts.append(
+            f'<path d="{ticks}" stroke="{ORANGE}" stroke-width="1.2"><title>resampled: '
+            f"{int(curves.resampled.sum())} of {count_of(len(curves.steps), 'step')}</title></path>"
+        )
+    parts += [
+        f'<path d="{path}" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round" '
+        f'stroke-linecap="round" {style}/>'
+        for y, colour, style in lines
+        for path in _paths(curves.steps.astype(np.float64), y, x_of, y_of)
+    ]
+    return "".join([*parts, "</svg>"])
+
+
+def _axis_number(value: float) -> str:
+    digits = 0 if value == round(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return number(value, digits=digits)
+
+
+def _limits(lines: Iterable[Floats]) -> tuple[float, float]:
+    everything = np.concatenate(list(lines))
+    finite = everything[np.isfinite(everything)]
+    if not len(finite):
+        return -1.0, 0.0
+    low, high = float(finite.min()), float(finite.max())
+    if high - low < 1e-9:
+        return low - 0.5, high + 0.5
+    return low, high
+
+
+def _paths(steps: Floats, y: Floats, x_of: Scale, y_of: Scale) -> list[str]:
+    """One for each stretch of finite values; a single one as a dot of its own."""
+    found = []
+    finite = np.isfinite(y)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], finite, [False]])))
+    for start, stop in edges.reshape(-1, 2):
+        places = start + thinned(y[start:stop])
+        points = [
+            f"{a:.1f} {b:.1f}" for a, b in zip(x_of(steps[places]), y_of(y[places]), strict=True)
+        ]
+        found.append("M" + "L".join(points) + ("h0.01" if len(points) == 1 else ""))
+    return found
+
+
+def thinned(y: Floats) -> NDArray[np.int64]:
+    """The places of at most ``MOST_POINTS`` points through which a curve looks the same."""
+    if len(y) <= MOST_POINTS:
+        return np.arange(len(y))
+    stretches = np.array_split(np.arange(len(y)), MOST_POINTS // 2 - 1)
+    extremes = [each[[y[each].argmin(), y[each].argmax()]] for each in stretches]
+    return np.unique(np.concatenate([[0], *extremes, [len(y) - 1]]))

@@ -1,0 +1,143 @@
+"""Texts of any content made legible: no control characters, bounded lengths, known widths.
+
+What a model or a program makes may hold terminal escapes, marks that turn the direction of what follows
+them, markup, or a megabyte in one line. Whatever is shown of it goes through here.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from genrt.tokens.texts import decoded
+
+__all__ = [
+    "abbreviated",
+    "count_of",
+    "escaped",
+    "escaped_attribute",
+    "fixed",
+    "label",
+    "number",
+    "printable",
+    "said",
+    "token_label",
+    "width",
+]
+
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+MINUS = "\N{MINUS SIGN}"
+LONGEST = 20_000
+"""Characters of a value that are looked at at all."""
+
+
+def printable(text: str) -> str:
+    """One line: whatever is not printable, marks of direction included, as Python would escape it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def width(text: str) -> int:
+    """How many columns it takes in a font of fixed width: two for a wide character, none for a mark."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+
+
+def abbreviated(text: str, columns: int, *, tail: float = 0.25) -> str:
+    """It, or its beginning and end, with ``tail`` of the columns for the end, around an ellipsis."""
+    if width(text) <= columns and len(text) <= 4 * columns:
+        return text
+    last = int(tail * (columns - 1))
+    end = _fitting(text[::-1], last)[::-1]
+    return _fitting(text, columns - 1 - last) + ELLIPSIS + end
+
+
+def _fitting(text: str, columns: int) -> str:
+    """The longest prefix of at most so many columns, and four characters for each."""
+    taken = 0
+    for place, character in enumerate(text[: 4 * columns]):
+        taken += width(character)
+        if taken > columns:
+            return text[:place]
+    return text[: 4 * columns]
+
+
+def label(value: Any) -> str:
+    """A value in one printable line: a text as it is, anything else as Python writes it. Never empty."""
+    if not isinstance(value, str):
+        try:
+            value = repr(value)
+        except Exception as error:  # it is the user's, and must not keep the rest from being seen
+            value = f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    if not value:
+        return "(empty)"
+    return printable(value if len(value) <= LONGEST else value[:LONGEST] + ELLIPSIS)
+
+
+def escaped(text: str) -> str:
+    """For the content of an element of HTML or XML; the text is printable."""
+    return html.escape(text, quote=False)
+
+
+def escaped_attribute(text: str, *, most: int) -> str:
+    """For an attribute between double quotes, of at most ``most`` bytes; the text is printable."""
+    whole = html.escape(text)
+    if len(whole.encode(errors="replace")) <= most:
+        return whole
+    end = most - len(ELLIPSIS.encode())
+    taken, place = 0, 0
+    for place, character in enumerate(text):  # noqa: B007
+        taken += len(html.escape(character).encode(errors="replace"))
+        if taken > end:
+            break
+    return html.escape(text[:place]) + ELLIPSIS
+
+
+def fixed(value: float, *, digits: int = 3) -> str:
+    """Return a number with so many digits after the point, or with an exponent if it is enormous."""
+    return f"{value:.6g}" if 1e9 <= abs(value) < math.inf else f"{value:.{digits}f}"
+
+
+def number(value: float, *, digits: int = 3) -> str:
+    """A number for people: a real minus sign, infinity as a sign, NaN as a dash."""
+    if value != value:
+        return "\N{EN DASH}"
+    return fixed(value, digits=digits).replace("inf", "\N{INFINITY}").replace("-", MINUS)
+
+
+def count_of(count: int, noun: str) -> str:
+    """``1 particle``, ``2 particles``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def token_label(token_id: int, tokens: Mapping[int, bytes]) -> str:
+    """What a token says: its text, its bytes if they are none, its number if it says nothing."""
+    spelled = tokens.get(token_id, b"")
+    if not spelled:
+        return f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{token_id}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
+    try:
+        text = printable(spelled.decode())
+        return text.replace(" ", "\N{OPEN BOX}") if text.isspace() else text
+    except UnicodeDecodeError:
+        return repr(spelled)[2:-1]
+
+
+def said(token_ids: Sequence[int], tokens: Mapping[int, bytes]) -> str:
+    """What tokens say together, printable; those that are not known as their numbers."""
+    parts: list[str] = []
+    known = bytearray()
+    for token_id in token_ids:
+        if tokens.get(token_id):
+            known += tokens[token_id]
+        else:
+            parts += [decoded(bytes(known)), token_label(token_id, tokens)]
+            known.clear()
+    return printable("".join([*parts, decoded(bytes(known))]))

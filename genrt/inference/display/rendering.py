@@ -1,0 +1,234 @@
+"""A result as text for a terminal, and as a piece of HTML for a notebook, of bounded size.
+
+The HTML stands by itself: no scripts, nothing from anywhere, colours of the page around it. Its parts are
+the figures, the posterior's table, the curves of the weights, the genealogy, and what the runtime did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from genrt.inference.diagnostics import ChainStatistics
+from genrt.inference.display.charts import BLUE, charts
+from genrt.inference.display.genealogy import Genealogy
+from genrt.inference.display.legible import (
+    abbreviated,
+    count_of,
+    escaped,
+    escaped_attribute,
+    fixed,
+    number,
+)
+from genrt.inference.display.summary import Entry, Summary
+from genrt.runtime.statistics import Statistics
+
+__all__ = ["html", "one_line", "text"]
+
+COLUMNS = 100
+"""Of a text in the posterior's table."""
+
+TITLE = 6000
+"""The most bytes of a title, which has the whole text of a row."""
+
+ALL_DEAD = "Every particle died: nothing has a positive weight."
+NOTHING = "There are no particles."
+
+STYLE = f"""
+.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
+.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
+.genrt .figures div {{ white-space: nowrap; }}
+.genrt b {{ font-weight: 600; font-size: 15px; }}
+.genrt .note {{ opacity: .65; }}
+.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
+.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
+.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
+.genrt th {{ font-weight: 400; opacity: .65; }}
+.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
+.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; }}
+.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
+.genrt .curves {{ display: flex; flex-wrap: wrap; gap: 12px 26px; margin: 0 0 10px; }}
+.genrt .wide {{ overflow-x: auto; }}
+.genrt details {{ margin: 0 0 10px; }}
+.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
+"""
+
+
+def one_line(summary: Summary) -> str:
+    """For ``repr``: the figures, and the heaviest value."""
+    parts = [count_of(summary.particles, "particle"), f"{summary.alive:,} alive"]
+    if summary.steps:
+        parts.append(count_of(summary.steps, "step"))
+    if summary.chains is None:
+        parts.append(f"log_evidence={fixed(summary.log_evidence)}, ess={summary.ess:.1f}")
+    else:
+        parts.append(count_of(len(summary.chains.values), "chain"))
+        parts.append(f"ess={summary.ess:.1f}, r_hat={summary.chains.r_hat:.2f}")
+    if summary.entries:
+        first = summary.entries[0]
+        parts.append(f'{first.weight:.3f} "{abbreviated(first.label, 60)}"')
+    return f"Result({', '.join(parts)})"
+
+
+def text(summary: Summary) -> str:
+    """For ``print``: the figures, and the posterior's table."""
+    figures = list(_figures(summary))
+    name_width = max(len(name) for name, _, _ in figures)
+    figure_width = max(len(figure) for _, figure, _ in figures)
+    lines = [
+        f"{name:<{name_width}}  {figure:>{figure_width}}  {note}".rstrip()
+        for name, figure, note in figures
+    ]
+    if summary.entries:
+        lines += ["", "weight  value"]
+        lines += [
+            f"{entry.weight:.4f}  {abbreviated(entry.label, COLUMNS)}" for entry in summary.entries
+        ]
+        if summary.others:
+            lines.append(f"{summary.others_weight:.4f}  ({count_of(summary.others, 'value')} more)")
+    else:
+        lines += ["", ALL_DEAD if summary.particles else NOTHING]
+    return "\n".join(lines)
+
+
+def html(summary: Summary, genealogy: Genealogy | None) -> str:
+    """For Jupyter."""
+    parts = [
+        '<div class="genrt">',
+        f"<style>{STYLE}</style>",
+        '<div class="figures">',
+        *(
+            f'<div><span class="note">{name}</span> <b>{figure}</b> '
+            f'<span class="note">{escaped(note)}</span></div>'
+            for name, figure, note in _figures(summary)
+        ),
+        "</div>",
+        *_table(summary),
+    ]
+    if summary.curves is not None:
+        drawn = charts(summary.curves, particles=summary.particles)
+        parts += ['<div class="curves">', *(f"<div>{each}</div>" for each in drawn), "</div>"]
+    if genealogy is not None:
+        parts += [
+            '<details open=""><summary>genealogy</summary>',
+            genealogy._repr_html_(),
+            "</details>",
+        ]
+    if summary.statistics is not None:
+        parts += [
+            '<details><summary>runtime <span class="note">meanwhile</span></summary>',
+            *_runtime(summary.statistics),
+            "</details>",
+        ]
+    return "\n".join([*parts, "</div>"])
+
+
+def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
+    """Name, figure, note."""
+    alive = ""
+    if summary.alive < summary.particles:
+        what = "of them alive" if summary.steps else "of positive weight"
+        alive = f"{summary.alive:,} {what}"
+    yield "particles", f"{summary.particles:,}", alive
+    if not math.isnan(summary.log_evidence):
+        note = f"Z = {math.exp(summary.log_evidence):.3g}" if summary.log_evidence < 700 else ""
+        yield "log evidence", number(summary.log_evidence), note
+    if summary.chains is not None and summary.alive:
+        yield from _mixing(summary.chains)
+    else:
+        yield "ESS", f"{summary.ess:,.1f}", ""
+    if summary.steps:
+        resampled = summary.resampled
+        yield (
+            "steps",
+            f"{summary.steps:,}",
+            f"resampled before {resampled:,} of them" if resampled else "never resampled",
+        )
+
+
+def _mixing(chains: ChainStatistics) -> Iterable[tuple[str, str, str]]:
+    steps = count_of(len(chains.values[0]), "step")
+    missing = f"; {chains.missing:,} more found no text" if chains.missing else ""
+    yield "chains", f"{len(chains.values):,}", f"of {steps} each{missing}"
+    known = chains.ess == chains.ess
+    note = "by autocorrelation" if known else "too few steps, or all at one value: unknown"
+    yield "ESS", f"{chains.ess:,.1f}" if known else number(math.nan), note
+    known = chains.r_hat == chains.r_hat
+    yield "R-hat", number(chains.r_hat, digits=2), "1 if chains agree" if known else "unknown"
+    if not np.isnan(chains.acceptance).any():
+        least, most = chains.acceptance.min(), chains.acceptance.max()
+        note = f"of the moves; {least:.2f} to {most:.2f} by chain"
+        yield "accepted", f"{chains.acceptance.mean():.2f}", note
+
+
+def _table(summary: Summary) -> Iterable[str]:
+    if not summary.entries:
+        yield f"<p>{ALL_DEAD if summary.particles else NOTHING}</p>"
+        return
+    names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
+    yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
+    largest = max(entry.weight for entry in summary.entries)
+    for entry in summary.entries:
+        yield _row(entry, largest)
+    if summary.others:
+        shown = sum(entry.particles for entry in summary.entries)
+        yield (
+            f'<tr><td class="weight">{summary.others_weight:.4f}</td>'
+            "<td></td>"
+            f'<td class="weight">{summary.alive - shown:,}</td>'
+            f'<td class="note">{count_of(summary.others, "value")} more</td></tr>'
+        )
+    yield "</tbody></table>"
+
+
+def _row(entry: Entry, largest: float) -> str:
+    shown = abbreviated(entry.label, COLUMNS)
+    title = ""
+    if shown != entry.label:
+        title = f' title="{escaped_attribute(entry.label, most=TITLE)}"'
+    # A text of another direction has its own, but an escape must not be turned with it.
+    direction = "ltr" if "\\" in shown else "auto"
+    return (
+        f'<tr><td class="weight">{entry.weight:.4f}</td><td>{_bar(entry.weight, largest)}</td>'
+        f'<td class="weight">{entry.particles:,}</td>'
+        f'<td class="text"{title}><bdi dir="{direction}">{escaped(shown)}</bdi></td></tr>'
+    )
+
+
+def _bar(weight: float, largest: float) -> str:
+    share = min(weight / largest, 1.0)
+    return f'<div class="bar"><div style="width:{100 * share:.1f}%"></div></div>'
+
+
+def _runtime(statistics: Statistics) -> Iterable[str]:
+    batcher, cache, engine = statistics.batcher, statistics.cache, statistics.engine
+    rows = [
+        ("questions", f"{batcher.questions:,}", "asked, whoever asked them"),
+        ("deduplicated", f"{batcher.deduplicated:,}", "joined an equal question in flight"),
+        ("cached", f"{batcher.cached:,}", "had been answered before"),
+        ("failed", f"{batcher.failed:,}", "ended in an error"),
+        ("cancelled", f"{batcher.cancelled:,}", "were given up"),
+        ("engine steps", f"{engine.steps:,}", f"in {batcher.flushes:,} flushes"),
+        ("rows", f"{engine.rows:,}", "computed"),
+        ("reads", f"{engine.reads:,}", "answered from rows that stayed on the device"),
+        ("extended", f"{engine.extended:,}", "of them by a token after a resident sequence"),
+        ("forked", f"{engine.forked:,}", "of them from a resident sequence"),
+        ("evicted", f"{engine.evicted:,}", "resident sequences, for want of room"),
+        ("tokens", f"{engine.computed_tokens:,}", "put through the model"),
+        ("to the host", f"{engine.bytes_to_host / 2**20:,.1f} MiB", "copied off the device"),
+        ("engine time", f"{engine.seconds:.2f} s", ""),
+        ("cache", f"{cache.bytes / 2**20:,.1f} MiB", f"in {cache.rows:,} rows, now"),
+    ]
+    always = {"questions", "deduplicated", "cached", "engine steps", "rows", "engine time"}
+    yield '<table class="runtime"><tbody>'
+    for name, figure, note in rows:
+        if name in always or not figure.startswith(("0", "0.0 ")):
+            yield (
+                f'<tr><td>{name}</td><td class="weight">{figure}</td>'
+                f'<td class="note">{note}</td></tr>'
+            )
+    yield "</tbody></table>"

@@ -1,0 +1,141 @@
+"""Which tokens may be drawn, in every form in which callers give it -> one bit a token.
+
+Rules:
+    An array's dtype says what it is: bool is a mask, int32 a packed one, int64 holds token ids. Any
+    other is refused, since its numbers could be flags as well as ids.
+    A sequence or set holds token ids. One that looks like flags, 0 or 1 for each token, is refused.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence, Set
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from genrt.errors import InvalidRequest
+from genrt.questions.token_ids import Table, TokenIds, host_array, id_words
+
+__all__ = ["Mask", "Masks", "check_masks", "packed_mask"]
+
+Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
+"""The tokens that may be drawn: bool ``[vocab_size]``, token ids as a sequence, a set or int64, or a
+packed bitmask, int32 ``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 32`` of word ``i // 32``.
+"""
+
+Masks: TypeAlias = Sequence[Mask | None] | torch.Tensor | np.ndarray
+"""A mask for each context, or a bool or packed matrix of them."""
+
+MANY_IDS = 256
+"""So many token ids that are all 0 or 1 are no ids, whatever the length of the vocabulary."""
+
+
+def packed_mask(mask: Mask, vocab_size: int) -> bytes:
+    """Return a mask as ``engine.DrawToken`` has it; the same for every form of the same mask.
+
+    Raises:
+        InvalidRequest: it is none of the forms, of another length, or could mean two things.
+    """
+    words = -(-vocab_size // 32)
+    if not isinstance(mask, torch.Tensor | np.ndarray):
+        bits = _bits_of_ids(_ids(mask, vocab_size), vocab_size)
+    elif mask.dtype in (torch.int32, np.int32, _SWAPPED_INT32):
+        _check_shape(mask, words, vocab_size)
+        packed = host_array(mask, "mask").tobytes()
+        if beyond := vocab_size % 32:
+            last = int.from_bytes(packed[-4:], "little")
+            if last >> beyond:
+                packed = packed[:-4] + (last & (1 << beyond) - 1).to_bytes(4, "little")
+        return packed
+    elif mask.dtype in (torch.bool, np.bool_):
+        _check_shape(mask, vocab_size, vocab_size)
+        bits = host_array(mask, "mask")
+    elif mask.dtype in (torch.int64, np.int64, _SWAPPED_INT64) or tuple(mask.shape) == (0,):
+        bits = _bits_of_ids(mask, vocab_size)
+    else:
+        raise InvalidRequest(
+            f"mask is {mask.dtype} {list(mask.shape)}: {_advice(vocab_size)}; of numbers that say "
+            "allowed or not make bools, as in mask != 0"
+        )
+    return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
+
+
+def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:
+    """Return a mask or ``None`` for each of ``count`` contexts; each is checked on its own.
+
+    Raises:
+        InvalidRequest: these are no masks in a sequence, or not as many.
+    """
+    if masks is None:
+        return [None] * count
+    if isinstance(masks, torch.Tensor | np.ndarray):
+        if masks.ndim != 2:
+            raise InvalidRequest(
+                f"masks have shape {list(masks.shape)}: give one row for each of {count} contexts"
+            )
+        masks = list(host_array(masks, "masks"))
+    given: object = masks
+    if isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
+        raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
+    if len(masks) != count:
+        raise InvalidRequest(f"{len(masks)} masks for {count} contexts: give one for each")
+    return masks
+
+
+_SWAPPED_INT32 = np.dtype(np.int32).newbyteorder()
+_SWAPPED_INT64 = np.dtype(np.int64).newbyteorder()
+
+
+def _ids(mask: Sequence[int] | Set[int], vocab_size: int) -> Sequence[int]:
+    """Return what is to be read as token ids. Raises InvalidRequest for bools."""
+    if hasattr(mask, "start") and not isinstance(mask, range):
+        raise InvalidRequest(
+            "mask is a constraint: give the mask of a state, at first constraint.start().mask()"
+        )
+    if hasattr(mask, "mask"):
+        raise InvalidRequest(f"mask is a {type(mask).__name__}: give its mask, state.mask()")
+    given = tuple(mask) if isinstance(mask, Set) else mask
+    if isinstance(given, Sequence):
+        kinds = set(map(type, given))
+        if kinds & _BOOLS or (
+            torch.Tensor in kinds and any(getattr(x, "dtype", None) == torch.bool for x in given)
+        ):
+            raise InvalidRequest(f"mask is a sequence of bool: {_advice(vocab_size)}")
+    return given
+
+
+_BOOLS: set[type] = {bool, np.bool_}
+
+
+def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
+    """Return bool ``[vocab_size]``, true at these token ids."""
+    words = id_words(token_ids, vocab_size, allow_empty=True, name="mask")
+    if _are_flags(words, vocab_size):
+        raise InvalidRequest(
+            f"mask has {len(words)} entries, all of them 0 or 1, which as token ids allow no token but "
+            f"these: {_advice(vocab_size)}, each once"
+        )
+    bits = np.zeros(vocab_size, dtype=np.bool_)
+    bits[np.frombuffer(words, np.uint32)] = True
+    return bits
+
+
+def _are_flags(words: array.array[int], vocab_size: int) -> bool:
+    """Whether these numbers are 0 or 1 for each token, or may be meant so, rather than token ids."""
+    count = len(words)
+    if count != vocab_size and count < MANY_IDS:
+        return False
+    return max(words) <= 1 and len(set(words)) < count
+
+
+def _check_shape(mask: Table, length: int, vocab_size: int) -> None:
+    if tuple(mask.shape) != (length,):
+        form = "bool" if mask.dtype in (torch.bool, np.bool_) else "packed int32"
+        raise InvalidRequest(f"mask is {form} of shape {list(mask.shape)}: {_advice(vocab_size)}")
+
+
+def _advice(vocab_size: int) -> str:
+    packed = f"packed int32 [{-(-vocab_size // 32)}]"
+    return f"give bool [{vocab_size}], {packed}, or token ids as a list or int64"

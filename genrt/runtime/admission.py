@@ -1,0 +1,192 @@
+"""Who may queue, and who is sent next: bounds, turns for those who wait, the ready requests in order.
+
+Pure bookkeeping, under the batcher's lock.
+
+Rules:
+    A question enters the queue whole, or waits whole; one that is larger than the queue enters an empty
+    one, so nobody waits for ever.
+    Those who wait enter by turns, one question of each client: who asks for much waits for its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
+from operator import attrgetter
+
+from genrt.questions.values import Adapter, Request
+from genrt.runtime.waiters import Entry, Waiter
+
+__all__ = ["Admission", "Ready"]
+
+_NBYTES = attrgetter("nbytes")
+
+
+class Admission:
+    """The bounds of the queue, and the waiters there is no room for yet.
+
+    Args:
+        max_requests, max_bytes: what may be queued: requests, and bytes of their contexts and masks.
+    """
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._queued = 0
+        # Of clients, and of each one's waiters, the first is found at once. With each waiter, its bytes.
+        self._waiting: OrderedDict[Hashable, OrderedDict[Waiter, int]] = OrderedDict()
+        self._clients: dict[Waiter, Hashable] = {}
+
+    def __len__(self) -> int:
+        """How many waiters wait for room."""
+        return len(self._clients)
+
+    def requests(self) -> Iterator[Request]:
+        """Requests of the waiters that wait for room."""
+        for waiter in self._clients:
+            yield from waiter.requests
+
+    @property
+    def queued(self) -> int:
+        """How many requests are in the queue."""
+        return self._queued
+
+    def enter(self, requests: Collection[Request]) -> None:
+        """These are in the queue from now on."""
+        self._queued += len(requests)
+        self._bytes += sum(map(_NBYTES, requests))
+
+    def leave(self, requests: Collection[Request]) -> None:
+        """These have left the queue: for the engine, or for good."""
+        self._queued -= len(requests)
+        self._bytes -= sum(map(_NBYTES, requests))
+
+    def recount(self, requests: Iterable[Request]) -> None:
+        """These are in the queue, and no others."""
+        self._queued = self._bytes = 0
+        self.enter(list(requests))
+
+    def must_wait(self, requests: Collection[Request]) -> bool:
+        """Whether there is no room for a question of these, or others have waited longer."""
+        return bool(self._clients) or not self._fits(requests, sum(map(_NBYTES, requests)))
+
+    def _fits(self, requests: Collection[Request], nbytes: int) -> bool:
+        return not self._queued or (
+            self._queued + len(requests) <= self._max_requests
+            and self._bytes + nbytes <= self._max_bytes
+        )
+
+    def wait(self, waiter: Waiter) -> None:
+        """Have it wait behind the others of the same client: its event loop, or the thread that asks."""
+        client = waiter.loop or threading.get_ident()
+        nbytes = sum(map(_NBYTES, waiter.requests))
+        waiter.missing = len(waiter.requests)
+        self._clients[waiter] = client
+        try:
+            self._waiting.setdefault(client, OrderedDict())[waiter] = nbytes
+        except BaseException:  # an interrupt
+            self.withdraw(waiter)
+            raise
+
+    def withdraw(self, waiter: Waiter) -> bool:
+        """Have it wait no more; returns whether it did."""
+        client = self._clients.pop(waiter, None)
+        if client is None:
+            return False
+        waiters = self._waiting.get(client, OrderedDict())
+        waiters.pop(waiter, None)
+        if not waiters:
+            self._waiting.pop(client, None)
+        return True
+
+    def first(self) -> Waiter | None:
+        """Return the waiter whose turn it is, if there is room for its question."""
+        if not self._waiting:
+            return None
+        waiter, nbytes = next(iter(next(iter(self._waiting.values())).items()))
+        return waiter if self._fits(waiter.requests, nbytes) else None
+
+    def admit(self, waiter: Waiter) -> None:
+        """Have this one wait no more, and its client behind the others."""
+        self._waiting.move_to_end(self._clients[waiter])
+        self.withdraw(waiter)
+        waiter.missing = 0
+
+    def bound_to(self, adapters: Container[Adapter | None]) -> list[Waiter]:
+        """Return the waiters whose requests are bound to one of these."""
+        return [
+            waiter
+            for waiter in self._clients
+            if any(request.adapter in adapters for request in waiter.requests)
+        ]
+
+    def clear(self) -> list[Waiter]:
+        """Empty the queue; returns who waited for room in it."""
+        waiting = [*self._clients]
+        self._waiting.clear()
+        self._clients.clear()
+        self._queued = self._bytes = 0
+        return waiting
+
+
+class Ready:
+    """The entries that are ready to be sent, oldest first, and when the next of them are.
+
+    Args:
+        most: how many are sent at once; that many are sent without waiting for more.
+        wait_seconds: how long the oldest waits for more.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, most: int, wait_seconds: float, clock: Callable[[], float]) -> None:
+        self._most = most
+        self._wait_seconds = float(wait_seconds)
+        self._clock = clock
+        self._entries: OrderedDict[Entry, None] = OrderedDict()  # its first is found at once
+        self._due = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Have these sent after the others; those that are here already keep their place."""
+        if not self._entries:
+            self._due = self._clock() + self._wait_seconds
+        self._entries.update(dict.fromkeys(entries))
+
+    def put_back(self, entries: Sequence[Entry]) -> None:
+        """Have these, which were taken, sent before the others and without waiting for more."""
+        for entry in reversed(entries):
+            self._entries[entry] = None
+            self._entries.move_to_end(entry, last=False)
+        if entries:
+            self._due = self._clock()
+
+    def discard(self, entry: Entry) -> None:
+        """Have this one not sent, if it is here."""
+        self._entries.pop(entry, None)
+
+    def seconds_until_due(self) -> float | None:
+        """How long nothing is to be sent; ``None`` while there is nothing."""
+        if not self._entries:
+            return None
+        return 0.0 if len(self._entries) >= self._most else max(0.0, self._due - self._clock())
+
+    def take(self, room: int) -> list[Entry]:
+        """Remove and return those that are to be sent now, and for which there is room."""
+        if self.seconds_until_due() != 0.0:
+            return []
+        count = min(self._most, room, len(self._entries))
+        return [self._entries.popitem(last=False)[0] for _ in range(count)]
+
+    def clear(self) -> None:
+        """Have nothing sent."""
+        self._entries.clear()

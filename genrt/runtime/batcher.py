@@ -1,0 +1,500 @@
+"""Many awaits, one call: queue, dedupe, flush policy, cancellation, delivery.
+
+A question travels: ``ask`` finds its row in the cache, joins an equal request that is queued or in
+flight, or queues it, if need be when there is room; when the asking loop has gone quiet the request is
+*ready*; the engine thread's next ``turn`` submits the ready requests as one flush, runs one engine step,
+and delivers what finished.
+
+Rules:
+    All state changes under one lock, held for dictionary work on what changed, never on all there is but
+    when the batcher is closed or goes on with another engine; ``turn`` alone talks to the engine.
+    A turn with something in flight always steps; what needs no forward is delivered before that.
+    A request is in ``_entries`` from the question that queued it until it ends; it ends once.
+    Requests that ran out of memory together are sent again, fewer at a time; one alone fails.
+    A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
+    the queue at once, from the engine at the next turn, unless an equal question comes first.
+    A row is in the cache before its request leaves ``_entries``, and a question looks at both under
+    the lock, so none falls in between.
+    A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
+    one that holds the lock included, waits for nothing any more, or on a closed loop: it takes no lock.
+    Waiters and loops that are let go of are kept until the lock is free: their end may run any code.
+    The garbage collector and signal handlers may run any code under the lock all the same. What such code
+    may call here takes the lock a second time and reads; ``close`` sees that, and does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
+
+from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
+from genrt.questions.values import Adapter, Finished, LogprobsRequest, Request, Result, survived
+from genrt.runtime.admission import Admission, Ready
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.bindings import Bindings
+from genrt.runtime.cache import RowCache
+from genrt.runtime.flight import Flight, Window
+from genrt.runtime.gathering import AtOnce, Gatherings
+from genrt.runtime.statistics import BatcherStatistics
+from genrt.runtime.waiters import (
+    Entry,
+    OnLoops,
+    Outcome,
+    Waiter,
+    deliver,
+    hand_out,
+    outcome_of,
+    timed_out,
+    within,
+)
+
+__all__ = ["Batcher"]
+
+
+class Batcher:
+    """The questions of all callers, as flushes for one engine.
+
+    Args:
+        cache: answers before the engine is asked, and keeps the rows that come back.
+        max_batch_size: the most requests in one flush; that many queued ones are ready at once. With
+            ``None`` a flush is everything that is ready.
+        max_wait_seconds: how long ready requests wait for more company; 0 is never.
+        max_queued_requests, max_queued_bytes: how much may be queued; who asks for more waits for room.
+        wake: called, from any thread, when there may be something for ``turn`` to do.
+        clock: seconds, monotonic; injected by simulations.
+    """
+
+    def __init__(
+        self,
+        cache: RowCache,
+        *,
+        max_batch_size: int | None = None,
+        max_wait_seconds: float = 0.0,
+        max_queued_requests: int = sys.maxsize,
+        max_queued_bytes: int = sys.maxsize,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._wake = wake
+        self._lock = threading.RLock()
+        self._entries: dict[Request, Entry] = {}
+        most = max_batch_size or sys.maxsize
+        self._ready = Ready(most, max_wait_seconds, clock)
+        self._flight = Flight()
+        self._on_loops = OnLoops()
+        self._bindings = Bindings()
+        self._at_once = AtOnce()
+        self._admission = Admission(max_queued_requests, max_queued_bytes)
+        self._window = Window()
+        self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
+        self._closed: GenrtError | None = None
+        self._last_told: list[tuple[Waiter, Outcome]] = []
+        self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
+
+    # -- asking: event loops and threads ------------------------------------------------------
+
+    async def ask(
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
+    ) -> list[Result]:
+        """The results in order, each in storage of its own; equal requests may appear more than once.
+        With ``stacked``, the only result is the stack of the rows, of which there is at least one.
+
+        Cancelling the await withdraws this caller alone. Any running loop will do; it goes round now and
+        then, however many questions the cache answers.
+
+        Raises:
+            EngineFailed: the step of one of the requests failed; the question's others are withdrawn.
+            TimedOut: there was no answer within ``timeout`` seconds; the question is withdrawn.
+            Closed: the batcher is closed, or was while this waited.
+        """
+        try:
+            asked = self._asked(requests, stacked)
+            results = await (asked if timeout is None else within(timeout, asked))
+        except GenrtError:
+            await self._at_once.go_round()
+            raise
+        await self._at_once.go_round()  # not before it is asked: what it is bound to could go
+        return results
+
+    async def _asked(self, requests: Sequence[Request], stacked: bool) -> list[Result]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Result]] = loop.create_future()
+        waiter = Waiter(requests, loop, future, stacked, {})
+        self._at_once.count += len(requests) or 1
+        try:
+            if (results := self._join(waiter)) is not None:
+                return results
+            self._at_once.count = 0
+            return await future
+        finally:
+            if waiter.missing and not loop.is_closed():
+                self._leave(waiter)
+
+    def ask_sync(
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
+    ) -> list[Result]:
+        """``ask`` for a thread, which blocks; an interrupt withdraws the question."""
+        future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+        waiter = Waiter(requests, None, future, stacked, {})
+        longest = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        try:
+            results = self._join(waiter)
+            return future.result(longest) if results is None else results
+        except concurrent.futures.TimeoutError:
+            raise timed_out(cast("float", timeout)) from None
+        finally:
+            if waiter.missing:
+                self._leave(waiter)
+
+    def _join(self, waiter: Waiter) -> list[Result] | None:
+        """Register the waiter for what the cache lacks; the results if that is nothing."""
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.fresh()
+            try:
+                if self._admission.must_wait(waiter.requests) and not self._known(waiter.requests):
+                    self._bindings.bind(waiter.requests)
+                    self._admission.wait(waiter)
+                    self._on_loops.add(waiter)
+                    self._gatherings.end()
+                    wake = bool(self._ready)
+                else:
+                    wake = self._gatherings.add(waiter.loop, self._register(waiter))
+            except BaseException:  # an interrupt, wherever it was
+                self._recount()
+                raise
+        if wake:
+            self._wake()
+        return None if waiter.missing else outcome_of(waiter)
+
+    def _known(self, requests: Sequence[Request]) -> bool:
+        """Under the lock: whether all of these can be joined, or are in the cache."""
+        return all(each in self._entries or each in self._cache for each in requests)
+
+    def _register(self, waiter: Waiter) -> list[Entry]:
+        """Under the lock: find or join each request; the entries that have to be queued."""
+        queued: list[Entry] = []
+        new: list[Request] = []
+        found, entries, borrow = waiter.found, self._entries, self._cache.borrow
+        self._counted["questions"] += len(waiter.requests)
+        for request in waiter.requests:
+            if request in found:
+                self._counted["cached"] += found[request] is not None
+                self._counted["deduplicated"] += found[request] is None
+                continue
+            row = borrow(request) if isinstance(request, LogprobsRequest) else None
+            found[request] = row
+            if row is not None:
+                self._counted["cached"] += 1
+                continue
+            waiter.missing += 1
+            entry = entries.get(request)
+            if entry is None:
+                entries[request] = entry = Entry(request, {waiter: None})
+                queued.append(entry)
+                new.append(request)
+                continue
+            self._counted["deduplicated"] += 1
+            entry.waiters[waiter] = None
+            self._flight.rescue(entry)
+            if not entry.in_flight and entry not in self._ready:
+                queued.append(entry)
+        self._admission.enter(new)
+        self._bindings.bind(new)
+        self._on_loops.add(waiter)
+        return queued
+
+    def _recount(self) -> None:
+        """Under the lock: count what is queued and bound anew, after an interrupt in the middle of it."""
+        self._admission.recount(each for each, e in self._entries.items() if not e.in_flight)
+        self._bindings.clear()
+        self._bindings.bind(self._entries)
+        self._bindings.bind(self._admission.requests())
+
+    def _admit(self) -> list[Waiter]:
+        """Under the lock: register who waited for room, while there is some; those who lack nothing."""
+        answered: list[Waiter] = []
+        while (waiter := self._admission.first()) is not None:
+            self._enter(waiter)
+            if not waiter.missing:
+                self._on_loops.discard(waiter)
+                answered.append(waiter)
+        return answered
+
+    def _enter(self, waiter: Waiter) -> None:
+        """Under the lock: register one that waited for room."""
+        self._admission.admit(waiter)
+        self._bindings.bind(waiter.requests, -1)
+        self._make_ready(self._register(waiter))
+
+    def _make_ready(self, entries: Iterable[Entry]) -> bool:
+        """Under the lock: have these sent, but for those that were dropped, or sent by another loop.
+        Returns whether the engine thread must look."""
+        added = [entry for entry in entries if entry.waiters and not entry.in_flight]
+        self._ready.add(added)
+        return bool(added)
+
+    # -- leaving ------------------------------------------------------------------------------
+
+    def _leave(self, waiter: Waiter) -> None:
+        with self._lock:
+            self._cancel(waiter)
+        self._wake()  # to forget requests, an adapter, or let in who waits for room
+
+    def _cancel(self, waiter: Waiter) -> None:
+        """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
+        if waiter.missing:
+            self._counted["cancelled"] += 1
+            self._drop(waiter)
+
+    def _drop(self, waiter: Waiter) -> None:
+        """Under the lock: take a waiter off every request it still waits for."""
+        waiter.missing = 0
+        self._on_loops.discard(waiter)
+        if self._admission.withdraw(waiter):
+            self._bindings.bind(waiter.requests, -1)
+            return
+        for request, result in waiter.found.items():
+            entry = self._entries.get(request) if result is None else None
+            if entry is None or entry.waiters.pop(waiter, self) is self or entry.waiters:
+                continue
+            if entry.in_flight:
+                self._flight.withdraw(entry)
+            else:
+                self._end(entry)
+                self._ready.discard(entry)
+                self._admission.leave([request])
+
+    def _end(self, entry: Entry) -> None:
+        """Under the lock: this one is on its way no more."""
+        del self._entries[entry.request]
+        self._flight.end(entry)
+        self._bindings.bind([entry.request], -1)
+
+    def _sweep(self) -> list[object]:
+        """Under the lock: take off the waiters whose loop was closed under them. Returns what it let go
+        of, to be kept until the lock is free."""
+        waiters = self._on_loops.closed()
+        for waiter in waiters:
+            self._cancel(waiter)
+        return [waiters, self._gatherings.of_closed_loops()]
+
+    # -- turning: the engine thread -----------------------------------------------------------
+
+    def seconds_until_due(self) -> float | None:
+        """How long ``turn`` has nothing to do: 0.0 for now, ``None`` for until the next ``wake``."""
+        with self._lock:
+            if self._flight or self._bindings.free() or self._admission.first():
+                return 0.0
+            return self._ready.seconds_until_due()
+
+    def turn(self, engine: AnsweringEngine) -> None:
+        """Move everything one engine step on: withdraw, submit the next flush, deliver what needs no
+        forward, step, deliver.
+
+        Raises:
+            EngineDied: the engine can't go on. Nobody has been told; what was in flight still is.
+        """
+        flush, withdrawn, retired, answered = self._take()
+        hand_out(answered)
+        if withdrawn:
+            engine.cancel(withdrawn)
+        for adapter in retired:
+            engine.remove_adapter(adapter)
+            self._cache.forget(adapter)
+            with self._lock:
+                self._bindings.gone(adapter)
+        if flush:
+            self._settle(self._sent(engine, flush))
+        if self._flight:
+            self._settle(self._stepped(engine), stepped=True)
+
+    def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
+        """Submit a flush; what of it has ended already."""
+        try:
+            engine.submit(flush)
+        except Exception as error:
+            failed = survived(error)
+            return [Finished(request, error=failed) for request in flush]
+        return engine.ready()
+
+    def _stepped(self, engine: AnsweringEngine) -> list[Finished]:
+        """Step; what has ended."""
+        try:
+            return engine.step()
+        except Exception as error:
+            failed = survived(error)
+            with self._lock:
+                lost = self._flight.requests
+            engine.cancel(lost)
+            return [Finished(request, error=failed) for request in lost]
+
+    def _take(self) -> tuple[list[Request], list[Request], list[Adapter], list[Waiter]]:
+        with self._lock:
+            gone = self._sweep()
+            withdrawn = self._flight.withdrawn
+            for entry in withdrawn:
+                self._end(entry)
+            sent = self._ready.take(self._window.room(len(self._flight)))
+            self._flight.send(sent)
+            flush = [entry.request for entry in sent]
+            self._counted["flushes"] += bool(flush)
+            self._counted["largest_flush"] = max(self._counted["largest_flush"], len(flush))
+            self._admission.leave(flush)
+            answered = self._admit()
+            free = self._bindings.free()
+        del gone  # without the lock: see the rules
+        return flush, [entry.request for entry in withdrawn], free, answered
+
+    def _settle(self, finished: Sequence[Finished], *, stepped: bool = False) -> None:
+        """End these requests: cache the rows, then hand every waiter its own. Those that ran out of
+        memory with others in flight are queued again."""
+        if any(isinstance(end.error, OutOfMemory) for end in finished):
+            if len(self._flight) > 1:
+                finished = self._send_again(finished)
+        elif stepped:
+            self._window.grow()
+        no_room = self._cache.keep(finished)
+        failed: list[tuple[Waiter, Outcome]] = []
+        answered: list[Waiter] = []
+        with self._lock:
+            for end in finished:
+                request, result, error = end.request, end.result, end.error
+                entry = self._entries.get(request)
+                if entry is None or not entry.in_flight:
+                    continue
+                self._end(entry)
+                if no_room and error is None:
+                    error = no_room.get(request)
+                self._counted["failed"] += error is not None
+                self._counted["answered"] += error is None
+                for waiter in entry.waiters:
+                    if error is not None:
+                        self._drop(waiter)
+                        failed.append((waiter, error.fresh()))
+                        continue
+                    waiter.found[request] = result
+                    waiter.missing -= 1
+                    if not waiter.missing:
+                        self._on_loops.discard(waiter)
+                        answered.append(waiter)
+            answered += self._admit()  # who failed may have left room in the queue
+        deliver(failed)
+        hand_out(answered)
+
+    def _send_again(self, finished: Sequence[Finished]) -> list[Finished]:
+        """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
+        short = [end.request for end in finished if isinstance(end.error, OutOfMemory)]
+        with self._lock:
+            self._window.shrink(len(self._flight))
+            self._requeue([entry for entry in map(self._entries.get, short) if entry is not None])
+        return [end for end in finished if not isinstance(end.error, OutOfMemory)]
+
+    def _requeue(self, entries: Iterable[Entry]) -> None:
+        """Under the lock: these, which the engine has forgotten, are ready again, before all others."""
+        withdrawn, again = set(self._flight.withdrawn), []
+        for entry in [entry for entry in entries if entry.in_flight]:
+            if entry in withdrawn:
+                self._end(entry)
+            else:
+                self._flight.bring_back(entry)
+                again.append(entry)
+        self._counted["retried"] += len(again)
+        self._admission.enter([entry.request for entry in again])
+        self._ready.put_back(again)
+
+    # -- the rest of a life -------------------------------------------------------------------
+
+    def retire(self, adapter: Adapter) -> None:
+        """Have ``turn`` remove the adapter from the engine once no request is bound to it."""
+        with self._lock:
+            self._bindings.retire(adapter)
+        self._wake()
+
+    def fail(self, lost: Mapping[Adapter, GenrtError]) -> None:
+        """End every request that is bound to one of these adapters with that one's error."""
+        with self._lock:
+            for waiter in self._admission.bound_to(
+                lost
+            ):  # for whom there is room now: it is not sent
+                self._enter(waiter)
+            bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
+            queued = [entry for entry in bound if not entry.in_flight]
+            for entry in queued:
+                self._ready.discard(entry)
+            self._admission.leave([entry.request for entry in queued])
+            self._flight.send(queued)
+        if bound:
+            pairs = [(entry.request, cast("Adapter", entry.request.adapter)) for entry in bound]
+            self._settle([Finished(request, error=lost[adapter]) for request, adapter in pairs])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether questions are refused; looked at without the lock."""
+        return self._closed is not None
+
+    def close(self, reason: GenrtError | None = None) -> bool:
+        """End every waiter with ``reason`` (``Closed`` by default), and every later question too.
+        Idempotent; returns at once, whatever the engine is doing.
+
+        Returns ``False``, and does nothing, if the calling thread is in the middle of something under the
+        lock, as where a finalizer or a signal handler interrupts it: another thread must close then.
+        """
+        # As threading.Condition asks a lock. Taking it would go on in a state that is half changed.
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return False
+        with self._lock:
+            if self._closed is None:
+                self._closed = reason or Closed(WAS_CLOSED)
+                self._last_told = [(waiter, self._closed.fresh()) for waiter in self._let_go()]
+            told, gone = self._last_told, self._gatherings.clear()
+        del gone
+        deliver(told)  # also what an earlier call did not come to, which an interrupt ended
+        self._last_told = []
+        return True
+
+    def _let_go(self) -> Iterable[Waiter]:
+        """Under the lock: forget everything that is asked; who waited."""
+        waiting = dict.fromkeys(self._admission.clear())
+        waiters = waiting | {w: None for e in self._entries.values() for w in e.waiters}
+        for waiter in waiters:
+            waiter.missing = 0
+        for entry in self._entries.values():
+            entry.waiters.clear()
+        self._entries.clear()
+        self._on_loops.clear()
+        self._ready.clear()
+        self._flight.clear()
+        self._bindings.clear()
+        return waiters
+
+    def reopen(self) -> None:
+        """Take questions again, for another engine."""
+        with self._lock:
+            self._closed = None
+
+    def resume(self) -> None:
+        """Send everything that was in flight again: another engine is in the place of that one's."""
+        with self._lock:
+            self._requeue(self._flight.entries)
+
+    def statistics(self) -> BatcherStatistics:
+        with self._lock:
+            return BatcherStatistics(
+                **self._counted,
+                queued=self._admission.queued,
+                in_flight=len(self._flight),
+                waiting=len(self._admission),
+            )
+
+    def __repr__(self) -> str:
+        s = self.statistics()
+        state = "closed" if self._closed is not None else "open"
+        return f"Batcher({state}, {s.queued} queued, {s.in_flight} in flight, {s.flushes} flushes)"

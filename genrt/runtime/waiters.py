@@ -1,0 +1,205 @@
+"""Who waits for what: a waiter for each awaiting caller, an entry for each request; delivery.
+
+Rules:
+    Every waiter gets storage (or an exception object) of its own.
+    Each event loop is called into once, whatever the number of waiters there, and goes round while it
+    tells them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, cast
+
+from torch import Tensor
+
+from genrt.errors import GenrtError, TimedOut
+from genrt.questions.values import Request, Result, failure
+from genrt.tokens.rows import apart, stacked
+from genrt.tokens.sampling import TopLogprobs
+
+__all__ = [
+    "TOLD_AT_ONCE",
+    "Entry",
+    "OnLoops",
+    "Outcome",
+    "Waiter",
+    "deliver",
+    "hand_out",
+    "outcome_of",
+    "outcomes",
+    "timed_out",
+    "within",
+]
+
+T = TypeVar("T")
+
+TOLD_AT_ONCE = 256
+"""How many waiters of a loop are told before it goes round: what they do then takes its time."""
+
+Outcome: TypeAlias = list[Result] | GenrtError
+"""What a waiter's future gets."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
+
+    ``found`` has the result of each distinct request; ``missing`` counts those that are still None.
+    """
+
+    requests: Sequence[Request]
+    loop: asyncio.AbstractEventLoop | None
+    future: asyncio.Future[list[Result]] | concurrent.futures.Future[list[Result]]
+    stacked: bool
+    found: dict[Request, Result | None]
+    missing: int = 0
+
+    def results(self) -> list[Result]:
+        """What was found for each request, in their order; others may hold it too."""
+        found = cast("dict[Request, Result]", self.found)
+        if len(found) == len(self.requests):
+            return [*found.values()]
+        return [found[request] for request in self.requests]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request on its way, and who waits for it. With no waiter it is withdrawn, or was never sent."""
+
+    request: Request
+    waiters: dict[Waiter, None]
+    in_flight: bool = False
+
+
+class OnLoops:
+    """The waiters that wait for something on each event loop, as any loop may be closed under them."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[asyncio.AbstractEventLoop, dict[Waiter, None]] = {}
+
+    def add(self, waiter: Waiter) -> None:
+        """Keep this one until it is discarded, if it waits for something on a loop."""
+        if waiter.loop is not None and waiter.missing:
+            self._waiters.setdefault(waiter.loop, {})[waiter] = None
+
+    def discard(self, waiter: Waiter) -> None:
+        """Forget this one, if it is kept."""
+        loop = waiter.loop
+        if loop is not None and (waiters := self._waiters.get(loop)) is not None:
+            waiters.pop(waiter, None)
+            if not waiters:
+                del self._waiters[loop]
+
+    def closed(self) -> list[Waiter]:
+        """Return those whose loop is closed: nobody will hear what they get."""
+        closed = [loop for loop in self._waiters if loop.is_closed()]
+        return [waiter for loop in closed for waiter in self._waiters[loop]]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._waiters.clear()
+
+
+def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
+    """What each of these waiters gets: results in storage of its own, or an error if there is no memory
+    for that. All are copied at once; or, if that fails, one by one, to see whose copies do."""
+    try:
+        return list(_own(waiters))
+    except Exception as error:
+        if len(waiters) == 1:
+            return [failure(error)]
+    return [outcome for waiter in waiters for outcome in outcomes([waiter])]
+
+
+def outcome_of(waiter: Waiter) -> list[Result]:
+    """What this one gets, or the error that it gets raised."""
+    [outcome] = outcomes([waiter])
+    if isinstance(outcome, GenrtError):
+        raise outcome
+    return outcome
+
+
+def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
+    """What each found, in storage of its own: one stack of the rows for who wants that."""
+    found = [waiter.results() for waiter in waiters]
+    apiece = [
+        result
+        for waiter, results in zip(waiters, found, strict=True)
+        if not waiter.stacked
+        for result in results
+    ]
+    copies = iter(apart([result for result in apiece if isinstance(result, Tensor)]))
+    for waiter, results in zip(waiters, found, strict=True):
+        if waiter.stacked:
+            yield [stacked(cast("list[Tensor]", results))]
+        else:
+            yield [next(copies) if isinstance(each, Tensor) else _copy(each) for each in results]
+
+
+def _copy(result: Result) -> Result:
+    return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result
+
+
+def hand_out(answered: Sequence[Waiter]) -> None:
+    """Give these what they found."""
+    if answered:
+        deliver(zip(answered, outcomes(answered), strict=True))
+
+
+def deliver(done: Iterable[tuple[Waiter, Outcome]]) -> None:
+    """Resolve the waiters still waiting: threads here, each event loop by one call into it."""
+    by_loop: dict[asyncio.AbstractEventLoop | None, deque[tuple[Any, Outcome]]] = {}
+    for waiter, outcome in done:
+        loop = waiter.loop
+        if loop not in by_loop:
+            by_loop[loop] = deque()
+        by_loop[loop].append((waiter.future, outcome))
+    _resolve(None, by_loop.pop(None, deque()))
+    for loop, resolved in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # closed, and with it all who waited there
+            cast("asyncio.AbstractEventLoop", loop).call_soon_threadsafe(_resolve, loop, resolved)
+
+
+def _resolve(loop: asyncio.AbstractEventLoop | None, done: deque[tuple[Any, Outcome]]) -> None:
+    """Resolve futures of threads; or of one loop, which goes round before the next of them, and resolves
+    the rest when it goes on if it is interrupted."""
+    try:
+        for _ in range(len(done) if loop is None else min(len(done), TOLD_AT_ONCE)):
+            future, outcome = done[0]
+            failed = isinstance(outcome, GenrtError)
+            with _DONE:  # cancelled, at any moment by a signal handler; or told by another thread
+                (future.set_exception if failed else future.set_result)(outcome)
+            done.popleft()
+    except Exception:  # of one that raised by itself, and would do so for ever
+        done.popleft()
+        raise
+    finally:
+        if loop is not None and done:
+            loop.call_soon(_resolve, loop, done)
+
+
+_DONE = contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError)
+
+
+async def within(seconds: float, answer: Awaitable[T]) -> T:
+    """The answer, if it comes in time; if not, it is cancelled.
+
+    Raises:
+        TimedOut: it did not.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except TimeoutError:
+        raise timed_out(seconds) from None
+
+
+def timed_out(seconds: float) -> TimedOut:
+    """That there was no answer within these seconds."""
+    return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")

@@ -1,0 +1,203 @@
+"""Texts and chats -> token ids, and back; what would not come back is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.numbers import check_bool, named
+from genrt.tokens.vocabulary import BytesTokenizer, all_tokens, checked_utf8
+
+__all__ = ["decode", "encode", "encode_chat"]
+
+SHOWN = 5
+"""How many of the characters that a tokenizer loses a message names."""
+
+MOST_ASKED = 2000
+"""How many different characters of a lost text are looked at one by one."""
+
+WHITE = r"[^\S\x1c-\x1f]*"
+"""White space to the tokenizers library, in a regular expression."""
+
+OURS = frozenset(
+    (
+        *("conversation", "tools", "add_generation_prompt", "tokenize", "return_dict"),
+        *("return_tensors", "padding", "truncation", "max_length"),
+    )
+)
+"""The options of ``apply_chat_template`` that ``encode_chat`` decides."""
+
+
+def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
+    """Return the token ids of a text, with nothing put around it.
+
+    Special tokens that the text spells become their ids, except with BytesTokenizer. ``lossy`` takes what
+    the tokenizer makes of the text, whatever that loses.
+
+    Raises:
+        InvalidRequest: the text has lone surrogates, or the tokenizer loses or changes some of it. One
+            space in front of the text does not count, nor does white space beside added tokens, which
+            tokenizers put there or take away.
+    """
+    check_bool("lossy", lossy)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"encode takes a str, got {type(text).__name__}")
+    if isinstance(tokenizer, BytesTokenizer):
+        return tokenizer.encode(text)
+    checked_utf8(text)
+    token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+    if not lossy:
+        _check_kept(tokenizer, text, token_ids)
+    return token_ids
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Return the text of token ids as the tokenizer has it: with special tokens, spaces left alone.
+
+    The space that a tokenizer puts in front of every text is taken away again, and what is not UTF-8
+    becomes U+FFFD; for the exact bytes join those of ``byte_vocab``.
+    """
+    if isinstance(tokenizer, BytesTokenizer):
+        return tokenizer.decode(token_ids)
+    text: str = tokenizer.decode(
+        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    lossy: bool = False,
+) -> list[int]:
+    """Return the token ids of a conversation, by the tokenizer's own chat template.
+
+    Raises:
+        InvalidRequest: there is no template, it does not take these messages or options, or the tokenizer
+            loses some of what it makes of them.
+    """
+    check_bool("lossy", lossy)
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise InvalidRequest(
+            f"{type(tokenizer).__name__} has no chat templates: write the conversation as one text, and "
+            "give lm.encode(text)"
+        )
+    _check_messages(messages)
+    if not isinstance(chat_template_kwargs, Mapping | None):
+        raise InvalidRequest(
+            f"chat_template_kwargs must be a mapping, got {named(chat_template_kwargs)}"
+        )
+    options = dict(chat_template_kwargs or {})
+    if taken := sorted(map(str, OURS & options.keys())):
+        raise InvalidRequest(f"chat_template_kwargs may not have {taken}: encode_chat sets these")
+    options |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
+
+    def applied(**kind: bool) -> Any:
+        try:
+            return tokenizer.apply_chat_template(list(messages), **options, **kind)
+        except Exception as error:  # templates are programs: theirs can be anything
+            if "chat_template" not in options and not getattr(tokenizer, "chat_template", None):
+                raise InvalidRequest(
+                    "the model has no chat template, so it was hardly made for chats: write the "
+                    "conversation as one text and give lm.encode(text), or "
+                    "chat_template_kwargs={'chat_template': …}"
+                ) from error
+            raise InvalidRequest(
+                f"the chat template does not take this: {type(error).__name__}: {error}"
+            ) from error
+
+    text = applied(tokenize=False)
+    checked_utf8(text)
+    token_ids = list(applied(tokenize=True, return_dict=False))
+    if not lossy:
+        _check_kept(tokenizer, text, token_ids)
+    return token_ids
+
+
+def _check_messages(messages: object) -> None:
+    if (
+        isinstance(messages, str | bytes)
+        or not isinstance(messages, Sequence)
+        or not messages
+        or not all(isinstance(each, Mapping) and "role" in each for each in messages)
+    ):
+        raise InvalidRequest(
+            "messages must be one conversation, a list like [{'role': 'user', 'content': 'Hello!'}], got "
+            f"{'none' if isinstance(messages, Sequence) and not messages else type(messages).__name__}"
+        )
+
+
+def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
+    """Raise InvalidRequest if the tokenizer has lost or changed some of the text, and say what."""
+    if not _is_kept(tokenizer, text, token_ids):
+        what = _lost_characters(tokenizer, text) or _difference(text, decode(tokenizer, token_ids))
+        raise InvalidRequest(
+            f"the tokenizer loses text: {what}. Leave it out, give it as it comes back, or take what the "
+            "tokenizer makes of it, lm.encode(text, lossy=True), as lm.encode_chat takes lossy=True"
+        )
+
+
+def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
+    """Whether the text comes back, up to the white space that ``encode`` does not count."""
+    if _is_same(text, decode(tokenizer, token_ids)):
+        return True
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # such decode bytes as they are written
+        with contextlib.suppress(EngineUnsupported):
+            tokens = all_tokens(tokenizer)
+            return _is_same(text, b"".join(tokens[i] for i in token_ids).decode(errors="replace"))
+        return False
+    if backend.decoder is None:  # such decode texts into pieces, and what is lost cannot be seen
+        return True
+    known = tokenizer.added_tokens_decoder.items()
+    added = {i: token for i, token in known if token.content in text}
+    # Decoders garble some added tokens, and put spaces after them: each part is decoded by itself.
+    came = "".join(
+        "".join(added[i].content for i in part) if is_added else decode(tokenizer, list(part))
+        for is_added, part in itertools.groupby(token_ids, added.__contains__)
+    )
+    for token in sorted(added.values(), key=lambda token: -len(token.content)):
+        before, after = WHITE if token.lstrip else "", WHITE if token.rstrip else " ?"
+        beside = re.compile(f"{before}({re.escape(token.content)}){after}")
+        text, came = beside.sub(r"\1", text), beside.sub(r"\1", came)
+    return _is_same(text, came)
+
+
+def _is_same(text: str, came: str) -> bool:
+    """Whether two texts are the same up to one space in front."""
+    return came == text or came == f" {text}" or text == f" {came}"
+
+
+def _lost_characters(tokenizer: Any, text: str) -> str:
+    """Return which characters come back neither alone nor between letters, and as what; may be empty."""
+
+    def comes_back(part: str) -> bool:
+        return _is_kept(tokenizer, part, tokenizer.encode(part, add_special_tokens=False))
+
+    lost = [
+        each
+        for each in itertools.islice(dict.fromkeys(text), MOST_ASKED)
+        if not comes_back(each) and not comes_back(f"a{each}a")
+    ]
+    named = [
+        f"{each!r} comes back as {decode(tokenizer, alone)!r}"
+        for each in lost[:SHOWN]
+        for alone in (tokenizer.encode(each, add_special_tokens=False),)
+    ]
+    more = [f"and {len(lost) - SHOWN} more do not come back"] if len(lost) > SHOWN else []
+    return ", ".join(named + more)
+
+
+def _difference(text: str, came: str) -> str:
+    """Return where a text and what came back of it part."""
+    pairs = enumerate(zip(text, came, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(came)))
+    return f"from character {at} on {text[at : at + 10]!a} comes back as {came[at : at + 10]!a}"
