@@ -62,7 +62,7 @@ PROGRAMS = {
     """,
     "while loading": """
         begun = threading.Event()
-        from genrt.engines.vllm.opening import opening
+        from genrt.engines.vllm import opening
         configure = opening.configure
         def told(*arguments, **options):
             begun.set()
