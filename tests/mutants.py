@@ -9,6 +9,10 @@ vLLM's only where nothing else can see it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ def breaks(
 ) -> tuple[Mutant, ...]:
     """Breaks of one file of the package that are caught by the same test files, named with spaces
     between: name, old text, new text of each."""
-    paths = tuple(f"tests/{name}" for name in tests.split())
+    found = {path.name: path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py")}
+    paths = tuple(found[name] for name in tests.split())
     return tuple(Mutant(name, f"genrt/{file}", old, new, paths, only) for name, old, new in mutants)
 
 

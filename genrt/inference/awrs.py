@@ -19,7 +19,7 @@ known only when every token of positive probability was rejected.
 
 Lipkin et al. (2025), *Fast controlled generation from language models with adaptive weighted rejection
 sampling*, has the idea and another weight. Rao-Blackwellised Poisson arrivals in place of it are due to
-no paper that we know; ``tests/test_awrs.py`` proves the law by enumeration.
+no paper that we know; ``tests/inference/test_awrs.py`` proves the law by enumeration.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidRequest
 from genrt.tokens.encoding import decode, encode, encode_chat
 from genrt.tokens.vocabulary import BytesTokenizer
-from tests.test_vocabulary import CORPUS, EXACT, SPACE_IN_FRONT, WORDS, made, wrapped
+from tests.tokens.test_vocabulary import CORPUS, EXACT, SPACE_IN_FRONT, WORDS, made, wrapped
 
 TEXTS = st.lists(
     st.sampled_from([*WORDS, "<töol>", "<s>", "</s>", "▁", "\0", "\x1d", "e\u0301", "№", "\ufffd"])

@@ -28,7 +28,7 @@ from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packe
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.questions.values import Finished, Request
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"
 NEEDS_OTHERS = {"ratio_to_decode", "ratio_quartiles", "speedup_over_fresh"}
 

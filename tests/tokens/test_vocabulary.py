@@ -306,7 +306,7 @@ def test_bytes_that_are_special_tokens_are_bytes_and_text() -> None:
 def test_constraints_write_with_bytes_that_are_special_tokens() -> None:
     import genrt
     from genrt.constraints import regex
-    from tests.test_encoding import Engine
+    from tests.tokens.test_encoding import Engine
 
     with genrt.load(engine=lambda: Engine(with_special_bytes())) as lm:
         state = regex("\\x07+", lm).start()
@@ -385,7 +385,7 @@ def test_a_tokenizer_that_contradicts_many_of_its_pieces_is_of_an_unknown_kind()
 
 async def test_loading_says_which_tokens_are_in_doubt() -> None:
     import genrt
-    from tests.test_encoding import Engine
+    from tests.tokens.test_encoding import Engine
 
     for awaited in (False, True):
         with pytest.warns(RuntimeWarning, match=DOUBT):
@@ -401,7 +401,7 @@ async def test_loading_says_which_tokens_are_in_doubt() -> None:
 
 def test_a_tokenizer_of_an_unknown_kind_is_no_obstacle_to_loading() -> None:
     import genrt
-    from tests.test_encoding import Engine
+    from tests.tokens.test_encoding import Engine
 
     for tokenizer in (None, object(), UNKNOWN["word pieces"][0]):
         with genrt.load(engine=functools.partial(Engine, tokenizer)) as lm:

@@ -16,7 +16,7 @@ import pytest
 from genrt.errors import ExtraNotInstalled, InvalidRequest
 from genrt.inference import Result
 from tests import runs
-from tests.test_rendering import Rude, result_of
+from tests.inference.display.test_rendering import Rude, result_of
 
 
 class Recorded:

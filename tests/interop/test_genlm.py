@@ -28,8 +28,8 @@ from genrt.engines.exact import NGram
 from genrt.errors import Closed, EngineNotInstalled, InvalidAdapter, InvalidRequest
 from genrt.lm import AsyncLM
 from tests import children
+from tests.engines.test_exact import adapter_directory
 from tests.small_models import make_llama
-from tests.test_exact import adapter_directory
 
 if TYPE_CHECKING:
     from genrt.interop.genlm import GenrtLM

@@ -18,7 +18,7 @@ import genrt
 from genrt import demo
 from genrt.engines.exact import NGram
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",

@@ -22,9 +22,9 @@ import genrt
 from genrt import errors
 from genrt.engines.exact import NGram
 from genrt.lm import AsyncLM
-from tests.test_readme import blocks, promised_output, run_block
+from tests.house.test_readme import blocks, promised_output, run_block
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 GENERATED = {"promises.md", "security.md"} | {

@@ -43,7 +43,7 @@ from tests.scripted import (
 )
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 
 from tests import children
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 FIRST_CELL = """
 import asyncio, sys
