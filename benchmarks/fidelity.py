@@ -7,7 +7,7 @@ differences of log-probabilities over -15 from transformers' float32 rows; ``cro
 are nearer to another prompt's reference than to their own; ``walk_…`` are the same for particles that
 grow, fork, are cut back and edited, their rows by resident sequences; ``drawn_worst`` is how far the
 log-probabilities of drawn tokens are from the model's, in particles that go on with what they drew, or
-with something else, ``foreseen`` steps of which were run before they were asked for; ``ms_per_flush`` is
+with something else, ``speculated`` of its steps run before they were asked for; ``ms_per_flush`` is
 the median time of the flush, ``reads_worst`` how far draws' masses, top lists and host rows are from the
 rows they were read from, at ``host_bytes_per_draw``; ``sample_ratio`` the time of genrt's
 ``batch_sample`` over that of vLLM's own loop.
@@ -123,8 +123,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "forked": statistics_after.forked,
             "evicted": statistics_after.evicted,
             "drawn_worst": round(drawn_worst, 6),
-            "held": statistics_after.held,
-            "foreseen": statistics_after.foreseen,
+            "prepared": statistics_after.prepared,
+            "speculated": statistics_after.speculated,
             "reads_worst": round(reads_worst, 6),
             "host_bytes_per_draw": bytes_per_draw,
             "ms_per_flush": round(statistics.median(flushes) * 1e3, 2),

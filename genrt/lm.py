@@ -22,6 +22,7 @@ from typing import Any, Self, TypeAlias, Unpack, cast
 import torch
 
 from genrt.engines.adapters import check_adapter_directory
+from genrt.engines.protocol import Engine
 from genrt.errors import InvalidRequest
 from genrt.numbers import named
 from genrt.questions.checks import (
@@ -34,7 +35,6 @@ from genrt.questions.checks import (
 )
 from genrt.questions.values import (
     Adapter,
-    Engine,
     HostRow,
     LogprobsRequest,
     ReadRequest,

@@ -339,6 +339,20 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "engines/protocol.py",
+        "test_engine.py",
+        (
+            "a CPU that ran out of memory is not understood",
+            " or NO_CPU_MEMORY in str(error):",
+            ":",
+        ),
+        (
+            "an accelerator in an error state is asked again",
+            "        kind = EngineDied\n",
+            "        kind = EngineFailed\n",
+        ),
+    ),
+    *breaks(
         "questions/values.py",
         "test_engine.py",
         (
@@ -350,16 +364,6 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
             "draws under different masks are one",
             "            and self.mask == other.mask\n",
             "",
-        ),
-        (
-            "a CPU that ran out of memory is not understood",
-            " or NO_CPU_MEMORY in str(error):",
-            ":",
-        ),
-        (
-            "an accelerator in an error state is asked again",
-            "        kind = EngineDied\n",
-            "        kind = EngineFailed\n",
         ),
         (
             "samples with different stop tokens are one",

@@ -16,16 +16,9 @@ from typing import Any, cast
 
 import torch
 
+from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.errors import GenrtError
-from genrt.questions.values import (
-    Adapter,
-    EngineStatistics,
-    Finished,
-    LogprobsRequest,
-    Request,
-    Result,
-    SampleRequest,
-)
+from genrt.questions.values import Adapter, LogprobsRequest, Request, Result, SampleRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.protocol import Engine
 from genrt.errors import (
     Closed,
     ContextTooLong,
@@ -28,7 +29,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.questions.checks import SampleOptions
-from genrt.questions.values import Engine, LogprobsRequest, Request, SampleRequest
+from genrt.questions.values import LogprobsRequest, Request, SampleRequest
 from genrt.runtime.gathering import MOST_AT_ONCE
 from tests.scripted import ScriptedEngine, logprobs, passes
 

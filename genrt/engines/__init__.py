@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from genrt.errors import EngineNotInstalled, InvalidRequest
 
 if TYPE_CHECKING:
-    from genrt.questions.values import Engine
+    from genrt.engines.protocol import Engine
 
 __all__ = ["ENGINES", "check_choice", "open_engine"]
 

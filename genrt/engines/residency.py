@@ -6,7 +6,7 @@ was extended or went, and asks, for a context, for the resident sequence that it
 Two look-ups: a sequence whose whole context is the asked one less its last token (the step of a sampler)
 is found by the hash of its context, its *digest*; any other through the chained hashes of its context in
 pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). What is found is compared as a whole. Contexts
-are packed, as in ``engine.LogprobsRequest``. Both indexes are brought up to date when they are asked:
+are packed, as in ``LogprobsRequest``. Both indexes are brought up to date when they are asked:
 sequences that only grow, and are guessed, cost nothing.
 """
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.errors import (
     Closed,
     ContextTooLong,
@@ -27,16 +28,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.values import (
-    Adapter,
-    EngineStatistics,
-    Finished,
-    Request,
-    Result,
-    SampleRequest,
-    failure,
-    seed_of,
-)
+from genrt.questions.values import Adapter, Request, Result, SampleRequest, seed_of
 from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
 
 Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]

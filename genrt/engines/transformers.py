@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
+from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.stepping import Stepper
 from genrt.errors import (
     EngineNotInstalled,
@@ -27,7 +28,7 @@ from genrt.errors import (
     ModelNotFound,
     OutOfMemory,
 )
-from genrt.questions.values import Adapter, EngineStatistics, Finished, Request
+from genrt.questions.values import Adapter, Request
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -1,1 +1,1 @@
-"""What is asked: requests as values, the engine protocol, and what callers give, checked."""
+"""What is asked: requests as values, and what callers give, checked."""

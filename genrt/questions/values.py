@@ -1,4 +1,4 @@
-"""What is asked, and what answers: the request values and the step-level Engine protocol.
+"""What is asked: the request values.
 
 A request is a frozen value and holds the whole question, so that equal requests have equal answers:
 it is the key by which questions are deduplicated, rows are cached and results come back.
@@ -11,19 +11,15 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
-from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
+from genrt.errors import InvalidRequest
 
 __all__ = [
     "TOKEN_BYTES",
     "Adapter",
     "Candidates",
     "DrawToken",
-    "Engine",
-    "EngineStatistics",
-    "Finished",
-    "Foreseeing",
     "HostRow",
     "LogprobsRequest",
     "ReadRequest",
@@ -32,22 +28,15 @@ __all__ = [
     "SampleRequest",
     "TopTokens",
     "abbreviated",
-    "failure",
     "rebound",
     "seed_of",
-    "survived",
 ]
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from genrt.tokens.sampling import Draw, TopLogprobs
 
-
-NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""How torch says on a CPU, by a plain RuntimeError, that memory ran out."""
 
 TOKEN_BYTES = array("I").itemsize
 """What a token id takes in a packed context."""
@@ -268,146 +257,6 @@ Result: TypeAlias = "torch.Tensor | tuple[int, ...] | Draw | TopLogprobs"
 TopLogprobs, the candidates' log-probabilities, or the row, all on the host."""
 
 
-@dataclass(slots=True)
-class Finished:
-    """The end of one request: exactly one of ``result`` and ``error`` is not ``None``."""
-
-    request: Request
-    result: Result | None = None
-    error: GenrtError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """What an engine did since it was opened. Counters only grow.
-
-    Attributes:
-        steps: forwards that were run.
-        requests: requests that they were run for.
-        rows: rows computed for logprobs requests.
-        sampled_tokens: tokens drawn for sample requests.
-        computed_tokens: tokens put through the model.
-        failed: requests that ended in an error.
-        cancelled: requests that were withdrawn.
-        reads: questions answered from rows that stayed on the device.
-        bytes_to_host: bytes copied off the device.
-        extended: rows of a resident sequence that grew by a token.
-        forked: rows of a new sequence that shares the blocks of a resident one.
-        evicted: resident sequences dropped to make room.
-        resident: sequences that are resident at this moment.
-        held: steps that were scheduled before their tokens were known.
-        foreseen: of these, the steps that ran with tokens drawn on the device before anybody asked.
-        seconds: how long the forwards took.
-    """
-
-    steps: int = 0
-    requests: int = 0
-    rows: int = 0
-    sampled_tokens: int = 0
-    computed_tokens: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    reads: int = 0
-    bytes_to_host: int = 0
-    extended: int = 0
-    forked: int = 0
-    evicted: int = 0
-    resident: int = 0
-    held: int = 0
-    foreseen: int = 0
-    seconds: float = 0.0
-
-
-class Engine(Protocol):
-    """What computes. Only one thread at a time calls an engine, the one that opened it.
-
-    Step-level, so that new requests join the ones in progress between any two steps. Every submitted
-    request comes back from ``step`` once, finished, unless it is cancelled first.
-    """
-
-    @property
-    def vocab_size(self) -> int:
-        """The length of a row; token ids are ``0 .. vocab_size - 1``."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest context, in tokens, that has a row."""
-        ...
-
-    @property
-    def max_batch_size(self) -> int:
-        """How many requests the engine takes to one step at most; more are worked off in several."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer: one of transformers', a ``vocabulary.BytesTokenizer``, or ``None``."""
-        ...
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Take a flush of distinct requests, none of them in progress, for rows and samples. Raises for
-        none of them or all: an error that concerns one alone comes back from ``step`` as that one's."""
-        ...
-
-    def step(self) -> list[Finished]:
-        """One forward; returns the requests it finished, in any order. Nothing writes to a row any
-        more; it may be part of a larger tensor, so whoever keeps one copies it. A step with nothing in
-        progress returns ``[]``.
-
-        Raises:
-            EngineFailed: the forward failed, and with it every request in progress, all of which the
-                engine has forgotten; it can take new ones.
-        """
-        ...
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Forget these; requests that are not in progress are ignored. Their memory is free after the
-        next step, and ``step`` does not return them any more.
-
-        An engine that raises anything but EngineDied goes on, and is told again before it gets anything
-        new; if it raises again, one of these that is asked anew fails."""
-        ...
-
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load the LoRA adapter in directory ``path`` (safetensors). Its files stay as they are until the
-        adapter is removed.
-
-        Raises:
-            InvalidAdapter: the directory holds no adapter that fits, or the engine takes none.
-        """
-        ...
-
-    def remove_adapter(self, adapter: Adapter) -> None:
-        """Forget an adapter. Requests in progress that are bound to it finish first. An engine that
-        raises anything but EngineDied goes on; it is not told again."""
-        ...
-
-    def statistics(self) -> EngineStatistics:
-        """The counters at this moment; any thread may ask."""
-        ...
-
-    def close(self) -> None:
-        """Free everything, forgetting the requests in progress. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class Foreseeing(Protocol):
-    """What an Engine can do besides: begin with what will most likely be asked next."""
-
-    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """From each of these rows, all different, the token in float64 ``[n]`` was drawn, -1 for none; so
-        the context with it may be asked next. The tokens are on the engine's device, which may still be
-        drawing them; nothing here waits for it, or raises."""
-        ...
-
-
 def rebound(request: Request, adapter: Adapter | None) -> Request:
     """Return the same question to another adapter."""
     if isinstance(request, LogprobsRequest):
@@ -433,31 +282,3 @@ def abbreviated(token_ids: Sequence[int]) -> str:
     if len(token_ids) <= 4:
         return repr(list(token_ids))
     return f"[… {len(token_ids) - 2} tokens, {token_ids[-2]}, {token_ids[-1]}]"
-
-
-def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
-    """What an exception that came out of an engine means to who asked; one of genrt's own is itself."""
-    import torch
-
-    if isinstance(error, GenrtError):
-        return error
-    kind: type[GenrtError] = EngineFailed
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_CPU_MEMORY in str(error):
-        kind = OutOfMemory
-    elif isinstance(error, torch.AcceleratorError):
-        kind = EngineDied
-    translated = kind(f"{what}: {type(error).__name__}: {error}")
-    translated.__cause__ = error
-    return translated
-
-
-def survived(error: Exception) -> GenrtError:
-    """``failure``, of an engine that goes on.
-
-    Raises:
-        EngineDied: the error says that it can't.
-    """
-    translated = failure(error)
-    if isinstance(translated, EngineDied):
-        raise translated
-    return translated

@@ -25,15 +25,12 @@ import torch
 from torch import Tensor
 
 from genrt.engines.adapters import Adapters
+from genrt.engines.protocol import Engine, EngineStatistics, Finished, Speculating, survived
 from genrt.errors import EngineDied, GenrtError, InvalidAdapter
 from genrt.questions.values import (
     Adapter,
     Candidates,
     DrawToken,
-    Engine,
-    EngineStatistics,
-    Finished,
-    Foreseeing,
     HostRow,
     LogprobsRequest,
     ReadRequest,
@@ -42,7 +39,6 @@ from genrt.questions.values import (
     SampleRequest,
     TopTokens,
     seed_of,
-    survived,
 )
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import Leaving, together
@@ -74,7 +70,7 @@ class AnsweringEngine:
     def __init__(self, engine: Engine, cache: RowCache, adapters: Adapters | None = None) -> None:
         self.engine = engine
         self._adapters = Adapters() if adapters is None else adapters
-        self._foreseeing = engine if isinstance(engine, Foreseeing) else None
+        self._speculating = engine if isinstance(engine, Speculating) else None
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
         self._asked: set[Request] = set()
@@ -334,10 +330,10 @@ class AnsweringEngine:
         before anything waits for them."""
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         on_host = Leaving(whole)
-        if self._foreseeing is not None:
+        if self._speculating is not None:
             rows = dict.fromkeys(read.request.row for read in reads)
             if len(rows) == len(reads):
-                self._foreseeing.expect(list(rows), whole[:, 0])
+                self._speculating.expect(list(rows), whole[:, 0])
         token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
         found = zip(
             token_ids.long().tolist(),

@@ -13,8 +13,7 @@ Rules:
     Requests that ran out of memory together are sent again, fewer at a time; one alone fails.
     A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
     the queue at once, from the engine at the next turn, unless an equal question comes first.
-    A row is in the cache before its request leaves ``_entries``, and a question looks at both under
-    the lock, so none falls in between.
+    A row is in the cache before its request leaves ``_entries``; a question looks at both under the lock.
     A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
     one that holds the lock included, waits for nothing any more, or on a closed loop: it takes no lock.
     Waiters and loops that are let go of are kept until the lock is free: their end may run any code.
@@ -33,8 +32,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
+from genrt.engines.protocol import Finished, survived
 from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
-from genrt.questions.values import Adapter, Finished, LogprobsRequest, Request, Result, survived
+from genrt.questions.values import Adapter, LogprobsRequest, Request, Result
 from genrt.runtime.admission import Admission, Ready
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.bindings import Bindings

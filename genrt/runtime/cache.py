@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 from torch import Tensor
 
+from genrt.engines.protocol import Finished, failure
 from genrt.errors import GenrtError
-from genrt.questions.values import Adapter, Finished, LogprobsRequest, Request, failure
+from genrt.questions.values import Adapter, LogprobsRequest, Request
 from genrt.tokens.rows import apart
 
 __all__ = ["CacheStatistics", "RowCache"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from genrt.questions.values import EngineStatistics
+from genrt.engines.protocol import EngineStatistics
 from genrt.runtime.cache import CacheStatistics
 
 __all__ = ["BatcherStatistics", "Statistics"]

@@ -27,8 +27,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from genrt.engines.adapters import Adapters
+from genrt.engines.protocol import Engine, EngineStatistics
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
-from genrt.questions.values import Engine, EngineStatistics
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache

@@ -18,8 +18,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
+from genrt.engines.protocol import failure
 from genrt.errors import GenrtError, TimedOut
-from genrt.questions.values import Request, Result, failure
+from genrt.questions.values import Request, Result
 from genrt.tokens.rows import apart, stacked
 from genrt.tokens.sampling import TopLogprobs
 

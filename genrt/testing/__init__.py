@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from genrt.questions.values import Engine
+from genrt.engines.protocol import Engine
 from genrt.testing import conformance
 from genrt.testing.enumeration import ExactPosterior, exact_posterior
 from genrt.testing.laws import (

@@ -17,8 +17,9 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from genrt.engines.protocol import Finished, failure
 from genrt.errors import GenrtError, OutOfMemory, TimedOut
-from genrt.questions.values import Finished, LogprobsRequest, Request, Result, failure
+from genrt.questions.values import LogprobsRequest, Request, Result
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.waiters import Entry, Waiter

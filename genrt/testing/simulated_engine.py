@@ -21,16 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
-from genrt.questions.values import (
-    Adapter,
-    EngineStatistics,
-    Finished,
-    LogprobsRequest,
-    ReadRequest,
-    Request,
-    SampleRequest,
-)
+from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, Request, SampleRequest
 from genrt.testing.checked_residents import CheckedResidents
 from genrt.testing.simulated_model import Model
 from genrt.testing.violation import Violation

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from genrt.questions.values import Adapter, Engine, LogprobsRequest, Request, Result, SampleRequest
+from genrt.engines.protocol import Engine
+from genrt.questions.values import Adapter, LogprobsRequest, Request, Result, SampleRequest
 from genrt.testing.witness import row_in, tokens_in
 
 VOCAB_SIZE = 8

@@ -11,8 +11,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 from genrt.engines.adapters import Adapters
+from genrt.engines.protocol import Engine, EngineStatistics
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, EngineFailed, GenrtError
-from genrt.questions.values import Adapter, Engine, EngineStatistics, Request, Result
+from genrt.questions.values import Adapter, Request, Result
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.protocol import Engine
 from genrt.lm import AsyncLM
-from genrt.questions.values import Engine
 from genrt.runtime.statistics import Statistics
 from genrt.testing.simulated_clients import SimulatedClients, adapter_directory
 from genrt.testing.simulated_engine import Faults

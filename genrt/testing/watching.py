@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.errors import EngineDied
-from genrt.questions.values import Adapter, EngineStatistics, Finished, Request, Result
+from genrt.questions.values import Adapter, Request, Result
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.testing.ledger import Ledger

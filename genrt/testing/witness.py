@@ -8,16 +8,8 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from genrt.questions.values import (
-    Adapter,
-    Engine,
-    EngineStatistics,
-    Finished,
-    LogprobsRequest,
-    Request,
-    Result,
-    SampleRequest,
-)
+from genrt.engines.protocol import Engine, EngineStatistics, Finished
+from genrt.questions.values import Adapter, LogprobsRequest, Request, Result, SampleRequest
 from genrt.tokens.sampling import Draw, TopLogprobs
 
 _PATIENCE = 10_000

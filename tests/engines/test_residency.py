@@ -158,11 +158,13 @@ def test_a_population_s_steps_are_right_and_held_where_they_can_be(
         for _ in range(10):
             particles = step(particles)
         grown = lm.statistics().engine
-        assert grown.held == (7 if ahead else 0)  # all but three, after which it is seen to go on
+        assert grown.prepared == (
+            7 if ahead else 0
+        )  # all but three, after which it is seen to go on
         for _ in range(4):
             particles = step([choose.choice(particles) for _ in particles])
         resampled = lm.statistics().engine
-        assert resampled.held - grown.held == (4 if ahead else 0)
+        assert resampled.prepared - grown.prepared == (4 if ahead else 0)
         assert resampled.forked > 0
         assert resampled.resident == 12  # a fork takes the seat of one that nothing came from
         particles = step(particles[:6]) + particles[6:]
@@ -172,7 +174,7 @@ def test_a_population_s_steps_are_right_and_held_where_they_can_be(
             particles = step([particles[0], particles[0], *particles[2:]])
         for _ in range(4):
             particles = step(particles)
-        assert lm.statistics().engine.held > resampled.held or not ahead
+        assert lm.statistics().engine.prepared > resampled.prepared or not ahead
         assert lm.statistics().engine.failed == 0
 
 
@@ -196,8 +198,8 @@ def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_so
                 for particle, token_id in zip(particles, drawn.token_ids.tolist(), strict=True)
             ]
 
-        def foreseen() -> int:
-            return lm.statistics().engine.foreseen
+        def speculated() -> int:
+            return lm.statistics().engine.speculated
 
         def altered(particle: list[int]) -> list[int]:
             return [*particle[:-1], (particle[-1] + 1) % 320]
@@ -205,24 +207,24 @@ def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_so
         particles = [[choose.randrange(320) for _ in range(55)] for _ in range(10)]
         for _ in range(12):
             particles = draw(particles)
-        assert foreseen() == (
+        assert speculated() == (
             9 if ahead else 0
         )  # all but three, after which they are seen to go on
         particles = draw([altered(particles[0]), *particles[1:]])
         particles = draw(list(map(altered, particles)))
-        assert foreseen() == (9 if ahead else 0)
+        assert speculated() == (9 if ahead else 0)
         for _ in range(3):
             particles = draw(particles)
-        assert foreseen() == (12 if ahead else 0)
+        assert speculated() == (12 if ahead else 0)
         for _ in range(3):
             particles = draw([choose.choice(particles) for _ in particles])
         for _ in range(4):
             particles = draw(choose.sample(particles, len(particles)))
-        before = foreseen()
+        before = speculated()
         particles = draw(particles[:9])
         for _ in range(5):
             particles = draw(particles)
-        assert foreseen() > before or not ahead
+        assert speculated() > before or not ahead
         for particle, row in zip(
             particles, lm.batch_next_token_logprobs_sync(particles), strict=True
         ):
@@ -232,11 +234,11 @@ def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_so
             particles = draw(particles)
         statistics = lm.statistics().engine
         assert statistics.failed == 0
-        assert statistics.held >= statistics.foreseen
+        assert statistics.prepared >= statistics.speculated
 
 
 @pytest.mark.vllm
-def test_one_who_is_always_mistaken_is_seldom_foreseen(
+def test_one_who_is_always_mistaken_is_seldom_speculated_for(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = OpenRequests.__init__
@@ -265,8 +267,8 @@ def test_one_who_is_always_mistaken_is_seldom_foreseen(
                 [*particle, (token_id + 1) % 320]
                 for particle, token_id in zip(particles, drawn, strict=True)
             ]
-        assert lm.statistics().engine.foreseen == 0
-        assert runs - lm.statistics().engine.held <= MISSES + steps // RETRY
+        assert lm.statistics().engine.speculated == 0
+        assert runs - lm.statistics().engine.prepared <= MISSES + steps // RETRY
 
 
 @pytest.mark.vllm
@@ -307,7 +309,7 @@ def test_a_forward_that_fails_before_anybody_asked_is_told_to_who_asks(
             step()
         after = lm.statistics().engine
         assert (after.failed > before.failed) == (not ahead)
-        assert (after.foreseen > before.foreseen + 1) == ahead
+        assert (after.speculated > before.speculated + 1) == ahead
 
 
 @pytest.mark.vllm

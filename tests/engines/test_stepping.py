@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrt.engines.protocol import Finished
 from genrt.engines.stepping import Stepper
 from genrt.errors import (
     Closed,
@@ -21,7 +22,7 @@ from genrt.errors import (
     OutOfMemory,
     UnknownAdapter,
 )
-from genrt.questions.values import Adapter, Finished, LogprobsRequest, Request, SampleRequest
+from genrt.questions.values import Adapter, LogprobsRequest, Request, SampleRequest
 
 V = 8
 

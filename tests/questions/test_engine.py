@@ -1,4 +1,4 @@
-"""questions/values.py: what makes two questions one, and what an exception out of an engine means."""
+"""What makes two questions one, and what an exception out of an engine means."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from genrt.engines.protocol import failure
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions.values import (
     Adapter,
@@ -19,7 +20,6 @@ from genrt.questions.values import (
     SampleRequest,
     TopTokens,
     abbreviated,
-    failure,
 )
 
 ROW = LogprobsRequest((1, 2))

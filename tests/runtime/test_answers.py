@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.protocol import Finished
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions.values import (
     Adapter,
     Candidates,
     DrawToken,
-    Finished,
     HostRow,
     LogprobsRequest,
     ReadRequest,

@@ -13,16 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from genrt.engines.protocol import Finished
 from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
-from genrt.questions.values import (
-    Adapter,
-    DrawToken,
-    Finished,
-    LogprobsRequest,
-    ReadRequest,
-    Request,
-    Result,
-)
+from genrt.questions.values import Adapter, DrawToken, LogprobsRequest, ReadRequest, Request, Result
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
@@ -716,7 +709,7 @@ async def test_a_steps_rows_are_copied_together(
         return apart(rows)
 
     for module in ("waiters", "cache"):
-        monkeypatch.setattr(f"genrt.{module}.apart", counted)
+        monkeypatch.setattr(f"genrt.runtime.{module}.apart", counted)
     hand.turn()
     await passes()
     assert copied == ([3] if cache_bytes else []) + [5]

@@ -24,9 +24,10 @@ from typing import Any
 import pytest
 
 import genrt
+from genrt.engines.protocol import Engine, Finished
 from genrt.errors import Closed, EngineDied, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
-from genrt.questions.values import Engine, Finished, LogprobsRequest, Request
+from genrt.questions.values import LogprobsRequest, Request
 from genrt.runtime import thread as engine_thread
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import genrt
+from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
 from genrt.questions.checks import Limits
-from genrt.questions.values import Adapter, Finished, LogprobsRequest, ReadRequest, TopTokens
+from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, TopTokens
 from genrt.runtime.admission import Admission
 from genrt.runtime.waiters import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, sample

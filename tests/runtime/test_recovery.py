@@ -13,6 +13,7 @@ import torch
 
 import genrt
 from genrt.engines.exact import NGram
+from genrt.engines.protocol import Finished
 from genrt.errors import (
     Closed,
     EngineDied,
@@ -21,7 +22,7 @@ from genrt.errors import (
     InvalidRequest,
     OutOfMemory,
 )
-from genrt.questions.values import Adapter, Finished, Request, Result
+from genrt.questions.values import Adapter, Request, Result
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,

@@ -9,7 +9,7 @@ from typing import Any
 
 import genrt
 from genrt.engines.exact import NGram
-from genrt.questions.values import EngineStatistics
+from genrt.engines.protocol import EngineStatistics
 from genrt.runtime.cache import CacheStatistics
 from genrt.runtime.statistics import BatcherStatistics, Statistics
 

@@ -26,10 +26,11 @@ import genrt.runtime.answers
 import genrt.runtime.cache
 import genrt.runtime.waiters
 from genrt.engines.exact import NGram
+from genrt.engines.protocol import Finished
 from genrt.engines.residency import Residents
 from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.lm import AsyncLM
-from genrt.questions.values import Finished, LogprobsRequest, ReadRequest, Request
+from genrt.questions.values import LogprobsRequest, ReadRequest, Request
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.bindings import Bindings

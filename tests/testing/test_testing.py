@@ -14,16 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
-from genrt.questions.values import (
-    Adapter,
-    Engine,
-    EngineStatistics,
-    Finished,
-    LogprobsRequest,
-    Request,
-    SampleRequest,
-)
+from genrt.questions.values import Adapter, LogprobsRequest, Request, SampleRequest
 from genrt.testing import check_engine
 
 MODEL = NGram.random(16, order=2, seed=3)

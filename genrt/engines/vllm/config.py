@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from genrt.engines.protocol import failure
 from genrt.engines.turns import Turns
 from genrt.engines.vllm.capture import SEED, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.open_scheduler import OpenScheduler
@@ -30,7 +31,7 @@ from genrt.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from genrt.questions.values import SampleRequest, failure, seed_of
+from genrt.questions.values import SampleRequest, seed_of
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [

@@ -33,6 +33,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.process import heap_kept
+from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import TICKET, FiniteCheck, RemoteStore, RowStore, log_probabilities
 from genrt.engines.vllm.config import LOGPROBS, TURN, core_request, sampling_params, translated
 from genrt.engines.vllm.globals import Globals
@@ -41,14 +42,7 @@ from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.vllm.runners import runner_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
-from genrt.questions.values import (
-    Adapter,
-    EngineStatistics,
-    Finished,
-    LogprobsRequest,
-    Request,
-    SampleRequest,
-)
+from genrt.questions.values import Adapter, LogprobsRequest, Request, SampleRequest
 
 __all__ = ["VLLMEngine"]
 
@@ -266,7 +260,7 @@ class VLLMEngine:
         return rows, FiniteCheck(rows)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """As in the Foreseeing protocol: where a step of all these is held, it is run."""
+        """As in the Speculating protocol: where a step of all these is held, it is run."""
         if self._open is None or not self._open.holds(len(rows)):
             return
         names = dict(self._decoded)

@@ -322,8 +322,8 @@ class OpenRequests:
             "extended": self.extended,
             "forked": self._scheduler.forked + self._scheduler.reseated,
             "evicted": self.evicted,
-            "held": self.held,
-            "foreseen": self.foreseen,
+            "prepared": self.held,
+            "speculated": self.foreseen,
             "resident": len(self._residents),
         }
 

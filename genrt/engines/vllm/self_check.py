@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
+from genrt.engines.protocol import EngineStatistics
 from genrt.errors import EngineUnsupported, GenrtError, NotFinite
-from genrt.questions.values import EngineStatistics, LogprobsRequest
+from genrt.questions.values import LogprobsRequest
 
 __all__ = ["self_test"]
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import genrt
+from genrt.engines.protocol import Engine
 from genrt.errors import Closed, EngineDied
 from genrt.lm import AsyncLM
-from genrt.questions.values import Engine
 from tests.scripted import PATIENCE_SECONDS, Gate
 
 pytestmark = pytest.mark.vllm

@@ -14,6 +14,7 @@ import torch
 from scipy import stats
 
 import genrt
+from genrt.engines.protocol import Engine
 from genrt.errors import (
     ContextTooLong,
     EngineFailed,
@@ -24,7 +25,7 @@ from genrt.errors import (
     NotFinite,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.values import Engine, LogprobsRequest, SampleRequest
+from genrt.questions.values import LogprobsRequest, SampleRequest
 from genrt.tokens import sampling
 
 pytestmark = pytest.mark.vllm
