@@ -112,7 +112,7 @@ def test_the_runs_come_to_every_corner() -> None:
     others = {"withdrawn", "closed", "restarted", "reopened", "step failed", "submit failed"}
     assert ends | asked | others <= set(events)
     of_other_engines = {"sampled_tokens", "computed_tokens", "bytes_to_host", "seconds"}
-    of_other_engines |= {"held", "foreseen"}
+    of_other_engines |= {"prepared", "speculated"}
     of_this_moment = {"queued", "in_flight", "waiting", "resident"}
     never = {name for name, count in counted.items() if not count}
     assert never <= of_other_engines | of_this_moment
