@@ -590,18 +590,18 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime/thread.py",
+        "runtime/engine_loop.py",
         "test_engine_thread.py test_recovery.py",
         (
             "a call that was cancelled ends the thread",
-            "                if future.set_running_or_notify_cancel():\n"
-            "                    try:\n                        result",
-            "                if True:\n                    try:\n                        result",
+            "            if future.set_running_or_notify_cancel():\n"
+            "                try:\n                    result",
+            "            if True:\n                try:\n                    result",
         ),
         (
             "an engine that dies of every question is opened for ever",
-            "or not self._restarts or answered == before:",
-            "or not self._restarts:",
+            "not self._is_over and self._answered != before",
+            "not self._is_over",
         ),
         (
             "after a restart the adapters are gone",
@@ -618,6 +618,10 @@ OF_THE_RUNTIME: tuple[Mutant, ...] = (
             "                future.set_exception(reason.fresh())\n",
             "                pass\n",
         ),
+    ),
+    *breaks(
+        "runtime/thread.py",
+        "test_engine_thread.py test_recovery.py",
         (
             "a forked child uses the thread of its parent",
             "        if os.getpid() != self._process:\n            raise Closed(",

@@ -44,6 +44,7 @@ from genrt.runtime.gathering import AtOnce, Gatherings
 from genrt.runtime.statistics import BatcherStatistics
 from genrt.runtime.waiters import (
     Entry,
+    Observer,
     OnLoops,
     Outcome,
     Waiter,
@@ -67,7 +68,7 @@ class Batcher:
         max_wait_seconds: how long ready requests wait for more company; 0 is never.
         max_queued_requests, max_queued_bytes: how much may be queued; who asks for more waits for room.
         wake: called, from any thread, when there may be something for ``turn`` to do.
-        clock: seconds, monotonic; injected by simulations.
+        clock: seconds, monotonic. It, ``lock`` and ``observer`` are for simulations.
     """
 
     def __init__(
@@ -80,10 +81,13 @@ class Batcher:
         max_queued_bytes: int = sys.maxsize,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        lock: threading.RLock | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._cache = cache
         self._wake = wake
-        self._lock = threading.RLock()
+        self._observer = observer
+        self._lock = lock or threading.RLock()
         self._entries: dict[Request, Entry] = {}
         most = max_batch_size or sys.maxsize
         self._ready = Ready(most, max_wait_seconds, clock)
@@ -159,7 +163,8 @@ class Batcher:
             if self._closed is not None:
                 raise self._closed.fresh()
             try:
-                if self._admission.must_wait(waiter.requests) and not self._known(waiter.requests):
+                must_wait, entries = self._admission.must_wait(waiter.requests), self._entries
+                if must_wait and not all(r in entries or r in self._cache for r in waiter.requests):
                     self._bindings.bind(waiter.requests)
                     self._admission.wait(waiter)
                     self._on_loops.add(waiter)
@@ -174,20 +179,17 @@ class Batcher:
             self._wake()
         return None if waiter.missing else outcome_of(waiter)
 
-    def _known(self, requests: Sequence[Request]) -> bool:
-        """Under the lock: whether all of these can be joined, or are in the cache."""
-        return all(each in self._entries or each in self._cache for each in requests)
-
     def _register(self, waiter: Waiter) -> list[Entry]:
         """Under the lock: find or join each request; the entries that have to be queued."""
+        if self._observer is not None:
+            self._observer.registering(waiter)
         queued: list[Entry] = []
         new: list[Request] = []
         found, entries, borrow = waiter.found, self._entries, self._cache.borrow
         self._counted["questions"] += len(waiter.requests)
         for request in waiter.requests:
             if request in found:
-                self._counted["cached"] += found[request] is not None
-                self._counted["deduplicated"] += found[request] is None
+                self._counted["deduplicated" if found[request] is None else "cached"] += 1
                 continue
             row = borrow(request) if isinstance(request, LogprobsRequest) else None
             found[request] = row
@@ -215,8 +217,7 @@ class Batcher:
         """Under the lock: count what is queued and bound anew, after an interrupt in the middle of it."""
         self._admission.recount(each for each, e in self._entries.items() if not e.in_flight)
         self._bindings.clear()
-        self._bindings.bind(self._entries)
-        self._bindings.bind(self._admission.requests())
+        self._bindings.bind([*self._entries, *self._admission.requests()])
 
     def _admit(self) -> list[Waiter]:
         """Under the lock: register who waited for room, while there is some; those who lack nothing."""
@@ -244,6 +245,8 @@ class Batcher:
     # -- leaving ------------------------------------------------------------------------------
 
     def _leave(self, waiter: Waiter) -> None:
+        if self._observer is not None:
+            self._observer.leaving(waiter)
         with self._lock:
             self._cancel(waiter)
         self._wake()  # to forget requests, an adapter, or let in who waits for room
@@ -279,8 +282,7 @@ class Batcher:
         self._bindings.bind([entry.request], -1)
 
     def _sweep(self) -> list[object]:
-        """Under the lock: take off the waiters whose loop was closed under them. Returns what it let go
-        of, to be kept until the lock is free."""
+        """Under the lock: take off the waiters of closed loops; return all that is let go of by that."""
         waiters = self._on_loops.closed()
         for waiter in waiters:
             self._cancel(waiter)
@@ -296,13 +298,14 @@ class Batcher:
             return self._ready.seconds_until_due()
 
     def turn(self, engine: AnsweringEngine) -> None:
-        """Move everything one engine step on: withdraw, submit the next flush, deliver what needs no
-        forward, step, deliver.
+        """Move everything one step on: withdraw, submit, deliver what needs no forward, step, deliver.
 
         Raises:
             EngineDied: the engine can't go on. Nobody has been told; what was in flight still is.
         """
         flush, withdrawn, retired, answered = self._take()
+        if self._observer is not None:
+            self._observer.taken(flush, withdrawn)
         hand_out(answered)
         if withdrawn:
             engine.cancel(withdrawn)
@@ -373,8 +376,7 @@ class Batcher:
                 self._end(entry)
                 if no_room and error is None:
                     error = no_room.get(request)
-                self._counted["failed"] += error is not None
-                self._counted["answered"] += error is None
+                self._counted["answered" if error is None else "failed"] += 1
                 for waiter in entry.waiters:
                     if error is not None:
                         self._drop(waiter)
@@ -421,10 +423,8 @@ class Batcher:
     def fail(self, lost: Mapping[Adapter, GenrtError]) -> None:
         """End every request that is bound to one of these adapters with that one's error."""
         with self._lock:
-            for waiter in self._admission.bound_to(
-                lost
-            ):  # for whom there is room now: it is not sent
-                self._enter(waiter)
+            for waiter in self._admission.bound_to(lost):
+                self._enter(waiter)  # there is room now: it is not sent
             bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
             queued = [entry for entry in bound if not entry.in_flight]
             for entry in queued:

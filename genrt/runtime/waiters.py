@@ -14,7 +14,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from genrt.tokens.sampling import TopLogprobs
 __all__ = [
     "TOLD_AT_ONCE",
     "Entry",
+    "Observer",
     "OnLoops",
     "Outcome",
     "Waiter",
@@ -76,6 +77,23 @@ class Entry:
     request: Request
     waiters: dict[Waiter, None]
     in_flight: bool = False
+
+
+class Observer(Protocol):
+    """Is told what a batcher does at moments of its own choosing; its methods must not block."""
+
+    def registering(self, waiter: Waiter) -> None:
+        """Hear, under the lock, that the requests of a question are found, joined or queued next: as it
+        comes, or when there is room for it."""
+        ...
+
+    def leaving(self, waiter: Waiter) -> None:
+        """Hear that a waiter that leaves by itself is taken off next."""
+        ...
+
+    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
+        """Hear what a turn is about to send to the engine, and to have it forget."""
+        ...
 
 
 class OnLoops:

@@ -25,8 +25,8 @@ from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, sample
 
 PACKAGE = Path(genrt.__file__).parent
 COUNTED = {
-    str(PACKAGE / f"{name}.py")
-    for name in ("batcher", "bindings", "admission", "gathering", "waiters", "engine", "cache")
+    str(PACKAGE / "runtime" / f"{name}.py")
+    for name in ("batcher", "bindings", "admission", "flight", "gathering", "waiters", "cache")
 }
 FEW, MANY = 100, 800
 SLACK = 1.25

@@ -1,0 +1,200 @@
+"""The rounds of an engine's life: open it, run calls and turn the batcher's crank, replace it when it
+dies, close it. Nothing here waits: a thread, or a simulation, calls ``round`` again and again.
+
+Rules:
+    Whoever calls ``round`` is the engine's thread. The engine is opened, used and closed in there.
+    When the last round is over, for whatever reason, every waiter has been told.
+    A loop whose batcher is closed ends, whoever closed that.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from genrt.engines.adapters import Adapters
+from genrt.engines.protocol import Engine
+from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.cache import RowCache
+
+__all__ = ["EngineLoop"]
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """What the engine's thread does.
+
+    Args:
+        open_engine: makes an engine.
+        batcher: feeds it.
+        cache: the batcher's.
+        restarts: whether another engine, with the same adapters, takes the place of one that died and
+            gets what that one had; once more only if something was answered since.
+
+    ``opened`` resolves in the first round: to the engine, or to the error that opening it raised.
+    ``is_closing`` has the next round be the last; any thread sets it.
+    """
+
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        batcher: Batcher,
+        cache: RowCache,
+        *,
+        restarts: bool,
+    ) -> None:
+        self.adapters = Adapters()
+        self._open_engine = open_engine
+        self._batcher = batcher
+        self._cache = cache
+        self._restarts = restarts
+        self._answering: AnsweringEngine | None = (
+            None  # written by rounds, and kept when they are over
+        )
+        self._calls: collections.deque[
+            tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
+        ] = collections.deque()
+        self._calls_lock = threading.Lock()  # so that no call is added once the last was answered
+        self.begin()
+
+    def begin(self) -> None:
+        """Have the next round be a first one. The round before it, if there was one, was the last."""
+        self.opened: concurrent.futures.Future[Engine] = concurrent.futures.Future()
+        self.opened.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
+        self.is_closing = False
+        self._answered = -1  # less than any count: the first engine that dies may be replaced
+        with self._calls_lock:
+            self._ended: GenrtError | None = None
+
+    @property
+    def answering(self) -> AnsweringEngine:
+        """The engine, with what is read from its rows; after a restart another one.
+
+        Raises:
+            Closed: none has been opened.
+        """
+        if self._answering is None:
+            raise Closed("the engine is not open")
+        return self._answering
+
+    def call(self, function: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
+        """Have a round call ``function(engine)``; from any thread."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._calls_lock:
+            if self._ended is None:
+                self._calls.append((future, function))
+            else:
+                future.set_exception(self._ended.fresh())
+        return future
+
+    def round(self) -> float | None:
+        """Open the engine, the first time; then do the calls that wait and a turn that is due; replace an
+        engine that died; or end.
+
+        Returns how many seconds there is nothing to do, unless the batcher wakes or a call comes: from
+        0.0 to infinity. ``None`` says that this round was the last.
+        """
+        if not self.opened.done():
+            return self._first_round()
+        answering = self.answering
+        try:
+            if not self._is_over:
+                return self._serve(answering)
+            reason: GenrtError = Closed(WAS_CLOSED)
+        except EngineDied as error:
+            reason = error
+        except BaseException as error:
+            reason = _died(error)
+        if self._may_restart():
+            return self._restart(answering)
+        self._end(reason)
+        answering.close()
+        return None
+
+    @property
+    def _is_over(self) -> bool:
+        # The second is for a ``close`` that overlaps with a restart, which takes the first back.
+        return self.is_closing or self._batcher.is_closed
+
+    def _first_round(self) -> float | None:
+        try:
+            answering = self._open()
+        except BaseException as error:
+            self._end(error if isinstance(error, GenrtError) else _died(error))
+            self.opened.set_exception(error)
+            return None
+        self.opened.set_result(answering.engine)
+        return 0.0
+
+    def _open(self) -> AnsweringEngine:
+        """Open an engine, with those adapters of the one before that it takes."""
+        answering = AnsweringEngine(self._open_engine(), self._cache, self.adapters)
+        try:
+            self._batcher.fail(answering.reload_adapters())
+        except BaseException:
+            answering.close()
+            raise
+        self._answering = answering
+        return answering
+
+    def _serve(self, answering: AnsweringEngine) -> float:
+        """Do the calls that wait, and a turn if one is due; return how long there is nothing to do."""
+        for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
+            future, function = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function(answering)
+                except BaseException as error:
+                    future.set_exception(error)
+                    if isinstance(error, EngineDied) or not isinstance(error, Exception):
+                        raise
+                else:
+                    future.set_result(result)
+        seconds = self._batcher.seconds_until_due()
+        if seconds == 0.0:
+            self._batcher.turn(answering)
+        elif self._is_over:
+            return 0.0  # a call closed this: nobody wakes the thread it runs on
+        return math.inf if seconds is None else seconds
+
+    def _may_restart(self) -> bool:
+        """Return whether another engine may be opened: something was answered since this one was, or a
+        question that kills engines would have them opened for ever."""
+        before, self._answered = self._answered, self._batcher.statistics().answered
+        return self._restarts and not self._is_over and self._answered != before
+
+    def _restart(self, dead: AnsweringEngine) -> float | None:
+        """Open another engine, and have it sent what the dead one had."""
+        with contextlib.suppress(Exception):  # it died already
+            dead.close()
+        try:
+            self._open()
+        except BaseException as error:
+            self._end(_died(error))
+            return None
+        self._batcher.resume()
+        return 0.0
+
+    def _end(self, reason: GenrtError) -> None:
+        """Tell everyone who waits, and whoever asks from now on."""
+        self._batcher.close(reason)
+        with self._calls_lock:
+            self._ended = reason
+        while self._calls:
+            future, _ = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(reason.fresh())
+
+
+def _died(error: BaseException) -> EngineDied:
+    died = EngineDied(f"the engine can't go on and was closed: {type(error).__name__}: {error}")
+    died.__cause__ = error
+    return died
