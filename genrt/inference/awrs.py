@@ -48,8 +48,14 @@ AT_ONCE = 1024
 async def draw(
     weights: Floats, check: Callable[[list[int]], Awaitable[list[bool]]], rng: np.random.Generator
 ) -> tuple[int, float]:
-    """A token in proportion to ``weights`` among those that ``check`` allows, and an unbiased estimate of
-    the logarithm of their total weight, given that token; ``(DEAD, -inf)`` if it allows none.
+    """Draw a token in proportion to ``weights`` among those that ``check`` allows, and return it with an
+    unbiased estimate of the logarithm of their total weight, given that token; ``(DEAD, -inf)`` if none
+    is allowed.
+
+    Draws are made ahead, as if all were rejected, and asked about together: at first one, then as many as
+    were rejected so far. What comes after an accepted one is drawn anew, so the law is that of drawing
+    one by one. It takes about as many rounds as the logarithm of the number of draws; for each of the two
+    accepted tokens, at most as many are asked about in vain as were rejected before it.
 
     Draws are made ahead, as if all were rejected, and asked about together: at first one, then as many as
     were rejected so far. What comes after an accepted one is drawn anew. So the law is that of draws one
@@ -85,8 +91,8 @@ async def draw(
 def _ahead(
     remaining: Floats, answers: dict[int, bool], most: int, rng: np.random.Generator
 ) -> list[tuple[int, float]]:
-    """The next draws and their rates, if all that are not known are rejected: up to ``most`` such ones,
-    or up to one that is known to be accepted."""
+    """Return the next draws and their rates, taking every token of unknown answer for rejected: up to
+    ``most`` unknown ones, or up to one that is known to be accepted."""
     left = remaining.copy()
     drawn = _Inversion(left)
     ahead: list[tuple[int, float]] = []
@@ -126,7 +132,7 @@ class _Inversion:
 
 
 def log_mean_rate(rates: Floats) -> float:
-    """log E[1 / T] for T a sum of independent exponential times of these rates, at least two, all
+    """Return log E[1 / T] for T a sum of independent exponential times of these rates, at least two, all
     positive."""
     logarithms = np.log(rates)
     peak = logarithms.max()

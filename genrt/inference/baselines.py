@@ -42,9 +42,8 @@ class Drawn:
     """A whole text of the language model.
 
     Attributes:
-        text: what was drawn.
         log_weight: its potential; -inf if the constraint is not satisfied.
-        kept: whether rejection keeps it.
+        kept: whether rejection keeps it, or it is the best of N.
     """
 
     text: Text
@@ -54,7 +53,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Where rejection is after ``step`` batches. A value: stepping the same one again gives the same.
+    """The state of rejection after ``step`` batches. A value: stepping the same one again gives the same.
 
     Attributes:
         texts: those that were kept, in order.
@@ -68,7 +67,8 @@ class Kept:
 
 
 class Rejection:
-    """Rejection sampling for a ``TextModel``: independent texts of its target, dear where it is small.
+    """Rejection sampling for a ``TextModel``: independent texts of its target, slow where that has little
+    mass.
 
     ::
 
@@ -107,11 +107,11 @@ class Rejection:
 
     @property
     def model(self) -> TextModel:
-        """What it runs."""
+        """The model that is run."""
         return self._model
 
     def init(self, seed: int) -> Kept:
-        """Nothing drawn yet.
+        """Return the state before the first batch.
 
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
@@ -119,12 +119,12 @@ class Rejection:
         return Kept((), 0, 0, check_int("seed", seed, 0))
 
     def is_done(self, state: Kept) -> bool:
-        """Whether enough was kept, or drawn."""
+        """Tell whether enough texts were kept or drawn."""
         enough = len(state_of(Kept, state).texts) >= self._num_samples
         return enough or state.drawn >= self._max_texts
 
     async def step(self, state: Kept) -> tuple[Kept, tuple[Drawn, ...]]:
-        """One batch more, up to the last text that is wanted; nothing if it is done.
+        """Draw one more batch, up to the last text that is wanted; nothing if it is done.
 
         Cancelling it, or an error, leaves ``state`` as good as it was.
 
@@ -154,7 +154,7 @@ class Rejection:
         return after, tuple(batch)
 
     async def steps(self, state: Kept) -> AsyncIterator[tuple[Kept, tuple[Drawn, ...]]]:
-        """Step until enough was kept, or drawn, from ``init(seed)`` or from any later state."""
+        """Step until enough was kept or drawn, from ``init(seed)`` or from any later state."""
         while not self.is_done(state):
             state, batch = await self.step(state)
             yield state, batch
@@ -166,7 +166,8 @@ class Rejection:
         on_step: Callable[[Kept, tuple[Drawn, ...]], None] | None = None,
         progress: bool = False,
     ) -> Result:
-        """All batches from ``init(seed)``: what was kept, weighted alike. Equal seeds, equal texts."""
+        """Draw all batches from ``init(seed)`` and return what was kept, weighted alike. Equal seeds give
+        equal texts."""
         state, counting = self.init(seed), Counting(self._model)
         with Progress("rejection", None, shown=progress) as shown:
             async for after, batch in self.steps(state):
@@ -188,7 +189,7 @@ class Rejection:
         return blocking(self.run(seed, on_step=on_step, progress=progress))
 
     def result(self, state: Kept) -> Result:
-        """What was kept so far, and the estimate of the evidence."""
+        """Return what was kept so far, and the estimate of the evidence."""
         kept, drawn = len(state.texts), state.drawn
         if kept < self._num_samples:
             share = kept / max(drawn, 1)
@@ -245,11 +246,11 @@ class BestOfN:
 
     @property
     def model(self) -> TextModel:
-        """What it runs."""
+        """The model that is run."""
         return self._model
 
     def init(self, seed: int) -> Ranked:
-        """Nothing drawn yet.
+        """Return the state before any text.
 
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
@@ -257,7 +258,7 @@ class BestOfN:
         return Ranked((), (), 0, check_int("seed", seed, 0))
 
     async def step(self, state: Ranked) -> tuple[Ranked, tuple[Drawn, ...]]:
-        """N texts more, at once; ``kept`` is the best of all of them if that is among these.
+        """Draw N more texts at once; ``kept`` marks the best of all so far, if it is among these.
 
         Cancelling it, or an error, leaves ``state`` as good as it was.
 
@@ -275,8 +276,8 @@ class BestOfN:
         )
 
     async def run(self, seed: int) -> Result:
-        """One step: the best text as the only one of positive weight, all N of them in order; the log
-        evidence is NaN. The same seed gives the same."""
+        """Make one step and return its N texts in order, the best as the only one of positive weight; the
+        log evidence is NaN. The same seed gives the same."""
         counting = Counting(self._model)
         state, _ = await self.step(self.init(seed))
         return replace(self.result(state), statistics=counting.statistics())
@@ -286,7 +287,7 @@ class BestOfN:
         return blocking(self.run(seed))
 
     def result(self, state: Ranked) -> Result:
-        """All texts so far, of which the best alone has a weight."""
+        """Return all texts so far, of which the best alone has a weight."""
         log_weights = np.full(len(state.texts), -math.inf)
         if state.best is not None:
             log_weights[state.best] = 0.0
@@ -294,7 +295,7 @@ class BestOfN:
 
 
 class _Plain:
-    """Whole texts of a model's language model, without its constraint and twist."""
+    """Whole texts of a model's language model, drawn without its constraint and twist."""
 
     def __init__(self, model: TextModel) -> None:
         if not isinstance(model, TextModel):
@@ -309,7 +310,7 @@ class _Plain:
         self._indicator = None if constraint is None else indicator(constraint, lm=model.lm)
 
     async def texts(self, count: int, seed: int) -> list[Text]:
-        """As many, independent."""
+        """Draw this many independent texts."""
         model = self._model
         sampled = await model.lm.batch_sample(
             [model.prompt] * count,
@@ -322,7 +323,7 @@ class _Plain:
         return [self._text(token_ids) for token_ids in sampled]
 
     def _text(self, token_ids: Sequence[int]) -> Text:
-        """The text that these tokens are, up to a string that ends it."""
+        """Return the text that these tokens are, up to a string that ends it."""
         if not self._model.ends.strings:
             vocabulary = self._model.lm.byte_vocab
             data = b"".join(map(vocabulary.__getitem__, token_ids))
@@ -335,7 +336,7 @@ class _Plain:
         return Text(text.token_ids, text.bytes, finished=True)
 
     async def log_weights(self, texts: Sequence[Text], potential: Potential | None) -> list[float]:
-        """What the potential says of each; -inf for those that don't satisfy the constraint."""
+        """Return what the potential gives each text; -inf for those that don't satisfy the constraint."""
         log_weights = [0.0] * len(texts)
         if self._indicator is not None:
             # One that was cut at max_tokens has not ended, and is no text of the constraint.

@@ -21,10 +21,11 @@ SIGNAL_SECONDS = 0.05
 def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return what the coroutine returns, or raise what it raises.
 
-    It runs on an event loop of its own, in a thread of its own: so this may be called from a script, from
-    any thread, and where an event loop is running, which stands still meanwhile. It runs in a copy of the
-    caller's context. An interrupt cancels it, and is raised once it has ended. Where a loop is running an
-    interrupt may be the cancellation of the calling task, as with ``asyncio.run``: that does the same.
+    It runs on an event loop of its own, in a thread of its own, in a copy of the caller's context. So
+    this may be called from a script, from any thread, and where an event loop is running, which stands
+    still meanwhile. An interrupt cancels the coroutine and is raised once that has ended. Where a loop is
+    running, an interrupt may arrive as the cancellation of the calling task, as with ``asyncio.run``: the
+    effect is the same.
     """
     run = _Run(coroutine)
     try:
@@ -40,8 +41,8 @@ class _Run(Generic[T]):
     """A coroutine, to be run by one thread and cancelled by another, in any order.
 
     ``claimed`` is taken by whichever comes first: the thread that runs it, or a cancellation after which
-    none will. ``stop`` is set by the running thread before it looks at ``cancelled``, which the other one
-    sets before it looks at ``stop``: so one of them sees the other.
+    none will. The running thread sets ``stop`` before it looks at ``cancelled``; the other one sets
+    ``cancelled`` before it looks at ``stop``. So at least one of them sees the other.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -74,7 +75,7 @@ class _Run(Generic[T]):
         return await self.coroutine
 
     def cancel(self) -> None:
-        """Have it end, and wait until it has."""
+        """Cancel the run, and wait until it has ended."""
         self.cancelled = True
         if self.claimed.acquire(blocking=False):
             self.coroutine.close()
@@ -85,8 +86,7 @@ class _Run(Generic[T]):
 
 
 def _wait(ended: threading.Event) -> None:
-    """Wait for it, and not by ``Thread.join``: in CPython 3.11 a thread whose join was interrupted counts
-    as ended. Raises CancelledError if the task that waits is cancelled meanwhile."""
+    """Wait until it is set. Raises CancelledError if the task that waits is cancelled meanwhile."""
     try:
         waiting = asyncio.current_task()
     except RuntimeError:

@@ -34,25 +34,21 @@ S = TypeVar("S")
 
 
 def runtime(lm: Any) -> AsyncLM:
-    """Return ``lm`` if it is a runtime.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
+    """Return ``lm``. Raises InvalidRequest if it is not an AsyncLM."""
     if not isinstance(lm, AsyncLM):
         raise InvalidRequest(f"lm is a {type(lm).__name__}: give what genrt.load returned")
     return lm
 
 
 def state_of(kind: type[S], state: S) -> S:
-    """Return an algorithm's state. Raises InvalidRequest if it is none."""
+    """Return an algorithm's state. Raises InvalidRequest if it is of another type."""
     if not isinstance(state, kind):
         raise InvalidRequest(f"the state is {state!r}: give a state, at first that of init(seed)")
     return state
 
 
 def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
-    """Return ``lm.byte_vocab``, or nothing for every token where there is no tokenizer that has one."""
+    """Return ``lm.byte_vocab``, or no bytes for every token if there is no tokenizer that has one."""
     try:
         return lm.byte_vocab
     except (InvalidRequest, EngineUnsupported):
@@ -79,11 +75,8 @@ def prompt_ids(lm: AsyncLM, prompt: Any, *, name: str = "the prompt") -> tuple[i
 
 
 def adapter_name(adapter: Any) -> str | None:
-    """Return the name of an adapter, ``None`` for the base model.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
+    """Return the name of an adapter, ``None`` for the base model. Raises InvalidRequest for anything
+    else."""
     if adapter is not None and not isinstance(adapter, str):
         raise InvalidRequest(f"the adapter is {adapter!r}: give its name")
     return adapter
@@ -93,7 +86,7 @@ def log_weight(value: Any) -> float:
     """Return a log-weight, a number of any library, as a float.
 
     Raises:
-        InvalidRequest: it is a truth value, no real number, NaN or +inf; the message says what to give.
+        InvalidRequest: a truth value, no real number, NaN or +inf; the message says what to give.
     """
     if is_truth_value(value):
         raise InvalidRequest("give a log-weight, for a condition 0.0 or -math.inf")
@@ -115,7 +108,7 @@ def log_weights(values: Any) -> NDArray[np.float64]:
     """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``.
 
     Raises:
-        InvalidRequest: they are no flat sequence of log-weights; the message says what to give.
+        InvalidRequest: not a flat sequence of log-weights; the message says what to give.
     """
     if isinstance(values, torch.Tensor):
         values = values.detach()
@@ -134,10 +127,10 @@ def log_weights(values: Any) -> NDArray[np.float64]:
 
 
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:
-    """Return a constraint's state before any text, if it is over the runtime's tokens.
+    """Return a constraint's state before any text.
 
     Raises:
-        InvalidRequest: it is no constraint, or over another vocabulary.
+        InvalidRequest: not a constraint, or one over another vocabulary than the runtime's.
     """
     start = None
     if isinstance(constraint, Constraint) and not isinstance(constraint, type):
@@ -159,12 +152,12 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
 
 
 def frozen(array: NDArray[np.generic]) -> Any:
-    """Return the same array, read-only from now on."""
+    """Make an array read-only, and return it."""
     array.flags.writeable = False
     return array
 
 
 def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
-    """Return the seeds of this step: for an algorithm's own choices, and for its model's, below 2^63."""
+    """Return the seeds of a step: one for the algorithm's own choices, one below 2^63 for its model's."""
     own, models = np.random.SeedSequence(seed, spawn_key=(step,)).spawn(2)
     return own, int(models.generate_state(1, np.uint64)[0] >> 1)

@@ -78,11 +78,10 @@ class ChainStatistics:
     with are left out.
 
     Attributes:
-        values: of each chain those of its steps, in order, without the warm-up.
+        values: for each chain the values of its steps, in order, without the warm-up.
         log_weights: float64 ``[chains, steps]``, what each text gained on its way, by the model.
         lengths: int64 ``[chains, steps]``, how many tokens each text has.
-        acceptance: float64 ``[chains]``, the share of its moves that each chain took; NaN if that is not
-            known.
+        acceptance: float64 ``[chains]``, the share of its moves that each chain took; NaN if unknown.
         missing: how many chains found no text to begin with.
         ess: the least effective sample size, by autocorrelation, of the log-weights, the lengths, and
             whether a chain is at a value, for each of the ten commonest; NaN if none is known.
@@ -106,7 +105,7 @@ def chain_statistics(
     *,
     missing: int,
 ) -> ChainStatistics:
-    """Diagnose chains; the arguments are the fields of what is returned."""
+    """Diagnose chains; the arguments are the fields of the value returned."""
     diagnoses = [
         diagnosed(each)
         for each in (log_weights, lengths.astype(np.float64), *_indicators(values, lengths.shape))
@@ -136,7 +135,7 @@ def diagnose(values: Sequence[Sequence[Any]], function: Callable[[Any], float]) 
 
 
 def diagnosed(numbers: Floats) -> Diagnosis:
-    """Diagnose chains by numbers ``[chains, steps]``, infinite ones too; unknown if one is NaN."""
+    """Diagnose chains by numbers ``[chains, steps]``, infinite ones too; ``UNKNOWN`` if one is NaN."""
     if not numbers.size or np.isnan(numbers).any():
         return UNKNOWN
     chains, steps = numbers.shape
@@ -156,7 +155,7 @@ def diagnosed(numbers: Floats) -> Diagnosis:
 
 
 def key_of(value: Any) -> Hashable:
-    """Return what tells values apart: themselves, or how Python writes them if they cannot be hashed."""
+    """Return a key that tells values apart: the value, or how Python writes it if it cannot be hashed."""
     try:
         hash(value)
     except TypeError:
@@ -165,7 +164,7 @@ def key_of(value: Any) -> Hashable:
 
 
 def _indicators(values: Sequence[Sequence[Any]], shape: tuple[int, ...]) -> list[Floats]:
-    """Whether each value is the commonest, the next one, and so on, as 0 and 1."""
+    """Return an indicator for each of the commonest values: 1 where a chain is at that value, else 0."""
     places: dict[Hashable, int] = {}
     codes = np.array(
         [places.setdefault(key_of(value), len(places)) for chain in values for value in chain],
@@ -176,13 +175,13 @@ def _indicators(values: Sequence[Sequence[Any]], shape: tuple[int, ...]) -> list
 
 
 def _halves(numbers: Floats) -> Floats:
-    """The chains in halves; of an odd number of steps the middle one is left out."""
+    """Cut the chains in halves; of an odd number of steps the middle one is left out."""
     half = numbers.shape[1] // 2
     return np.concatenate([numbers[:, :half], numbers[:, -half:]])
 
 
 def _normal_scores(numbers: Floats) -> Floats:
-    """The quantiles of the normal law at the ranks of these numbers, of equal ones at their mean rank."""
+    """Return the normal law's quantiles at the ranks of these numbers, equal ones at their mean rank."""
     _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[places.reshape(numbers.shape)]
     # Blom's (1958) fractions, which are never 0 or 1.
@@ -192,7 +191,7 @@ def _normal_scores(numbers: Floats) -> Floats:
 
 
 def _variances(scores: Floats) -> tuple[float, float]:
-    """``W`` and ``var+``."""
+    """Return ``W`` and ``var+``."""
     steps = scores.shape[1]
     within = float(scores.var(axis=1, ddof=1).mean())
     between = float(scores.mean(axis=1).var(ddof=1))
@@ -200,7 +199,7 @@ def _variances(scores: Floats) -> tuple[float, float]:
 
 
 def _r_hat(scores: Floats) -> float:
-    """R-hat: NaN if all scores are equal, infinite if they differ between chains alone."""
+    """Return R-hat: NaN if all scores are equal, infinite if they differ between chains alone."""
     within, total = _variances(scores)
     if total == 0:
         return math.nan
@@ -208,7 +207,7 @@ def _r_hat(scores: Floats) -> float:
 
 
 def _ess(scores: Floats) -> float:
-    """The effective sample size of sequences ``[sequences, steps]`` that are not all equal."""
+    """Return the effective sample size of sequences ``[sequences, steps]`` that are not all equal."""
     sequences, steps = scores.shape
     within, total = _variances(scores)
     centred = scores - scores.mean(axis=1, keepdims=True)

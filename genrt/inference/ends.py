@@ -15,7 +15,7 @@ __all__ = ["END_TOKEN", "EndToken", "Ends", "Stop", "ends_of"]
 
 
 class EndToken(Enum):
-    """The model's own end token, whatever its id."""
+    """The type of ``END_TOKEN``."""
 
     END_TOKEN = "the end token"
 
@@ -32,11 +32,11 @@ Stop: TypeAlias = EndToken | int | str | Collection[EndToken | int | str] | None
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What ends a text, read.
+    """The ways in which a text ends, as ``stop=`` gave them.
 
     Attributes:
-        token_ids: any of these, drawn, ends a text that it is no part of.
-        strings: a text ends before the first of these that it comes to.
+        token_ids: drawing any of these ends a text; the token is no part of it.
+        strings: a text ends before the first of these that appears.
         never: nothing was given: a text ends where nothing may follow.
     """
 
@@ -45,7 +45,8 @@ class Ends:
     never: bool
 
     def cut(self, data: bytes, new: int) -> int | None:
-        """Return where the first string begins in bytes of which the last ``new`` are new."""
+        """Return where the first string begins in ``data``, of which the last ``new`` bytes are new;
+        ``None`` if nowhere."""
         places = []
         for string in self.strings:
             place = data.find(string, max(0, len(data) - new - len(string) + 1))
@@ -58,7 +59,7 @@ def ends_of(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
     """Read ``stop=``.
 
     Raises:
-        InvalidRequest: it is empty, or has something else in it, or an id out of range.
+        InvalidRequest: it is empty, has something of another type in it, or an id out of range.
     """
     if stop is None:
         return Ends(frozenset(), (), True)

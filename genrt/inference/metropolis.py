@@ -47,7 +47,7 @@ __all__ = ["Chain", "Chains", "MetropolisHastings", "Moves"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """Where one chain is: a finished particle, and the growths it is made of, from the start."""
+    """A chain's present text: a finished particle, and the growths that made it, from the start."""
 
     growths: tuple[Growth, ...]
 
@@ -71,10 +71,10 @@ class Chains:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """What one step did.
+    """The moves of one step.
 
     Attributes:
-        step: its number; 0 found texts to begin with.
+        step: its number; step 0 found texts to begin with.
         cuts: int64 ``[chains]``, before which step each text was cut.
         accepted: bool ``[chains]``, whether its new suffix was taken.
         log_ratios: float64 ``[chains]``, the logarithms of the acceptance ratios, above 0 too.
@@ -87,7 +87,7 @@ class Moves:
 
 
 class _Visit(NamedTuple):
-    """Where a chain was after a step."""
+    """A chain's text after a step."""
 
     chain: int
     particle: Any
@@ -95,14 +95,15 @@ class _Visit(NamedTuple):
 
 
 class MetropolisHastings:
-    """Chains for one model, side by side: each step one move of each, their questions asked together.
+    """Chains for one model, side by side: each step makes one move of each and asks all questions
+    together.
 
     ::
 
         result = await MetropolisHastings(model, num_chains=32, num_steps=100, warm_up=20).run(seed=0)
 
-    A model has to make its particles again from their prefixes, as ``TextModel`` does; a ``Program``
-    does too.
+    The model has to be able to grow from any prefix of its particles, as ``TextModel`` and ``Program``
+    are.
     """
 
     def __init__(
@@ -139,11 +140,11 @@ class MetropolisHastings:
 
     @property
     def model(self) -> Model:
-        """What it runs."""
+        """The model that is run."""
         return self._model
 
     def init(self, seed: int) -> Chains:
-        """Chains that have not begun; the first step begins them.
+        """Return chains that have not begun; the first step begins them.
 
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
@@ -151,7 +152,7 @@ class MetropolisHastings:
         return Chains((None,) * self._num_chains, 0, check_int("seed", seed, 0))
 
     async def step(self, state: Chains) -> tuple[Chains, Moves]:
-        """The first step finds every chain a text to begin with, every other one makes a move of each.
+        """Find every chain a text to begin with in the first step; make a move of each in all later ones.
 
         Cancelling it, or an error, leaves ``state`` as good as it was.
 
@@ -239,7 +240,7 @@ class MetropolisHastings:
 
         Args:
             states: in order, from the first step's on.
-            moves: those that led to them, of which the acceptance rates are; without them these are NaN.
+            moves: the moves that led to them, for the acceptance rates; without them these are NaN.
 
         Raises:
             InvalidRequest: the states are of different runs, or one has not begun.
@@ -296,7 +297,7 @@ class MetropolisHastings:
     async def _finished(
         self, prefixes: Sequence[tuple[Growth, ...]], seeds: np.random.SeedSequence
     ) -> list[tuple[Growth, ...]]:
-        """Each of these grown to its end, or until it died."""
+        """Grow each prefix to its end, or until it dies."""
         histories = [list(prefix) for prefix in prefixes]
         while True:
             places = [place for place, growths in enumerate(histories) if _goes_on(growths)]
@@ -333,7 +334,7 @@ def _log_ratio(chain: Chain, new: Sequence[Growth], cut: int) -> float:
 
 
 def _spread(values: NDArray[Any], places: NDArray[np.bool_], rest: Any) -> NDArray[Any]:
-    """``values`` at these places, ``rest`` at the others."""
+    """Return an array with ``values`` at these places and ``rest`` at the others."""
     spread = np.full(len(places), rest, dtype=values.dtype)
     spread[places] = values
     return spread

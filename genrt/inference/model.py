@@ -1,4 +1,4 @@
-"""What an algorithm runs: how one particle begins, and how it grows."""
+"""The model protocol that algorithms run: how one particle begins, and how it grows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEAD = -1
 
 @runtime_checkable
 class Particle(Protocol):
-    """One text, or one execution of a program, as far as it got. A value: growing it makes another."""
+    """One text, or one execution of a program, so far. A value: growing it makes another."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ class Particle(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to draw."""
+        """True if nothing is left to draw."""
         ...
 
 
@@ -33,7 +33,7 @@ class Growth(NamedTuple):
     """A particle one token longer.
 
     Attributes:
-        particle: what became of it.
+        particle: the particle after it.
         log_weight: what its log-weight gained; -inf if it died.
         token_id: the token it drew, the end token included; ``DEAD`` if it drew none.
     """
@@ -54,33 +54,29 @@ class Model(Protocol):
 
     @property
     def max_steps(self) -> int | None:
-        """The most steps that a particle takes; ``None`` if that is not known."""
+        """The most steps that a particle takes; ``None`` if unknown."""
         ...
 
     def start(self) -> Any:
-        """A particle that has drawn nothing yet."""
+        """Return a particle that has drawn nothing yet."""
         ...
 
     async def grow(self, particles: Sequence[Any], seed: int) -> list[Growth]:
-        """Each of these, unfinished and alive, one token longer, in order. The seed decides all that is
-        drawn; cancelling or failing leaves the particles as good as they were."""
+        """Grow each of these particles, unfinished and alive, by one token, in order. The seed decides
+        all that is drawn; cancelling or failing leaves the particles as good as they were."""
         ...
 
     def text(self, particle: Any) -> str:
-        """What its tokens say."""
+        """Return what the particle's tokens say."""
         ...
 
     def value(self, particle: Any) -> Any:
-        """What a posterior is over: the text, or what a program returned."""
+        """Return what a posterior is over: the text, or what a program returned."""
         ...
 
 
 def checked_model(model: Any) -> Model:
-    """The model.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
+    """Return the model. Raises InvalidRequest if it is not a Model."""
     if isinstance(model, type) or not isinstance(model, Model):
         raise InvalidRequest(
             f"the model is a {type(model).__name__}: give a TextModel, a Program, or another Model"
@@ -89,10 +85,10 @@ def checked_model(model: Any) -> Model:
 
 
 async def grown(model: Model, particles: Sequence[Any], seed: int) -> list[Growth]:
-    """Return what the model makes of these particles.
+    """Grow particles by the model and check what it returns.
 
     Raises:
-        InvalidRequest: it gives another number of growths, or a gain that is NaN or +inf.
+        InvalidRequest: another number of growths, or a gain that is NaN or +inf.
         GenrtError: whatever else the model raised.
     """
     growths = await model.grow(particles, seed)

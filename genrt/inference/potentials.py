@@ -17,11 +17,11 @@ __all__ = ["evaluated"]
 
 
 async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
-    """The log-weights of these texts; equal texts are judged once. ``name`` is for messages.
+    """Return the log-weights of these texts; equal texts are judged once. ``name`` is for messages.
 
-    A plain function is called in another thread, for one text after the other, a coroutine function on
-    the running loop, for all at once. What one of them raises is raised; by then, or once cancelled, none
-    of them goes on but a plain call under way, which ends by itself.
+    A plain function is called in another thread, for one text after the other; a coroutine function on
+    the running loop, for all texts at once. If one call raises, that is raised. After an error or a
+    cancellation no call goes on, except a plain one under way, which ends by itself.
 
     Raises:
         InvalidRequest: a log-weight is not a number, NaN or +inf.
@@ -54,7 +54,7 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
 def _called(
     potential: Potential, texts: Sequence[Text], stop: threading.Event
 ) -> tuple[list[Any], BaseException | None]:
-    """The answers up to the first that is to be awaited, and the error that came instead of another.
+    """Return the answers up to the first that has to be awaited, and the error that ended them, if any.
 
     An error is handed over as a value: a future can't hold StopIteration.
     """

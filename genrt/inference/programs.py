@@ -69,16 +69,16 @@ Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 
 
 class _Choice(NamedTuple):
-    """What was chosen, and for what: a program that runs again has to ask for the same."""
+    """A choice, and the question it answered: a program that runs again has to ask the same."""
 
     asked: tuple[Any, ...]
     chosen: Any
 
 
 class Execution:
-    """What a program is called with: one particle's own randomness, and its weight.
+    """The argument of a program: one particle's own randomness, and its weight.
 
-    ``lm`` is the runtime, for whatever else is to be asked: rows, scores, other draws with seeds.
+    ``lm`` is the runtime, for everything else: rows, scores, other draws with seeds.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Execution:
         self._task: asyncio.Task[Any] | None = None
 
     def _begin(self, rng: np.random.Generator) -> None:
-        """A step begins in the running task, with this randomness."""
+        """Begin a step in the running task, with this randomness."""
         self._rng = rng
         self._task = asyncio.current_task()
         self._has_sampled = False
@@ -114,10 +114,10 @@ class Execution:
         temperature: float = 1.0,
         adapter: str | None = None,
     ) -> int:
-        """A token drawn from the row after ``token_ids``, restricted to ``mask`` if there is one.
+        """Draw a token from the row after ``token_ids``, restricted to ``mask`` if there is one.
 
-        With a mask the log-weight gains its mass, the logarithm of the probability that the row gives
-        it; if that is none the particle is dead, and its program does not go on.
+        With a mask the log-weight gains its mass, the logarithm of the probability that the row gives it.
+        A mask of no mass kills the particle, and its program does not go on.
 
         Args:
             mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them.
@@ -127,8 +127,8 @@ class Execution:
 
         Raises:
             InvalidRequest: a temperature with a mask, one that is not above 0, a ``sample`` in another
-                task than the program's, or what ``AsyncLM.draw`` refuses; also ContextTooLong,
-                UnknownAdapter, EngineFailed, Closed, as there.
+                task than the program's, or what ``AsyncLM.draw`` refuses.
+            ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
         if check_float("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
@@ -189,23 +189,23 @@ class Execution:
 
     @question
     async def uniform(self) -> float:
-        """A number drawn uniformly from [0, 1).
+        """Draw a number uniformly from [0, 1).
 
         Raises:
-            InvalidRequest: it was awaited in another task than the program's.
+            InvalidRequest: awaited in another task than the program's.
         """
         return float(await self._chosen(("uniform",), lambda: float(self._rng.random())))
 
     @question
     async def choice(self, values: Sequence[T], *, log_weights: Weights | None = None) -> T:
-        """One of these, uniformly, or in proportion to the exponentials of ``log_weights``.
+        """Draw one of the values, uniformly, or in proportion to the exponentials of ``log_weights``.
 
-        So it draws from weights of your own, too: the sum of two rows, for example, with the values
-        ``range(vocab_size)`` and after ``observe`` of their ``logsumexp``.
+        With values ``range(vocab_size)`` this draws a token by weights of your own, such as the sum of
+        two rows; ``observe`` their ``logsumexp`` first.
 
         Raises:
             InvalidRequest: there is no value, or no order of them; there are not as many log-weights,
-                none is above -inf, one is NaN or +inf; it was awaited in another task than the program's.
+                none is above -inf, one is NaN or +inf; awaited in another task than the program's.
         """
         if isinstance(values, Mapping | Set) or not hasattr(values, "__getitem__"):
             raise InvalidRequest(
@@ -232,7 +232,8 @@ class Execution:
         return chosen
 
     def _is_replaying(self, asked: tuple[Any, ...]) -> bool:
-        """Whether this draw was made before. Raises InvalidRequest in another task than the program's."""
+        """Tell whether this draw was made before. Raises InvalidRequest in another task than the
+        program's."""
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
                 f"{asked[0]} was awaited in another task than the program's, as gather, wait_for and "
@@ -241,7 +242,7 @@ class Execution:
         return self._replayed < self._to_replay
 
     async def _point(self, asked: tuple[Any, ...], *, due: bool) -> None:
-        """Before a draw: wait for the next step if one is due here, or if the particle is dead."""
+        """Wait, before a draw, for the next step if one is due here, or if the particle is dead."""
         if not self._is_live:
             if asked != self._pause:
                 raise _changed(self._pause or asked, asked)
@@ -270,7 +271,8 @@ def _fingerprint(token_ids: TokenIds) -> int:
 
 
 def _shares(log_weights: Any, count: int) -> Floats:
-    """Return the probabilities of so many values. Raises InvalidRequest for what are no log-weights."""
+    """Return the probabilities of ``count`` values. Raises InvalidRequest if these are not their
+    log-weights."""
     try:
         weighed = checks.log_weights(log_weights)
     except InvalidRequest as error:
@@ -292,7 +294,7 @@ def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trace:
-    """A particle: the choices of one execution, and at most once that execution itself, to go on with."""
+    """A particle: the choices of one execution, and at most once that execution itself, to continue."""
 
     choices: tuple[_Choice, ...] = ()
     pause: tuple[Any, ...] | None = None
@@ -305,8 +307,8 @@ class _Trace:
 class Program:
     """A model that you write: an async function of an ``Execution``, which returns a value.
 
-    The module's docstring says what it stands for, and what it may do. A posterior is over the values,
-    which are to be hashable for that; ``token_ids`` and texts are those of all ``sample`` calls.
+    The module's docstring says what its target is, and what it may do. A posterior is over the values,
+    which have to be hashable for that; ``token_ids`` and texts are those of all ``sample`` calls.
     """
 
     def __init__(
@@ -314,7 +316,7 @@ class Program:
     ) -> None:
         """
         Raises:
-            InvalidRequest: the function is none; from the first step, it is no ``async def``.
+            InvalidRequest: ``function`` cannot be called; from the first step, it is no ``async def``.
         """
         if not callable(function):
             raise InvalidRequest(
@@ -333,25 +335,25 @@ class Program:
 
     @property
     def max_steps(self) -> None:
-        """Not known: a program ends when it returns."""
+        """``None``: a program ends when it returns."""
         return None
 
     def start(self) -> _Trace:
-        """An execution before its first line."""
+        """Return an execution before its first line."""
         return _Trace()
 
     def text(self, particle: _Trace) -> str:
-        """Return what the sampled tokens say, as UTF-8; a byte that is not shows as U+FFFD and its
-        number. Without a tokenizer that is ``""``."""
+        """Return what the sampled tokens say, as UTF-8; other bytes show as U+FFFD and their number.
+        Without a tokenizer it is ``""``."""
         vocabulary = token_bytes(self._lm)
         return decoded(b"".join(vocabulary[token_id] for token_id in particle.token_ids))
 
     def value(self, particle: _Trace) -> Any:
-        """What the program returned; ``None`` before it has."""
+        """Return what the program returned; ``None`` before its end."""
         return particle.value
 
     async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
-        """Every execution, all at once, to its next resampling point or to its end."""
+        """Run all executions at once, each to its next resampling point or to its end."""
         seeds = np.random.SeedSequence(seed).spawn(len(particles))
         growing = [
             asyncio.ensure_future(self._grown(particle, np.random.default_rng(each)))
@@ -405,14 +407,15 @@ class Program:
 
 
 class _Pause:
-    """Awaited by an execution that has to wait for its next step."""
+    """An awaitable that stops an execution until its next step."""
 
     def __await__(self) -> Generator[_Pause, None, None]:
         yield self
 
 
 class _UntilPause:
-    """Awaits a coroutine in the running task until it pauses or ends: ``(ended, what it returned)``."""
+    """An awaitable that runs a coroutine in the running task until it pauses or ends: ``(ended,
+    result)``."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine

@@ -12,12 +12,13 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A context in which ``step`` moves a bar on, by tqdm: in a notebook a widget, else on stderr.
+    """A context whose ``step`` moves a bar on, by tqdm: a widget in a notebook, else on stderr.
 
-    It ends full if all went well, and where it was after an error or an interrupt, red in a notebook.
+    The bar ends full if all went well. After an error or an interrupt it stays where it was, red in a
+    notebook.
 
     Raises:
-        ExtraNotInstalled: it is to be shown, and tqdm is missing.
+        ExtraNotInstalled: a bar is wanted, and tqdm is missing.
     """
 
     def __init__(self, name: str, total: int | None, *, shown: bool) -> None:
@@ -55,7 +56,7 @@ class Progress:
         self._bar.close()
 
     def step(self, **figures: object) -> None:
-        """One step more, after which these hold."""
+        """Move on by one step and show these figures."""
         if self._bar is not None:
             self._bar.set_postfix(figures, refresh=False)
             self._bar.update()

@@ -43,7 +43,7 @@ BAND = 2.0
 
 
 def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """N independent ancestors: the simplest, and the most random (Gordon et al. 1993).
+    """Draw N independent ancestors: the simplest scheme, and the most random (Gordon et al. 1993).
 
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
@@ -52,7 +52,7 @@ def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
 
 
 def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """One uniform in each of N equal strata of the cumulative weights (Kitagawa 1996).
+    """Draw one uniform in each of N equal strata of the cumulative weights (Kitagawa 1996).
 
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
@@ -61,7 +61,7 @@ def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
 
 
 def systematic(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """One uniform, shifted into each of N equal strata: an ancestor of normalised weight w has
+    """Draw one uniform and shift it into each of N equal strata: an ancestor of normalised weight w has
     ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005).
 
     Raises:
@@ -71,7 +71,8 @@ def systematic(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
 
 
 def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """``floor(N w)`` children for certain, the rest multinomial on the remainders (Liu & Chen 1998).
+    """Give ``floor(N w)`` children for certain, the rest multinomially by the remainders (Liu & Chen
+    1998).
 
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
@@ -87,9 +88,9 @@ def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
 
 
 def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, Floats]:
-    """Weights from half the mean to twice the mean stay as they are, and the others are resampled among
-    themselves, systematically, each child with their mean weight: less randomness than resampling all,
-    and fewer forks (Bolić, Djurić & Hong 2003).
+    """Keep weights from half the mean to twice the mean, and resample the others among themselves,
+    systematically, each child with their mean weight: less randomness than resampling all, and fewer
+    forks (Bolić, Djurić & Hong 2003).
 
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
@@ -104,7 +105,7 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
 
 
 def effective_sample_size(log_weights: Floats) -> float:
-    """``(sum w)^2 / sum w^2``, from 1 to N (Kong 1992); 0 if every weight is 0."""
+    """Return ``(sum w)^2 / sum w^2``, from 1 to N (Kong 1992); 0 if every weight is 0."""
     peak = log_weights.max()
     if peak == -math.inf:
         return 0.0
@@ -113,7 +114,7 @@ def effective_sample_size(log_weights: Floats) -> float:
 
 
 def log_mean_exp(log_weights: Floats) -> float:
-    """The logarithm of the mean weight: ``log_evidence``; -inf if every weight is 0."""
+    """Return the logarithm of the mean weight, which is ``log_evidence``; -inf if every weight is 0."""
     peak = log_weights.max()
     if peak == -math.inf:
         return -math.inf
@@ -121,7 +122,7 @@ def log_mean_exp(log_weights: Floats) -> float:
 
 
 def normalised(log_weights: Floats) -> Floats:
-    """Weights that sum to 1.
+    """Return weights that sum to 1.
 
     Raises:
         InvalidRequest: no weight is positive, or one is NaN or +inf.
@@ -137,16 +138,16 @@ def normalised(log_weights: Floats) -> Floats:
 
 
 def _expected(log_weights: Floats) -> Floats:
-    """How many of N children each index has in expectation, which is N times its normalised weight."""
+    """Return how many of N children each index has in expectation: N times its normalised weight."""
     return _whole(normalised(log_weights) * len(log_weights), log_weights)
 
 
 def _whole(counts: Floats, log_weights: Floats) -> Floats:
-    """Counts made of these weights, with those that are whole numbers but for rounding made whole.
+    """Return counts made of these weights, whole where only rounding keeps them from being whole.
 
-    A log-weight l is a float, so its weight has a relative error of about ``EPSILON * abs(l)`` however
-    it is computed, and exponentials, sums and products add a few units of ``EPSILON``. Without this 49
-    equal weights would expect 0.9999999999999998 children each, which is none for certain.
+    A log-weight l is a float, so its weight has a relative error of about ``EPSILON * abs(l)`` however it
+    is computed, and exponentials, sums and products add a few units of ``EPSILON``. Without this 49 equal
+    weights would expect 0.9999999999999998 children each, of which none is certain.
     """
     count = len(log_weights)
     error = 4 * EPSILON * (abs(float(log_weights.max())) + math.log2(count) + 4)
@@ -157,8 +158,8 @@ def _whole(counts: Floats, log_weights: Floats) -> Floats:
 
 
 def _by_strata(log_weights: Floats, uniforms: Floats | float) -> Ancestors:
-    """The indices at which the cumulative weights pass ``k + uniforms`` for k from 0 to N - 1, in units
-    of which all weights together are N."""
+    """Return the indices at which the cumulative weights, scaled to sum to N, pass ``k + uniforms`` for k
+    from 0 to N - 1."""
     count = len(log_weights)
     cumulative = np.cumsum(_expected(log_weights))
     cumulative = _whole(cumulative * (count / cumulative[-1]), log_weights)
@@ -169,7 +170,7 @@ def _by_strata(log_weights: Floats, uniforms: Floats | float) -> Ancestors:
 
 
 def _inverse(weights: Floats, uniforms: Floats) -> Ancestors:
-    """The indices at which the cumulative weights pass the uniforms, given in ascending order."""
+    """Return the indices at which the cumulative weights pass the uniforms, given in ascending order."""
     cumulative = np.cumsum(weights)
     # Of equal cumulative weights ``side="right"`` takes the first, so a weight of 0 is never taken;
     # rounding may bring a uniform up to 1, which would be past the end.

@@ -32,13 +32,13 @@ LINEAGES = 24
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
-    r"""Weighted texts, and how they came about: plain data, which needs the runtime no more.
+    r"""Weighted texts, and how they came about: plain data, which no longer needs the runtime.
 
-    ``print`` shows the posterior's table; Jupyter shows it with the curves of the weights, the
-    genealogy of the particles, and what the runtime did.
+    ``print`` shows the posterior's table; Jupyter shows it with the curves of the weights, the genealogy
+    of the particles, and what the runtime did.
 
     Attributes:
-        texts: the particles' bytes as UTF-8; dead ones as far as they got. A byte that is not UTF-8, as
+        texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
             of a character that was cut, is U+FFFD and its number, ``�\xf0``, so that texts are equal
             only if their bytes are.
         token_ids: the particles' generated tokens, without the end token.
@@ -48,9 +48,8 @@ class Result:
             has no estimate.
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
         chains: of Metropolis–Hastings, where each chain was, and how well they mixed.
-        statistics: what the runtime did from the beginning of ``run`` to its end, asked by whomever: it
-            counts what other programs asked meanwhile too. ``None`` from ``result``, and for a model
-            that has no runtime as ``lm``.
+        statistics: what the runtime did from the beginning of ``run`` to its end, for this run and any
+            other program. ``None`` from ``result``, and for a model that has no runtime as ``lm``.
     """
 
     texts: tuple[str, ...]
@@ -68,8 +67,7 @@ class Result:
     def ess(self) -> float:
         """The effective sample size; 0 if every particle died.
 
-        Of weighted particles it is Kong's, of chains the least by autocorrelation, as
-        ``ChainStatistics.ess``, and NaN where that is not known.
+        Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, NaN if unknown.
         """
         if not self._is_alive:
             return 0.0
@@ -92,11 +90,12 @@ class Result:
         return normalised(self.log_weights)
 
     def posterior(self, *, of: Callable[[Any], Any] | None = None) -> list[tuple[Any, float]]:
-        """The distinct values with their normalised weights, heaviest first; ``[]`` if all are dead.
+        """Return the distinct values with their normalised weights, heaviest first; ``[]`` if all are
+        dead.
 
         Args:
-            of: a function of a value, whose distribution is wanted instead: ``of=json.loads`` will not
-                do, what it returns is to be hashable, ``of=len`` will.
+            of: a function of a value, to return the distribution of what it returns, which has to be
+                hashable: ``of=len``.
 
         Raises:
             InvalidRequest: values that are not hashable: give ``of``.
@@ -115,10 +114,10 @@ class Result:
         return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
 
     def expectation(self, function: Callable[[Any], float]) -> float:
-        """The posterior mean of a function of the values; NaN if every particle died.
+        """Return the posterior mean of a function of the values; NaN if every particle died.
 
         Raises:
-            InvalidRequest: the function gives something that is no number.
+            InvalidRequest: the function returns something that is not a number.
         """
         mean = 0.0 if self._is_alive else math.nan
         for value, weight in zip(self.values, self.weights, strict=True):
@@ -146,8 +145,8 @@ class Result:
         return [self.values[index] for index in chosen]
 
     def diagnose(self, function: Callable[[Any], float]) -> Diagnosis:
-        """Return how well the chains mixed, as far as a function of their values shows: the effective
-        sample size of ``expectation(function)``, and R-hat.
+        """Return how well the chains mixed, as a function of their values shows it: the effective sample
+        size of ``expectation(function)``, and R-hat.
 
         Raises:
             InvalidRequest: the result has no chains, or the function gives something that is no number.
@@ -160,7 +159,8 @@ class Result:
         return diagnose(self.chains.values, function)
 
     def genealogy(self, *, lineages: int = LINEAGES) -> Genealogy:
-        """The family tree of the particles as a picture: which grew from which, with what they drew.
+        """Return the family tree of the particles as a picture: which grew from which, with what they
+        drew.
 
         Args:
             lineages: the most to show: survivors first, distinct texts before equal ones, and a sample
@@ -176,7 +176,7 @@ class Result:
         return Genealogy(self.infos, self._tokens, check_int("lineages", lineages, 1))
 
     def plot(self) -> Figure:
-        """The posterior as bars; ESS, log evidence and log-weights as curves, if there were steps.
+        """Draw the posterior as bars; ESS, log evidence and log-weights as curves, if there were steps.
 
         A notebook shows what is returned; ``result.plot().savefig("run.png")`` writes it to a file.
 
@@ -186,7 +186,7 @@ class Result:
         return plots.figure_of(self._summary())
 
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
-        """A row for each particle, or for each step.
+        """Return a table with a row for each particle, or for each step.
 
         Args:
             steps: the steps instead of the particles: whether resampled, how many distinct ancestors,
@@ -209,7 +209,7 @@ class Result:
         return rendering.text(self._summary(with_curves=False))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a terminal."""
+        """Show the result in a terminal's IPython."""
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""What a run did on its model's runtime, kept as plain data that outlives the runtime."""
+"""The work of a run on its model's runtime, as plain data that outlives the runtime."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["Counting", "drawn_tokens"]
 
 
 class Counting:
-    """Counts from when it is made; nothing for a model of the user's own that has no runtime."""
+    """A count of the runtime's work since it was made; of none if the model has no runtime."""
 
     def __init__(self, model: Any) -> None:
         self._lm = _runtime(model)
         self._before = None if self._lm is None else self._lm.statistics()
 
     def statistics(self) -> Statistics | None:
-        """What the runtime did since, for whomever; ``None`` without one."""
+        """Return what the runtime did since then, for any caller; ``None`` without a runtime."""
         if self._lm is None or self._before is None:
             return None
         return self._lm.statistics().since(self._before)
 
 
 def drawn_tokens(model: Any, infos: Iterable[Info]) -> dict[int, bytes]:
-    """The bytes of every token that was drawn, by its id; ``{}`` if the model has no runtime."""
+    """Return the bytes of every token that was drawn, by its id; ``{}`` if the model has no runtime."""
     lm = _runtime(model)
     if lm is None:
         return {}

@@ -53,8 +53,8 @@ class SMC:
                           constraint=regex(r"(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\\.", lm))
         result = await SMC(model, num_particles=64).run(seed=0)
 
-    or, step by step, ``async for state, info in smc.steps(smc.init(seed)): ...``. It holds no state of
-    a run, so one may run many times, at once and on several event loops.
+    or, step by step, ``async for state, info in smc.steps(smc.init(seed)): ...``. An SMC holds no state
+    of a run, so it may run many times, at once and on several event loops.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class SMC:
 
     @property
     def model(self) -> Model:
-        """What it runs."""
+        """The model that is run."""
         return self._model
 
     def init(self, seed: int) -> State:
-        """N particles that have drawn nothing, of weight 1.
+        """Return N particles that have drawn nothing, of weight 1.
 
         Raises:
             InvalidRequest: the seed is not an integer of at least 0.
@@ -116,7 +116,7 @@ class SMC:
         """Resample if it is due, then grow every particle that is alive and unfinished by one token.
 
         Cancelling it, or an error, leaves ``state`` as good as it was: step it again. A state that is
-        ``done`` comes back unchanged but for its step number, and nothing is asked.
+        ``done`` comes back with only its step number changed, and nothing is asked.
 
         Raises:
             GenrtError: whatever the model raised.
@@ -166,7 +166,8 @@ class SMC:
         on_step: Callable[[State, Info], None] | None = None,
         progress: bool = False,
     ) -> Result:
-        """All steps from ``init(seed)``. The same seed and rows give the same result.
+        """Make all steps from ``init(seed)`` and return the result. The same seed and rows give the same
+        one.
 
         If every particle dies, the result says so (log evidence -inf, ESS 0, an empty posterior).
 
@@ -197,8 +198,8 @@ class SMC:
         return blocking(self.run(seed, on_step=on_step, progress=progress))
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
-        """A state as a result, with the infos of the steps that led to it. Before the last step the texts
-        are prefixes, and the evidence is theirs."""
+        """Return a state as a result, with the infos of the steps that led to it. Before the last step
+        the texts are prefixes, and the evidence is theirs."""
         model = self._model
         return Result(
             texts=tuple(map(model.text, state.particles)),
@@ -224,7 +225,7 @@ class SMC:
         return state.ess < self._resample_when * self._num_particles
 
     def _resampled(self, rng: np.random.Generator, state: State) -> tuple[Ancestors, Floats]:
-        """The ancestors of the next particles, and their log-weights."""
+        """Return the ancestors of the next particles, and their log-weights."""
         count = len(state.log_weights)
         chosen = self._resample(rng, state.log_weights)
         try:
@@ -254,6 +255,6 @@ class SMC:
 
 
 def importance_sampling(model: Model, *, num_particles: int) -> SMC:
-    """SMC that never resamples: N independent particles, with weights that put right what drawing token
-    by token gets wrong (Kahn & Marshall 1953)."""
+    """Return an SMC that never resamples: N independent particles, whose weights correct for drawing
+    token by token (Kahn & Marshall 1953)."""
     return SMC(model, num_particles=num_particles, resample_when=0.0)

@@ -1,4 +1,4 @@
-"""Weighted particles between two steps, and what a step did."""
+"""Weighted particles between two steps, and a record of each step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class State:
 
     @property
     def log_evidence(self) -> float:
-        """log Z_hat so far: of the weights as they are, for the prefixes as they are."""
+        """log Z_hat so far: of the present weights, for the present prefixes."""
         return log_mean_exp(self.log_weights)
 
     @property
@@ -57,13 +57,13 @@ class State:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to extend."""
+        """True if nothing is left to extend."""
         return not self.unfinished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Info:
-    """What one step did.
+    """The record of one step.
 
     Attributes:
         step: its number, from 0.

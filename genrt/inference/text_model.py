@@ -82,7 +82,7 @@ class TextParticle:
 
     Attributes:
         generated: the text, without the prompt and without the end token.
-        constraint_state: where the constraint is after it, ``None`` without a constraint.
+        constraint_state: the constraint's state after it, ``None`` without a constraint.
         log_twist: what its log-weight has gained by a twist so far, to be taken off again.
     """
 
@@ -97,15 +97,15 @@ class TextParticle:
 
     @property
     def finished(self) -> bool:
-        """Whether what ends it was drawn, or ``max_tokens`` reached where that may be."""
+        """True once its end was drawn, or at ``max_tokens`` where a text may be cut."""
         return self.generated.finished
 
 
 class TextModel:
     """A language model's texts after a prompt, given a constraint, weighted by a potential.
 
-    It is immutable, so that many algorithms may run it at once. Equal prefixes share one row, one mask
-    and one judgement of a potential in every step.
+    Immutable, so that many algorithms may run it at once. Equal prefixes share one row, one mask and one
+    judgement of a potential in every step.
     """
 
     def __init__(
@@ -126,9 +126,10 @@ class TextModel:
         Args:
             prompt: a text, or token ids.
             max_tokens: the longest text, in tokens with its end token; at least 1.
-            stop: what ends a text, and is no part of it: ``END_TOKEN``, token ids, strings, or several of
-                these. ``None``: nothing but ``max_tokens``, or a constraint that lets nothing follow, as
-                where a text goes on after what is wanted. Strings go without a constraint alone.
+            stop: what ends a text and is no part of it: ``END_TOKEN``, token ids, strings, or several of
+                these. With ``None`` a text ends at ``max_tokens``, or where its constraint lets nothing
+                follow; this is for texts that go on after the part that is wanted. Strings cannot be
+                combined with a constraint.
             constraint: the texts that count; see ``genrt.constraints``.
             potential: log-weights of finished texts, in the target and in the evidence.
             twist: log-weights of prefixes, which guide resampling and leave the target as it is; the
@@ -220,7 +221,7 @@ class TextModel:
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that is asked, by name."""
+        """The name of the adapter that is asked."""
         return self._adapter
 
     @property
@@ -230,7 +231,7 @@ class TextModel:
 
     @property
     def ends(self) -> Ends:
-        """What ends a text."""
+        """The ways in which a text ends."""
         return self._ends
 
     @property
@@ -239,19 +240,19 @@ class TextModel:
         return self._max_tokens
 
     def start(self) -> TextParticle:
-        """The empty text."""
+        """Return the empty text."""
         return TextParticle(Text(), self._start)
 
     def text(self, particle: TextParticle) -> str:
-        """Return the text as UTF-8; a byte that is not shows as U+FFFD and its number."""
+        """Return the text as UTF-8; other bytes show as U+FFFD and their number."""
         return decoded(particle.generated.bytes)
 
     def value(self, particle: TextParticle) -> str:
-        """The text."""
+        """Return the text, as ``text`` does."""
         return self.text(particle)
 
     def extended(self, text: Text, token_id: int) -> Text:
-        """Return the text after one more token, which may end it; ``max_tokens`` may, too."""
+        """Return the text after one more token, which may end it, as ``max_tokens`` may."""
         if token_id in self._ends.token_ids:
             return Text(text.token_ids, text.bytes, finished=True)
         token_ids = (*text.token_ids, token_id)
@@ -265,7 +266,8 @@ class TextModel:
         return Text(token_ids, data, self._start is None and len(token_ids) >= self._max_tokens)
 
     async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
-        """One token for each: one question to the model for all of them, masks computed meanwhile."""
+        """Grow each text by one token, with one question to the model for all; masks are computed
+        meanwhile."""
         if (
             self._ends.never
             and self._start is not None
@@ -300,7 +302,8 @@ class TextModel:
         return _drawn(found, masked=masks is not None)
 
     async def _masks(self, particles: Sequence[TextParticle]) -> Tensor | None:
-        """What may follow each, packed, int32 ``[n, ceil(V / 32)]``; at the last token, the end alone."""
+        """Return the packed masks of what may follow, int32 ``[n, ceil(V / 32)]``; at the last token, the
+        end alone."""
         if self._start is None:
             return None
         masks = await abitmasks([cast("State", each.constraint_state) for each in particles])
@@ -318,7 +321,7 @@ class TextModel:
 
     @staticmethod
     def _bits(token_ids: Iterable[int], like: Tensor) -> Tensor:
-        """The packed mask of these tokens."""
+        """Return the packed mask of these tokens."""
         bits = np.zeros(len(like), np.uint32)
         for token_id in token_ids:
             bits[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -330,8 +333,8 @@ class TextModel:
         return sampling.truncate(rows, temperature=self._temperature)
 
     def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> list[Drawn]:
-        """Draws from tempered rows, which are laws of their own, with masses of their own; as
-        ``batch_draw`` would from the rows of such a model."""
+        """Draw from tempered rows, and take the masks' masses under these: as ``batch_draw`` would for a
+        model whose rows they are."""
         seeds = [(seed + place) % 2**63 for place in range(len(rows))]
         packed = None if masks is None else masks.view(torch.uint8).to(rows.device)
         found = sampling.draw(
@@ -356,7 +359,7 @@ class TextModel:
         )
 
     def _weights(self, particles: Sequence[TextParticle], rows: Tensor) -> Floats:
-        """``[n, V]``: the probabilities of the tokens, 0 where the constraint need not be asked."""
+        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint need not be asked."""
         weights: Floats = self._tempered(rows).cpu().double().exp().numpy()
         states = [cast("CheckedState", particle.constraint_state) for particle in particles]
         distinct = {id(state): state for state in states}
@@ -396,13 +399,14 @@ class TextModel:
         return grown
 
     def _is_complete(self, state: State) -> bool:
-        """Whether the constraint lets nothing follow, but for the end."""
+        """Tell whether the constraint lets nothing follow, except the end."""
         words = words_of(state)[0]
         end = self._bits([cast("int", self._eos_token_id)], torch.from_numpy(words)).numpy()
         return not (words & ~end).any()
 
     async def _settled(self, grown: Sequence[Growth]) -> list[Growth]:
-        """Where nothing ends a text: those that end here are finished if the constraint accepts them."""
+        """Finish, where no token or string ends a text, those that end here and that the constraint
+        accepts."""
         complete = await asyncio.to_thread(
             lambda: [
                 each.token_id != DEAD
@@ -427,7 +431,8 @@ class TextModel:
     async def _ended(
         self, particles: Sequence[TextParticle], log_weights: Sequence[float]
     ) -> list[Growth]:
-        """Each of these finished, with its log-weight; dead if the constraint does not accept it."""
+        """Return each of these finished, with its log-weight; dead if the constraint does not accept
+        it."""
         states = {id(each.constraint_state): each.constraint_state for each in particles}
         answers = await together([self._accepts(cast("State", each)) for each in states.values()])
         accepts = dict(zip(states, answers, strict=True))
@@ -450,7 +455,7 @@ class TextModel:
     async def _judged(
         self, particles: Sequence[TextParticle], grown: Sequence[Growth]
     ) -> list[Growth]:
-        """With what the potential says of texts that are finished now, and the twist of the others."""
+        """Weigh texts that are finished now by the potential, and the others by the twist."""
         twisted = [math.nan] * len(grown)
         for name, function, finished in (
             ("potential", self._potential, True),

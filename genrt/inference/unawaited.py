@@ -1,4 +1,4 @@
-"""What a program asked or returned without awaiting it: found, and told by name and line."""
+"""The questions and results that a program forgot to await: found, and reported by name and line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Asked(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has begun to await it."""
+        """True if nobody has begun to await it."""
         return inspect.getcoroutinestate(self.coroutine) == inspect.CORO_CREATED
 
 
 class Questions:
-    """Those of one execution that may still have to be awaited."""
+    """The questions of one execution that may still have to be awaited."""
 
     def __init__(self) -> None:
         self._asked: list[_Asked] = []
@@ -43,7 +43,8 @@ class Questions:
         self._asked.append(asked)
 
     def forgotten(self) -> InvalidRequest | None:
-        """The error for those that nobody has awaited, which nobody can await from now on."""
+        """Return the error for the questions that nobody has awaited, and close them; ``None`` if there
+        is none."""
         unawaited = [each for each in self._asked if each.is_open]
         self._asked.clear()
         for each in unawaited:
@@ -59,7 +60,7 @@ class Questions:
 
 
 class Asks(Protocol):
-    """What has questions."""
+    """A class with questions."""
 
     _questions: Questions
 
@@ -67,7 +68,7 @@ class Asks(Protocol):
 def question(
     method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
-    """The method, whose calls are remembered until they are awaited."""
+    """Wrap a method so that its calls are remembered until they are awaited."""
 
     @functools.wraps(method)
     def ask(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:

@@ -1,1 +1,1 @@
-"""What shows results: as text, HTML, SVG, for matplotlib and pandas."""
+"""Results shown: as text, HTML and SVG, for matplotlib and pandas."""

@@ -27,7 +27,7 @@ MOST_POINTS = 400
 
 
 class _Curve(NamedTuple):
-    """``y`` over the steps; dashed, or faint, if it is not what the chart is about."""
+    """A line over the steps; dashed or faint if the chart is not about it."""
 
     y: Floats
     colour: str
@@ -35,7 +35,7 @@ class _Curve(NamedTuple):
 
 
 def charts(curves: Curves, *, particles: int) -> list[str]:
-    """An SVG for each of ESS, log evidence and weights."""
+    """Draw ESS, log evidence and weights, as one SVG each."""
     alive = curves.alive.astype(np.float64)
     dashed, faint = 'stroke-dasharray="3 3"', 'stroke-opacity="0.45"'
     return [
@@ -126,7 +126,7 @@ def _limits(lines: Iterable[Floats]) -> tuple[float, float]:
 
 
 def _paths(steps: Floats, y: Floats, x_of: Scale, y_of: Scale) -> list[str]:
-    """One for each stretch of finite values; a single one as a dot of its own."""
+    """Return a path for each stretch of finite values; a single value is a dot."""
     found = []
     finite = np.isfinite(y)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], finite, [False]])))
@@ -140,7 +140,7 @@ def _paths(steps: Floats, y: Floats, x_of: Scale, y_of: Scale) -> list[str]:
 
 
 def thinned(y: Floats) -> NDArray[np.int64]:
-    """The places of at most ``MOST_POINTS`` points through which a curve looks the same."""
+    """Return the places of at most ``MOST_POINTS`` points through which a curve looks the same."""
     if len(y) <= MOST_POINTS:
         return np.arange(len(y))
     stretches = np.array_split(np.arange(len(y)), MOST_POINTS // 2 - 1)

@@ -67,9 +67,10 @@ class _Columns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Genealogy:
-    """Which particle grew from which, in which steps there was resampling, and what the lineages said.
+    """The family tree of the particles: which grew from which, which steps resampled, what the lineages
+    said.
 
-    Jupyter shows it; ``svg`` is a document of its own, ``save`` writes it to a file.
+    Jupyter shows it; ``svg`` is a document that stands alone, ``save`` writes it to a file.
     """
 
     infos: tuple[Info, ...]
@@ -83,7 +84,7 @@ class Genealogy:
 
     @property
     def svg(self) -> str:
-        """A document of its own, dark on white."""
+        """The picture as a document that stands alone, dark on white."""
         return self._drawn(standalone=True)
 
     def save(self, path: str | Path) -> None:
@@ -109,7 +110,7 @@ class Genealogy:
         return self.svg
 
     def _repr_html_(self) -> str:
-        """In the colours of the page around it, to be scrolled if it is wide."""
+        """Return the picture in the colours of the page around it, scrolled if it is wide."""
         return f'<div style="overflow-x:auto">{self._drawn(standalone=False)}</div>'
 
     def _drawn(self, *, standalone: bool) -> str:
@@ -159,7 +160,7 @@ def _columns(infos: Sequence[Info], tree: Tree, tokens: Mapping[int, bytes]) -> 
 
 
 def _axis(infos: Sequence[Info], columns: _Columns, bottom: float) -> list[str]:
-    """The numbers of the steps, and a line for each resampling."""
+    """Draw the numbers of the steps, and a line for each resampling."""
     parts, free = [], 0.0
     particles = len(infos[0].ancestors)
     for place, (info, left, right) in enumerate(zip(infos, *columns, strict=True)):
@@ -243,7 +244,7 @@ def _branch(
 
 
 def _joint(began: tuple[float, float], left: float, y: float) -> str:
-    """From where the parent ends to where the branch is in its own row."""
+    """Draw the line from the end of the parent to the branch's own row."""
     x, above = began
     if above == y:
         return f"M{x:.1f} {y:.1f}"
@@ -252,9 +253,13 @@ def _joint(began: tuple[float, float], left: float, y: float) -> str:
 
 
 def _over(branches: Sequence[Branch], index: int, *, is_over: bool) -> int | None:
-    """The step in which the text of a branch ended, if it did, in this branch or before: no token is
-    drawn after it, in its children neither, or the whole run ``is_over``. Nor is one by a particle that
-    dies, which is something else."""
+    """Return the step in which the text of a branch ended, here or in an earlier branch; ``None`` if it
+    goes on.
+
+    A text has ended if no token is drawn after it: not here, not in the children, or the whole run
+    ``is_over``. The last step of a particle that died does not count: it drew no token for another
+    reason.
+    """
     branch = branches[index]
     token_ids = branch.token_ids[: -1 if branch.end == "died" else None]
     if not token_ids:
@@ -298,7 +303,7 @@ def _share(share: float) -> str:
 
 
 def _tokens(branch: Branch, columns: _Columns, y: float, tokens: Mapping[int, bytes]) -> str:
-    """The tokens above the line: each in its column, or, where these are narrow, in one run."""
+    """Draw the tokens above the line: each in its column, or in one run where columns are narrow."""
     opening = (
         f'<text y="{y - 6:.1f}" fill="currentColor" font-family="{FONT}" font-size="{SIZE}" '
         'xml:space="preserve" style="white-space:pre"'

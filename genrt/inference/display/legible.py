@@ -35,14 +35,16 @@ LONGEST = 20_000
 
 
 def printable(text: str) -> str:
-    """One line: whatever is not printable, marks of direction included, as Python would escape it."""
+    """Return the text in one line, with every unprintable character, marks of direction included, escaped
+    as by Python."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def width(text: str) -> int:
-    """How many columns it takes in a font of fixed width: two for a wide character, none for a mark."""
+    """Return how many columns the text takes in a font of fixed width: two for a wide character, none for
+    a mark."""
     if text.isascii():
         return len(text)
     return sum(
@@ -52,7 +54,8 @@ def width(text: str) -> int:
 
 
 def abbreviated(text: str, columns: int, *, tail: float = 0.25) -> str:
-    """It, or its beginning and end, with ``tail`` of the columns for the end, around an ellipsis."""
+    """Return the text, or its beginning and end around an ellipsis, with ``tail`` of the columns for the
+    end."""
     if width(text) <= columns and len(text) <= 4 * columns:
         return text
     last = int(tail * (columns - 1))
@@ -61,7 +64,7 @@ def abbreviated(text: str, columns: int, *, tail: float = 0.25) -> str:
 
 
 def _fitting(text: str, columns: int) -> str:
-    """The longest prefix of at most so many columns, and four characters for each."""
+    """Return the longest prefix of at most this many columns, and at most four characters for each."""
     taken = 0
     for place, character in enumerate(text[: 4 * columns]):
         taken += width(character)
@@ -71,7 +74,8 @@ def _fitting(text: str, columns: int) -> str:
 
 
 def label(value: Any) -> str:
-    """A value in one printable line: a text as it is, anything else as Python writes it. Never empty."""
+    """Return a value in one printable line, never empty: a text as it is, anything else as Python writes
+    it."""
     if not isinstance(value, str):
         try:
             value = repr(value)
@@ -83,12 +87,12 @@ def label(value: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """For the content of an element of HTML or XML; the text is printable."""
+    """Escape a printable text for the content of an element of HTML or XML."""
     return html.escape(text, quote=False)
 
 
 def escaped_attribute(text: str, *, most: int) -> str:
-    """For an attribute between double quotes, of at most ``most`` bytes; the text is printable."""
+    """Escape a printable text for an attribute between double quotes, in at most ``most`` bytes."""
     whole = html.escape(text)
     if len(whole.encode(errors="replace")) <= most:
         return whole
@@ -102,24 +106,24 @@ def escaped_attribute(text: str, *, most: int) -> str:
 
 
 def fixed(value: float, *, digits: int = 3) -> str:
-    """Return a number with so many digits after the point, or with an exponent if it is enormous."""
+    """Format a number with this many digits after the point, or with an exponent if it is enormous."""
     return f"{value:.6g}" if 1e9 <= abs(value) < math.inf else f"{value:.{digits}f}"
 
 
 def number(value: float, *, digits: int = 3) -> str:
-    """A number for people: a real minus sign, infinity as a sign, NaN as a dash."""
+    """Format a number for people: a real minus sign, infinity as a sign, NaN as a dash."""
     if value != value:
         return "\N{EN DASH}"
     return fixed(value, digits=digits).replace("inf", "\N{INFINITY}").replace("-", MINUS)
 
 
 def count_of(count: int, noun: str) -> str:
-    """``1 particle``, ``2 particles``."""
+    """Return ``1 particle``, ``2 particles``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def token_label(token_id: int, tokens: Mapping[int, bytes]) -> str:
-    """What a token says: its text, its bytes if they are none, its number if it says nothing."""
+    """Return a token's text, its bytes if they are no text, its number if it has none."""
     spelled = tokens.get(token_id, b"")
     if not spelled:
         return f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{token_id}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
@@ -131,7 +135,7 @@ def token_label(token_id: int, tokens: Mapping[int, bytes]) -> str:
 
 
 def said(token_ids: Sequence[int], tokens: Mapping[int, bytes]) -> str:
-    """What tokens say together, printable; those that are not known as their numbers."""
+    """Return what tokens say together, printable; unknown tokens as their numbers."""
     parts: list[str] = []
     known = bytearray()
     for token_id in token_ids:

@@ -73,9 +73,9 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Branches, each after the one it grew from, and how much is not shown.
+    """Branches, each after the one it grew from.
 
-    ``shown[end]`` of ``total[end]`` lineages that end so are there.
+    Of the ``total[end]`` lineages that end in each way, ``shown[end]`` are among the branches.
     """
 
     branches: tuple[Branch, ...]
@@ -85,8 +85,8 @@ class Tree:
 
 
 def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
-    """At most so many lineages: survivors first, of distinct texts before equal ones, the heaviest first;
-    of those that ended an even sample over the steps."""
+    """Return at most this many lineages: survivors first, distinct texts before equal ones, the heaviest
+    first; of the others an even sample over the steps."""
     leaves = _leaves(infos)
     chosen = _chosen(leaves, _ranked(infos, leaves["survived"]), lineages)
     children: defaultdict[_Node | None, list[_Node]] = defaultdict(list)
@@ -104,7 +104,7 @@ def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
 
 
 def _leaves(infos: Sequence[Info]) -> dict[End, Nodes]:
-    """All there are, in the order of their steps."""
+    """Return all leaves by how they end, in the order of their steps."""
     found: dict[End, list[Nodes]] = {"survived": [], "died": [], "dropped": []}
     for step, info in enumerate(infos):
         alive = info.log_weights > -math.inf
@@ -121,7 +121,8 @@ def _leaves(infos: Sequence[Info]) -> dict[End, Nodes]:
 
 
 def _ranked(infos: Sequence[Info], survivors: Nodes) -> Nodes:
-    """Heaviest first, but the second of equal texts after all the first ones, and so on."""
+    """Sort survivors by weight, heaviest first, but every text's second copy after all first ones, and so
+    on."""
     hashes = np.zeros(len(infos[0].ancestors), dtype=np.uint64)
     for info in infos:
         parents = hashes[info.ancestors]
@@ -158,14 +159,14 @@ def _chosen(leaves: dict[End, Nodes], ranked: Nodes, lineages: int) -> dict[End,
 
 
 def _spread(nodes: Nodes, count: int) -> Nodes:
-    """So many of them, evenly."""
+    """Return this many of the nodes, evenly spread."""
     return nodes[((np.arange(count) + 0.5) * len(nodes) / max(count, 1)).astype(np.int64)]
 
 
 def _trace(
     infos: Sequence[Info], node: _Node, children: defaultdict[_Node | None, list[_Node]]
 ) -> None:
-    """Add the path that leads to this node, as far back as it is not there yet."""
+    """Add the path that leads to this node, back to where it is known already."""
     while True:
         step, particle = node
         parent = _Node(step - 1, int(infos[step].ancestors[particle])) if step else None
@@ -177,7 +178,7 @@ def _trace(
 
 
 def _shares(infos: Sequence[Info]) -> list[Floats]:
-    """For every step ``[N]``: the posterior weight of what descends from each particle."""
+    """Return for every step ``[N]`` the posterior weight of all that descends from each particle."""
     log_weights = infos[-1].log_weights
     peak = log_weights.max()
     share = np.zeros(len(log_weights))
@@ -198,7 +199,7 @@ def _branches(
     ends: dict[_Node, End],
     shares: list[Floats],
 ) -> tuple[Branch, ...]:
-    """Depth first, heavier children before lighter ones, so that no two branches cross."""
+    """Place the branches depth first, heavier children before lighter ones, so that no two cross."""
 
     def lightest_first(nodes: list[_Node]) -> list[_Node]:
         return sorted(nodes, key=lambda node: (shares[node.step][node.particle], -node.particle))
@@ -234,7 +235,7 @@ def _branches(
 
 
 def lineage(branches: Sequence[Branch], index: int) -> tuple[int, ...]:
-    """The tokens from the beginning to the end of a branch."""
+    """Return the tokens from the beginning of the run to the end of a branch."""
     parts: list[tuple[int, ...]] = []
     place: int | None = index
     while place is not None:

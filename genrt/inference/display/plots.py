@@ -28,7 +28,8 @@ LABEL = 48
 
 
 def figure_of(summary: Summary) -> Figure:
-    """The posterior as bars and, if there were steps, the curves of ESS, log evidence and log-weights.
+    """Draw the posterior as bars and, if there were steps, the curves of ESS, log evidence and
+    log-weights.
 
     Raises:
         ExtraNotInstalled: matplotlib is missing.
@@ -113,7 +114,7 @@ def _draw_posterior(axes: Axes, summary: Summary) -> None:
 
 
 def _drawable(text: str) -> str:
-    """With U+FFFD for the characters that the reader's font does not have."""
+    """Put U+FFFD for the characters that the reader's font does not have."""
     from matplotlib import font_manager
 
     font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
@@ -127,7 +128,7 @@ def particles_frame(
     log_weights: Floats,
     weights: Floats,
 ) -> DataFrame:
-    """One row a particle.
+    """Return a table with one row a particle.
 
     Raises:
         ExtraNotInstalled: pandas is missing.
@@ -149,13 +150,13 @@ def particles_frame(
 
 
 def _dtype(values: Sequence[Any]) -> type | None:
-    """pandas's own choice for numbers and truth values, so that they can be counted with."""
+    """Leave numbers and truth values to pandas's own choice, so that they can be counted with."""
     kinds = {type(value) for value in values}
     return None if kinds and kinds <= {bool, int, float} else object
 
 
 def steps_frame(infos: Sequence[Info], curves: Curves | None) -> DataFrame:
-    """One row a step.
+    """Return a table with one row a step.
 
     Raises:
         InvalidRequest: there are no steps.

@@ -59,7 +59,7 @@ STYLE = f"""
 
 
 def one_line(summary: Summary) -> str:
-    """For ``repr``: the figures, and the heaviest value."""
+    """Return the figures and the heaviest value, for ``repr``."""
     parts = [count_of(summary.particles, "particle"), f"{summary.alive:,} alive"]
     if summary.steps:
         parts.append(count_of(summary.steps, "step"))
@@ -75,7 +75,7 @@ def one_line(summary: Summary) -> str:
 
 
 def text(summary: Summary) -> str:
-    """For ``print``: the figures, and the posterior's table."""
+    """Return the figures and the posterior's table, for ``print``."""
     figures = list(_figures(summary))
     name_width = max(len(name) for name, _, _ in figures)
     figure_width = max(len(figure) for _, figure, _ in figures)
@@ -96,7 +96,7 @@ def text(summary: Summary) -> str:
 
 
 def html(summary: Summary, genealogy: Genealogy | None) -> str:
-    """For Jupyter."""
+    """Return everything as a piece of HTML, for Jupyter."""
     parts = [
         '<div class="genrt">',
         f"<style>{STYLE}</style>",
@@ -128,7 +128,7 @@ def html(summary: Summary, genealogy: Genealogy | None) -> str:
 
 
 def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
-    """Name, figure, note."""
+    """Yield name, figure and note."""
     alive = ""
     if summary.alive < summary.particles:
         what = "of them alive" if summary.steps else "of positive weight"

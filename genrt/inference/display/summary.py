@@ -1,4 +1,4 @@
-"""What is worth seeing of weighted values: the heaviest of them, and how their weights came about."""
+"""Weighted values in short: the heaviest of them, and how their weights came about."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ BAND = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A distinct value in one printable line, its normalised weight, and how many particles have it."""
+    """A distinct value as one printable line, with its normalised weight and the number of its
+    particles."""
 
     label: str
     weight: float
@@ -36,17 +37,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
-    """What became of the weights, step by step: arrays ``[steps]``.
+    """How the weights developed, step by step: arrays ``[steps]``.
 
     Attributes:
         steps: the numbers of the steps.
         resampled: whether the step began by resampling.
-        ess: the effective sample size.
-        log_evidence: log Z_hat.
         alive: how many particles have a positive weight.
         band: float64 ``[3, steps]``, the quantiles ``BAND`` of the living particles' log-weights, less
             the logarithm of the mean over all; NaN where none is alive.
-        heaviest: likewise, of the heaviest particle.
+        heaviest: the heaviest particle's log-weight, less the same.
     """
 
     steps: NDArray[np.int64]
@@ -65,16 +64,16 @@ class Summary:
     Attributes:
         particles: how many there are, dead ones included.
         alive: how many have a positive weight.
-        ess: the effective sample size; NaN where it is not known.
+        ess: the effective sample size; NaN if unknown.
         log_evidence: log Z_hat; NaN without an estimate.
-        entries: the heaviest distinct values, of any that weigh something.
-        others: how many distinct values more there are.
+        entries: the heaviest distinct values of positive weight.
+        others: how many more distinct values there are.
         others_weight: what these weigh together.
         steps: how many there were; 0 from algorithms without particles that grow.
         resampled: how many of them began by resampling.
-        curves: ``None`` without steps, or if they were not asked for.
-        statistics: what the runtime did; ``None`` if that is not known.
-        chains: how chains mixed, where there are some.
+        curves: ``None`` without steps, or if not asked for.
+        statistics: what the runtime did; ``None`` if unknown.
+        chains: how chains mixed, if there are some.
     """
 
     particles: int
@@ -101,8 +100,8 @@ def summarised(
     *,
     with_curves: bool,
 ) -> Summary:
-    """A result in short, which is cheap without the curves. Values that cannot be hashed are told apart
-    by how Python writes them."""
+    """Summarise a result, cheaply without the curves. Values that cannot be hashed are told apart by how
+    Python writes them."""
     alive = int((log_weights > -math.inf).sum())
     ess = 0.0
     if alive:
@@ -145,7 +144,8 @@ def _curves(infos: Sequence[Info]) -> Curves:
 
 
 def _relative(log_weights: Floats) -> Floats:
-    """The quantiles of the living, and the heaviest, over the mean of all."""
+    """Return the log-weights' quantiles over the living and the largest, less the log of the mean over
+    all."""
     alive = log_weights[log_weights > -math.inf]
     if not len(alive):
         return np.full(len(BAND) + 1, math.nan)
