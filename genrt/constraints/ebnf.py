@@ -10,8 +10,6 @@ import re
 
 from genrt.errors import InvalidConstraint
 
-__all__ = ["lark_of_ebnf"]
-
 _PARTS = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
     |(?P<rule>[A-Za-z_][\w-]*)(?:\s|\#[^\n]*\n)*::=

@@ -6,8 +6,6 @@ dates have a 29 February in every year, and its times a 60th second in every min
 
 from __future__ import annotations
 
-__all__ = ["FORMATS", "LONGEST"]
-
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # datetime knows no year 0
 _BY_FOUR = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_BY_FOUR}|{_BY_FOUR}00)"

@@ -31,8 +31,6 @@ from genrt.errors import InvalidConstraint
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
-__all__ = ["GrammarState", "grammar", "json_schema", "regex"]
-
 
 def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     r"""The texts that ``pattern`` matches from their first to their last character.

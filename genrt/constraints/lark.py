@@ -8,17 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-__all__ = [
-    "MOST_GROUPS",
-    "Grammar",
-    "Item",
-    "NotLarkError",
-    "Option",
-    "Token",
-    "grammar_of",
-    "tokens_of",
-]
-
 # llguidance's lexer, which takes the longest match: a comment before a regex, a rule before an operator.
 _PARTS = re.compile(
     r"""(?P<space>[ \t]+|(?:\#|//)[^\n]*)

@@ -16,8 +16,6 @@ from genrt.constraints.protocols import CheckedState, ConstraintState, State, is
 from genrt.constraints.tokens import Words, packed, unpacked, words_of
 from genrt.errors import InvalidRequest
 
-__all__ = ["abitmasks", "amasks", "bitmasks", "masks"]
-
 
 def masks(states: Sequence[ConstraintState]) -> Tensor:
     """Bool ``[len(states), vocab_size]``, on the CPU: each state's ``mask``, computed in parallel.

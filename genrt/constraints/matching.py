@@ -11,15 +11,6 @@ import numpy as np
 from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint
 
-__all__ = [
-    "brief",
-    "checked_pattern",
-    "matches_nothing",
-    "may_begin",
-    "new_matcher",
-    "new_tokenizer",
-]
-
 _LONGEST_TOKEN = 1024
 """Bytes; llguidance aborts on a vocabulary with longer ones."""
 

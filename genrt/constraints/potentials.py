@@ -23,8 +23,6 @@ from genrt.tokens.texts import Potential, Text
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
-__all__ = ["potential"]
-
 
 def potential(
     constraint: Constraint, *, lm: AsyncLM | None = None, cache_size: int = 1024

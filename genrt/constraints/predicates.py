@@ -22,8 +22,6 @@ from genrt.tokens.texts import Predicate, Text
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
-__all__ = ["PredicateState", "predicate"]
-
 
 def predicate(
     function: Predicate, lm: AsyncLM, *, name: str | None = None, max_concurrent: int = 64

@@ -25,8 +25,6 @@ from genrt.constraints.lark import (
 from genrt.constraints.matching import checked_pattern, matches_nothing
 from genrt.errors import InvalidConstraint
 
-__all__ = ["productive"]
-
 _NOTHING = r"/[^\s\S]/"
 _MOST_PARTS = 200_000
 _MOST_LEVELS = 1_000  # llguidance's stack overflows, which ends the process, at some 2,500

@@ -22,8 +22,6 @@ from genrt.constraints.protocols import (
 from genrt.constraints.tokens import Children, Tokens, Words, checked_token_id, unpacked, words_of
 from genrt.errors import InvalidConstraint
 
-__all__ = ["CheckedProduct", "MaskedProduct", "all_of"]
-
 
 @overload
 def all_of(*constraints: MaskedConstraint) -> MaskedConstraint: ...

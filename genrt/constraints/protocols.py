@@ -9,15 +9,6 @@ from torch import Tensor
 
 from genrt.errors import InvalidConstraint
 
-__all__ = [
-    "CheckedState",
-    "Constraint",
-    "ConstraintState",
-    "MaskedConstraint",
-    "State",
-    "checked_constraint",
-]
-
 
 @runtime_checkable
 class ConstraintState(Protocol):

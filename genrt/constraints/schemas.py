@@ -21,8 +21,6 @@ from genrt.constraints.intervals import BOUNDS, mend_bounds
 from genrt.constraints.matching import checked_pattern, may_begin
 from genrt.errors import InvalidConstraint
 
-__all__ = ["schema_text"]
-
 Schema: TypeAlias = dict[str, Any]
 
 _MOST_ITEMS = 10_000

@@ -18,8 +18,6 @@ from genrt.errors import InvalidConstraint
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
-__all__ = ["strings"]
-
 
 def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
     """Exactly these texts: any number, in any order, one a prefix of another, the empty one too.

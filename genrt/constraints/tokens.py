@@ -20,18 +20,6 @@ from genrt.tokens.vocabulary import special_token_ids
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
-__all__ = [
-    "Children",
-    "Masked",
-    "PackedState",
-    "Tokens",
-    "Words",
-    "checked_token_id",
-    "is_packed",
-    "packed",
-    "unpacked",
-    "words_of",
-]
 
 # Masks are made with NumPy: torch would start its own team of threads in every thread that asks.
 Words: TypeAlias = NDArray[np.int32]

@@ -32,8 +32,6 @@ import numpy as np
 from genrt.inference.model import DEAD
 from genrt.inference.resampling import Floats
 
-__all__ = ["draw"]
-
 STEP = 0.25
 """In the logarithm of u. The integrand is analytic within pi of the real line, so that the trapezium
 rule's error is about exp(-2 pi^2 / STEP): far below the precision of a float."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
-from genrt.inference.blocking import blocking
+from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
@@ -33,8 +33,6 @@ from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
 from genrt.tokens.texts import Potential, Text, decoded
-
-__all__ = ["BestOfN", "Drawn", "Kept", "Ranked", "Rejection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +175,9 @@ class Rejection:
                     on_step(state, batch)
         return replace(self.result(state), statistics=counting.statistics())
 
-    def run_sync(
-        self,
-        seed: int,
-        *,
-        on_step: Callable[[Kept, tuple[Drawn, ...]], None] | None = None,
-        progress: bool = False,
-    ) -> Result:
-        """``run``, blocking, from a script or anywhere else; ``on_step`` is called in another thread. An
-        interrupt cancels it."""
-        return blocking(self.run(seed, on_step=on_step, progress=progress))
+    run_sync = blocking_twin(run)
+    """``run`` from a script or anywhere else: it blocks until the end, and calls ``on_step`` in another
+    thread. An interrupt cancels it."""
 
     def result(self, state: Kept) -> Result:
         """Return what was kept so far, and the estimate of the evidence."""
@@ -282,9 +273,8 @@ class BestOfN:
         state, _ = await self.step(self.init(seed))
         return replace(self.result(state), statistics=counting.statistics())
 
-    def run_sync(self, seed: int) -> Result:
-        """``run``, blocking, from a script or anywhere else. An interrupt cancels it."""
-        return blocking(self.run(seed))
+    run_sync = blocking_twin(run)
+    """``run`` from a script or anywhere else: it blocks until the end. An interrupt cancels it."""
 
     def result(self, state: Ranked) -> Result:
         """Return all texts so far, of which the best alone has a weight."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-__all__ = ["blocking"]
-
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 SIGNAL_SECONDS = 0.05
@@ -35,6 +36,18 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         run.cancel()
         raise
     return run.outcome.result()
+
+
+def blocking_twin(
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[S, P], T]:
+    """Return a method that blocks until this one has ended, as ``blocking`` does."""
+
+    @functools.wraps(method)
+    def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return blocking(method(self, *args, **kwargs))
+
+    return twin
 
 
 class _Run(Generic[T]):

@@ -17,19 +17,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import is_truth_value
 from genrt.questions.token_ids import advice_for, host_array, id_words
 
-__all__ = [
-    "adapter_name",
-    "constraint_start",
-    "frozen",
-    "log_weight",
-    "log_weights",
-    "prompt_ids",
-    "runtime",
-    "seeds_of_step",
-    "state_of",
-    "token_bytes",
-]
-
+A = TypeVar("A", bound=NDArray[Any])
 S = TypeVar("S")
 
 
@@ -151,7 +139,7 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
     return start
 
 
-def frozen(array: NDArray[np.generic]) -> Any:
+def frozen(array: A) -> A:
     """Make an array read-only, and return it."""
     array.flags.writeable = False
     return array

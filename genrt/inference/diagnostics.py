@@ -44,8 +44,6 @@ from genrt.errors import InvalidRequest
 from genrt.inference.display.legible import label
 from genrt.inference.resampling import Floats
 
-__all__ = ["ChainStatistics", "Diagnosis", "chain_statistics", "diagnose", "diagnosed", "key_of"]
-
 INDICATED = 10
 """Of so many of the commonest values it is diagnosed how often chains are at them."""
 

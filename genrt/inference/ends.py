@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeAlias
 from genrt.errors import InvalidRequest
 from genrt.tokens.vocabulary import checked_utf8
 
-__all__ = ["END_TOKEN", "EndToken", "Ends", "Stop", "ends_of"]
-
 
 class EndToken(Enum):
     """The type of ``END_TOKEN``."""

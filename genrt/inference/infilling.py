@@ -23,8 +23,6 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_int
 from genrt.tokens.texts import decoded
 
-__all__ = ["infilling"]
-
 
 def infilling(
     lm: AsyncLM,
@@ -78,10 +76,10 @@ def infilling(
                 going = float(torch.logsumexp(row[mask].double(), dim=0))
             weights = [ending if may_end else -math.inf, going]
             if ending > twist or twist == 0.0:
-                foreseen = max(ending, twist) if twist else ending
-                if foreseen > -math.inf:
-                    p.observe(foreseen - twist)
-                    twist = foreseen
+                highest = max(ending, twist) if twist else ending
+                if highest > -math.inf:
+                    p.observe(highest - twist)
+                    twist = highest
             total = max(weights)
             if total > -math.inf:
                 total += math.log(sum(math.exp(each - total) for each in weights))

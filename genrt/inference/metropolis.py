@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.blocking import blocking
+from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.diagnostics import chain_statistics
 from genrt.inference.model import Growth, Model, checked_model, grown
@@ -41,8 +41,6 @@ from genrt.inference.progress import Progress
 from genrt.inference.result import Result
 from genrt.inference.runtime import Counting
 from genrt.numbers import check_int
-
-__all__ = ["Chain", "Chains", "MetropolisHastings", "Moves"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,31 +161,23 @@ class MetropolisHastings:
         rng, seeds = np.random.default_rng(own), np.random.SeedSequence(models)
         if state.step == 0:
             return await self._begun(state, seeds)
-        here = [chain for chain in state.chains if chain is not None]
+        chains = list(state.chains)
+        places = [place for place, chain in enumerate(chains) if chain is not None]
+        here = [chain for chain in chains if chain is not None]
         cuts = np.array([rng.integers(len(chain.growths)) for chain in here], dtype=np.int64)
         thresholds = np.log1p(-rng.random(len(here)))
         prefixes = [chain.growths[:cut] for chain, cut in zip(here, cuts, strict=True)]
         moved = await self._finished(prefixes, seeds)
-        ratios = np.array(
-            [
-                _log_ratio(chain, new, int(cut))
-                for chain, new, cut in zip(here, moved, cuts, strict=True)
-            ]
-        )
+        ratios = np.array(list(map(_log_ratio, here, moved, cuts)))
         taken = thresholds <= ratios
-        after = iter(
-            [
-                Chain(new) if accepted else chain
-                for chain, new, accepted in zip(here, moved, taken, strict=True)
-            ]
-        )
-        chains = tuple(None if chain is None else next(after) for chain in state.chains)
-        alive = np.array([chain is not None for chain in state.chains])
-        return Chains(chains, state.step + 1, state.seed), Moves(
+        for place, new, accepted in zip(places, moved, taken, strict=True):
+            if accepted:
+                chains[place] = Chain(new)
+        return Chains(tuple(chains), state.step + 1, state.seed), Moves(
             step=state.step,
-            cuts=frozen(_spread(cuts, alive, 0)),
-            accepted=frozen(_spread(taken, alive, False)),
-            log_ratios=frozen(_spread(ratios, alive, -math.inf)),
+            cuts=_spread(cuts, places, len(chains), 0),
+            accepted=_spread(taken, places, len(chains), False),
+            log_ratios=_spread(ratios, places, len(chains), -math.inf),
         )
 
     async def steps(self, state: Chains) -> AsyncIterator[tuple[Chains, Moves]]:
@@ -224,16 +214,9 @@ class MetropolisHastings:
                     on_step(state, moves)
         return replace(self._result(visits, counted), statistics=counting.statistics())
 
-    def run_sync(
-        self,
-        seed: int,
-        *,
-        on_step: Callable[[Chains, Moves], None] | None = None,
-        progress: bool = False,
-    ) -> Result:
-        """``run``, blocking, from a script or anywhere else; ``on_step`` is called in another thread. An
-        interrupt cancels it."""
-        return blocking(self.run(seed, on_step=on_step, progress=progress))
+    run_sync = blocking_twin(run)
+    """``run`` from a script or anywhere else: it blocks until the end, and calls ``on_step`` in another
+    thread. An interrupt cancels it."""
 
     def result(self, states: Sequence[Chains], *, moves: Sequence[Moves] = ()) -> Result:
         """Return every text of these states of one run, weighted alike, with how well the chains mixed.
@@ -281,9 +264,8 @@ class MetropolisHastings:
             missing = [place for place, chain in enumerate(chains) if chain is None]
             if not missing:
                 break
-            for place, growths in zip(
-                missing, await self._finished([()] * len(missing), seeds), strict=True
-            ):
+            begun = await self._finished([()] * len(missing), seeds)
+            for place, growths in zip(missing, begun, strict=True):
                 if growths[-1].log_weight > -math.inf:
                     chains[place] = Chain(growths)
         found = np.array([chain is not None for chain in chains])
@@ -300,7 +282,7 @@ class MetropolisHastings:
         """Grow each prefix to its end, or until it dies."""
         histories = [list(prefix) for prefix in prefixes]
         while True:
-            places = [place for place, growths in enumerate(histories) if _goes_on(growths)]
+            places = [place for place, history in enumerate(histories) if _goes_on(history)]
             if not places:
                 return [tuple(growths) for growths in histories]
             particles = [
@@ -309,9 +291,8 @@ class MetropolisHastings:
             ]
             [seed] = seeds.spawn(1)
             number = int(seed.generate_state(1, np.uint64)[0] >> 1)
-            for place, growth in zip(
-                places, await grown(self._model, particles, number), strict=True
-            ):
+            growths = await grown(self._model, particles, number)
+            for place, growth in zip(places, growths, strict=True):
                 histories[place].append(growth)
 
 
@@ -333,8 +314,8 @@ def _log_ratio(chain: Chain, new: Sequence[Growth], cut: int) -> float:
     return gained - lost + math.log(len(chain.growths) / len(new))
 
 
-def _spread(values: NDArray[Any], places: NDArray[np.bool_], rest: Any) -> NDArray[Any]:
-    """Return an array with ``values`` at these places and ``rest`` at the others."""
-    spread = np.full(len(places), rest, dtype=values.dtype)
+def _spread(values: NDArray[Any], places: Sequence[int], count: int, rest: Any) -> NDArray[Any]:
+    """Return ``count`` numbers: ``values`` at these places, ``rest`` at the others."""
+    spread = np.full(count, rest, dtype=values.dtype)
     spread[places] = values
-    return spread
+    return frozen(spread)

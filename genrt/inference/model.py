@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["DEAD", "Growth", "Model", "Particle", "checked_model", "grown"]
-
 DEAD = -1
 """In place of a token: none could be drawn."""
 

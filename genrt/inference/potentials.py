@@ -13,8 +13,6 @@ from genrt.errors import InvalidRequest
 from genrt.inference.checks import log_weight
 from genrt.tokens.texts import Potential, Text
 
-__all__ = ["evaluated"]
-
 
 async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
     """Return the log-weights of these texts; equal texts are judged once. ``name`` is for messages.

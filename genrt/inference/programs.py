@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from genrt.lm import AsyncLM
     from genrt.questions.checks import Mask, TokenIds
 
-__all__ = ["Execution", "Program"]
 
 T = TypeVar("T")
 

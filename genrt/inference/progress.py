@@ -8,8 +8,6 @@ from typing import Any
 
 from genrt.errors import ExtraNotInstalled
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """A context whose ``step`` moves a bar on, by tqdm: a widget in a notebook, else on stderr.

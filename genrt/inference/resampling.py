@@ -15,18 +15,6 @@ from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 
-__all__ = [
-    "Resampler",
-    "effective_sample_size",
-    "log_mean_exp",
-    "multinomial",
-    "normalised",
-    "partial",
-    "residual",
-    "stratified",
-    "systematic",
-]
-
 Floats: TypeAlias = NDArray[np.float64]
 Ancestors: TypeAlias = NDArray[np.int64]
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-__all__ = ["Result"]
 
 LINEAGES = 24
 """How many a genealogy shows, unless asked for more."""

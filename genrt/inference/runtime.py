@@ -13,8 +13,6 @@ from genrt.inference.state import Info
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
 
-__all__ = ["Counting", "drawn_tokens"]
-
 
 class Counting:
     """A count of the runtime's work since it was made; of none if the model has no runtime."""

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference.blocking import blocking
+from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.progress import Progress
@@ -36,9 +36,6 @@ from genrt.inference.result import Result
 from genrt.inference.runtime import Counting, drawn_tokens
 from genrt.inference.state import Info, State
 from genrt.numbers import check_float, check_int
-
-__all__ = ["SMC", "Rule", "importance_sampling"]
-
 
 Rule: TypeAlias = Callable[[State], bool]
 """Whether to resample before the next step."""
@@ -186,16 +183,9 @@ class SMC:
                     on_step(state, info)
         return replace(self.result(state, infos=infos), statistics=counting.statistics())
 
-    def run_sync(
-        self,
-        seed: int,
-        *,
-        on_step: Callable[[State, Info], None] | None = None,
-        progress: bool = False,
-    ) -> Result:
-        """``run``, blocking, from a script or anywhere else; ``on_step`` is called in another thread. An
-        interrupt cancels it."""
-        return blocking(self.run(seed, on_step=on_step, progress=progress))
+    run_sync = blocking_twin(run)
+    """``run`` from a script or anywhere else: it blocks until the end, and calls ``on_step`` in another
+    thread. An interrupt cancels it."""
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return a state as a result, with the infos of the steps that led to it. Before the last step

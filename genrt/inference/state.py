@@ -16,8 +16,6 @@ from genrt.inference.resampling import (
     log_mean_exp,
 )
 
-__all__ = ["Info", "State", "Tokens"]
-
 Tokens: TypeAlias = NDArray[np.int64]
 
 

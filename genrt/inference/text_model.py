@@ -66,8 +66,6 @@ from genrt.numbers import check_float, check_int
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
 
-__all__ = ["Proposal", "TextModel", "TextParticle"]
-
 State: TypeAlias = ConstraintState | CheckedState
 
 Proposal: TypeAlias = Literal["mask", "awrs"]

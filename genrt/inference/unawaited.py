@@ -10,8 +10,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["Questions", "check_returned", "question"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound="Asks")

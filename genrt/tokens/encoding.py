@@ -12,8 +12,6 @@ from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.numbers import check_bool, named
 from genrt.tokens.vocabulary import BytesTokenizer, all_tokens, checked_utf8
 
-__all__ = ["decode", "encode", "encode_chat"]
-
 SHOWN = 5
 """How many of the characters that a tokenizer loses a message names."""
 

@@ -15,8 +15,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-__all__ = ["Leaving", "apart", "stacked", "together"]
-
 
 def together(rows: Sequence[Tensor]) -> Tensor:
     """The rows, of which there is at least one, as one tensor ``[n, width]`` in their order.

@@ -24,17 +24,6 @@ _RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 """Of each parameter which values are in range, and how a message says so."""
 
-__all__ = [
-    "BatchDraw",
-    "Draw",
-    "TopLogprobs",
-    "check_parameters",
-    "draw",
-    "drawn",
-    "mixed",
-    "seeded_uniforms",
-    "truncate",
-]
 
 Bits = TypeVar("Bits", int, NDArray[Any])
 

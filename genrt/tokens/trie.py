@@ -14,8 +14,6 @@ from torch import Tensor
 from genrt.errors import InvalidRequest
 from genrt.tokens.vocabulary import checked_vocabulary
 
-__all__ = ["ByteTrie"]
-
 # How many numbers a sum over rows works on at once: what stays in a CPU's caches, and elsewhere what
 # keeps launches few (256 MiB of float32).
 _CPU_CHUNK = 1 << 21

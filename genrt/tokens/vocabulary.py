@@ -14,16 +14,6 @@ from typing import Any, SupportsIndex
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.numbers import check_int
 
-__all__ = [
-    "BytesTokenizer",
-    "all_tokens",
-    "byte_vocab",
-    "checked_utf8",
-    "checked_vocabulary",
-    "special_token_ids",
-    "str_vocab",
-]
-
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 

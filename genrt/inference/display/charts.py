@@ -12,8 +12,6 @@ from genrt.inference.display.legible import count_of, number
 from genrt.inference.display.summary import Curves
 from genrt.inference.resampling import Floats
 
-__all__ = ["BLUE", "GREY", "ORANGE", "charts"]
-
 BLUE, ORANGE, GREY = "#2f7fc1", "#d55e00", "#8b929c"
 """Told apart with any kind of colour vision, and seen on white as on black."""
 

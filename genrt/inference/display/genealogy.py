@@ -29,8 +29,6 @@ from genrt.inference.model import DEAD
 from genrt.inference.resampling import normalised
 from genrt.inference.state import Info
 
-__all__ = ["Genealogy"]
-
 FONT = "ui-monospace,'SFMono-Regular',Menlo,Consolas,'DejaVu Sans Mono',monospace"
 SIZE, CHARACTER = 11, 6.65
 """Of the tokens' font, and how wide its characters are, in pixels."""

@@ -14,20 +14,6 @@ from typing import Any
 
 from genrt.tokens.texts import decoded
 
-__all__ = [
-    "abbreviated",
-    "count_of",
-    "escaped",
-    "escaped_attribute",
-    "fixed",
-    "label",
-    "number",
-    "printable",
-    "said",
-    "token_label",
-    "width",
-]
-
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MINUS = "\N{MINUS SIGN}"
 LONGEST = 20_000

@@ -20,8 +20,6 @@ from genrt.inference.model import DEAD
 from genrt.inference.resampling import Ancestors, Floats
 from genrt.inference.state import Info
 
-__all__ = ["Branch", "End", "Tree", "lineage", "tree_of"]
-
 Nodes: TypeAlias = NDArray[np.int64]
 """``[n, 2]``: steps and particles."""
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-__all__ = ["figure_of", "particles_frame", "steps_frame"]
 
 LABEL = 48
 """Columns of a text beside its bar."""

@@ -25,8 +25,6 @@ from genrt.inference.display.legible import (
 from genrt.inference.display.summary import Entry, Summary
 from genrt.runtime.statistics import Statistics
 
-__all__ = ["html", "one_line", "text"]
-
 COLUMNS = 100
 """Of a text in the posterior's table."""
 

@@ -16,8 +16,6 @@ from genrt.inference.resampling import Floats, effective_sample_size, normalised
 from genrt.inference.state import Info
 from genrt.runtime.statistics import Statistics
 
-__all__ = ["BAND", "Curves", "Entry", "Summary", "summarised"]
-
 SHOWN = 10
 """The rows of a posterior's table; the rest is one row more."""
 
