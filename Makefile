@@ -1,9 +1,10 @@
 # The commands of this project. Every one sets up .venv first, if that has not been done.
 #
 #   make demo     the main job: sequential Monte Carlo over the embedded model   (ARGS="--particles 16")
-#   make test     the whole test suite                                           (ARGS="-k batcher -x")
-#   make strict   the same, under python -O, in random order, twice in one process
-#   make coverage the same, with the share of branches that it takes; at least 95 %
+#   make test     the tests, but for the proofs, on two workers                  (ARGS="-k batcher -x")
+#   make proofs   the tests that take long: kernels, notebooks, exits, interrupts, benchmarks, soak
+#   make strict   tests and proofs under python -O, in random order, twice in one process
+#   make coverage tests and proofs, with the share of branches that they take; at least 95 %
 #   make promises the tests that prove what is promised, and a line for each promise
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
@@ -17,14 +18,17 @@ PYTHON ?= python3
 ARGS ?=
 BENCH ?= step
 SECONDS ?= 600
+WORKERS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS_READY := .venv/.docs
 SETTINGS := VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := $(SETTINGS) HF_HUB_OFFLINE=1
+# A worker a core, and so a thread a worker.
+PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: setup demo test strict coverage promises check bench soak mutants notebooks docs clean
+.PHONY: setup demo test proofs strict coverage promises check bench soak mutants notebooks docs clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -47,16 +51,19 @@ demo: $(READY)
 	@$(SETTINGS) $(BIN)/genrt demo $(ARGS)
 
 test: $(READY)
-	$(OFFLINE) $(BIN)/python -m pytest -p no:randomly $(ARGS)
+	$(PYTEST) --dist worksteal -p no:randomly -m 'not proof' $(ARGS)
+
+proofs: $(READY)
+	$(PYTEST) --dist loadfile -p no:randomly -m proof $(ARGS)
 
 strict: $(READY)
 	$(OFFLINE) $(BIN)/python -O -m tests.twice $(ARGS)
 
 coverage: $(READY)
-	$(OFFLINE) $(BIN)/python -m pytest --cov=genrt --cov-branch --cov-fail-under=95 $(ARGS)
+	$(PYTEST) --dist loadfile --cov=genrt --cov-branch --cov-fail-under=95 $(ARGS)
 
 promises: $(READY)
-	$(OFFLINE) $(BIN)/python -m pytest -q -m promise $(ARGS)
+	$(PYTEST) --dist loadfile -q -m promise $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

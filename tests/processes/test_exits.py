@@ -133,6 +133,7 @@ def ends(llama: Path) -> dict[str, children.End]:
     return children.run(PROGRAMS, before=BEFORE, model=str(llama))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_process_with_vllm_exits_as_it_should(ends: dict[str, children.End], name: str) -> None:
     end = ends[name]
@@ -141,6 +142,7 @@ def test_a_process_with_vllm_exits_as_it_should(ends: dict[str, children.End], n
     assert end.left == []
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in STATUS])
 def test_it_says_nothing_of_its_own(ends: dict[str, children.End], name: str) -> None:
     assert ends[name].complaints == [], ends[name].err
@@ -166,6 +168,7 @@ def test_complaints_are_the_same_in_a_folder_of_any_name(folder: str) -> None:
     assert children.complaints(text, root=Path(folder)) == complaints
 
 
+@pytest.mark.proof
 def test_the_only_traceback_is_the_programs(ends: dict[str, children.End]) -> None:
     tracebacks = functools.partial(str.count, ends["by an exception, a call pending"].err)
     assert tracebacks("Traceback (most recent call last)") == 1

@@ -11,7 +11,7 @@ import pytest
 
 from tests import children
 
-pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=10)]
+pytestmark = [pytest.mark.proof, pytest.mark.vllm, pytest.mark.promise(number=10)]
 
 PROGRAMS = {
     "every eighth line, on the exact engine": """

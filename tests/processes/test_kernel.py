@@ -17,7 +17,7 @@ from jupyter_client.manager import KernelManager
 
 from tests import children
 
-pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=10)]
+pytestmark = [pytest.mark.proof, pytest.mark.vllm, pytest.mark.promise(number=10)]
 
 PATIENCE_SECONDS = 120
 GOING = "going"

@@ -65,6 +65,7 @@ def test_a_notebook_is_committed_with_its_outputs_and_nothing_of_the_machine(nam
     assert not re.search(r"/(home|root|tmp|usr|opt|work|Users)\b", nbformat.writes(notebook))
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -76,6 +77,7 @@ def test_a_notebook_runs(name: str) -> None:
     assert errors == []
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 def test_the_first_notebook_arrives_at_its_result() -> None:
@@ -92,6 +94,7 @@ def test_the_first_notebook_arrives_at_its_result() -> None:
     assert abs(mean - exact) < 5 * error
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 def test_the_notebook_on_constraints_shows_the_bias_and_repairs_it() -> None:
@@ -111,6 +114,7 @@ def test_the_notebook_on_constraints_shows_the_bias_and_repairs_it() -> None:
     assert int(calls.replace(",", "")) < 100 * int(drawn)
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 def test_the_notebook_on_samplers_finds_the_bug_and_nothing_else() -> None:
@@ -119,6 +123,7 @@ def test_the_notebook_on_samplers_finds_the_bug_and_nothing_else() -> None:
     assert len(re.findall("^passed$", text, re.M)) == 2
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 def test_the_notebook_on_twists_shows_what_one_is_worth() -> None:
@@ -128,6 +133,7 @@ def test_the_notebook_on_twists_shows_what_one_is_worth() -> None:
     assert re.search("mother tongue is Hindi +India ", text)
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 def test_the_notebook_on_adapters_mixes_them_in_a_step() -> None:
@@ -136,6 +142,7 @@ def test_the_notebook_on_adapters_mixes_them_in_a_step() -> None:
     assert text.endswith("('kitchen',)\n")
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 def test_the_notebook_on_tuning_counts_what_it_says() -> None:

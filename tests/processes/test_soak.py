@@ -96,6 +96,7 @@ def in_use() -> tuple[int, int]:
     return sys.getallocatedblocks(), resident_bytes()
 
 
+@pytest.mark.proof
 @pytest.mark.promise(number=26)
 def test_memory_is_flat_and_counters_do_not_drift(tmp_path: Path) -> None:
     save_file({"table": ADAPTED.table}, tmp_path / "adapter_model.safetensors")

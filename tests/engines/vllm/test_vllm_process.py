@@ -55,6 +55,7 @@ with genrt.load(model, engine_options=options) as lm:
 """
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_a_small_model_in_bfloat16_is_the_first_that_a_process_opens(llama: Path) -> None:
     end = children.run({"opens": SMALL}, model=str(llama))["opens"]
@@ -62,6 +63,7 @@ def test_a_small_model_in_bfloat16_is_the_first_that_a_process_opens(llama: Path
     assert end.out.splitlines()[-1] == "True"
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_neither_a_demand_for_the_runner_v2_nor_numba_keeps_it_from_opening(llama: Path) -> None:
     end = children.run({"opens": PROGRAM}, model=str(llama))["opens"]
@@ -69,6 +71,7 @@ def test_neither_a_demand_for_the_runner_v2_nor_numba_keeps_it_from_opening(llam
     assert json.loads(end.out.splitlines()[-1]) == [320, "1", False]
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.parametrize("level", [{}, {"VLLM_LOGGING_LEVEL": "ERROR"}])
 def test_a_process_that_opens_vllm_and_asks_it_writes_nothing_of_its_own(
@@ -148,6 +151,7 @@ print("changed:", json.dumps(changed))
 """
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.promise(number=27)
 def test_opening_restarting_and_closing_leave_the_process_as_it_was(llama: Path) -> None:
