@@ -1,636 +1,775 @@
 """The mutation list: ways to break genrt, each of which a test must catch.
 
-Each is a mistake that somebody could make, and another kind of mistake than the rest. ``mutate.py``
-applies them, one at a time; ``test_mutants.py`` sees that they still apply. Where the source that one
-breaks has changed, break the new source the same way; the tests that are named are few and quick, and
-vLLM's only where nothing else can see it.
+They are the hard core: what they break is promised, and each is a mistake of another kind. ``mutate.py``
+applies them, one at a time; ``test_mutants.py`` sees that they still apply. A break names a function, a
+method or a class, and what happens to its syntax tree: comments, docstrings, layout, and all the rest of
+the file may change freely. The tests that are named are few and quick, and vLLM's only where nothing else
+can see it.
 """
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The expression or statement ``old``, which a symbol holds once, becomes ``new``."""
+
+    old: str
+    new: str
+
+    def apply(self, node: Definition) -> int:
+        """Break the definition, and return how many times ``old`` was found."""
+        swapping = _Swapping(_parsed(self.old), _parsed(self.new))
+        swapping.visit(node)
+        return swapping.count
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The call of ``function`` that is a statement of a symbol, whatever its arguments, is left out."""
+
+    function: str
+
+    def apply(self, node: Definition) -> int:
+        """Break the definition, and return how many calls were found."""
+        dropping = _Dropping(self.function)
+        dropping.visit(node)
+        return dropping.count
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """The body of a function becomes ``body``."""
+
+    body: str
+
+    def apply(self, node: Definition) -> int:
+        """Break the definition, and return 1."""
+        node.body = ast.parse(self.body).body
+        return 1
+
+
+Change = Swap | Drop | Instead
+
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A break: its name says what goes wrong; ``old``, which occurs once in ``file``, becomes ``new``;
-    one of ``tests``, or of those in them that ``only`` selects as ``pytest -k``, fails then."""
+    """A break: its name says what goes wrong, ``symbol`` is ``module:qualified.name``, and ``change`` is
+    what happens to it. Of ``tests``, or of what ``only`` selects from them as ``pytest -k``, one fails
+    then."""
 
     name: str
-    file: str
-    old: str
-    new: str
+    symbol: str
+    change: Change
     tests: tuple[str, ...]
     only: str = ""
 
+    @property
+    def file(self) -> str:
+        """The symbol's file, from the root of the project."""
+        return self.symbol.partition(":")[0].replace(".", "/") + ".py"
+
     def applied(self, source: str) -> str:
-        """The source, broken. Raises ValueError unless ``old`` is in it exactly once."""
-        count = source.count(self.old)
+        """Return the source of the file, broken. Raises ValueError unless the symbol is in it once, and
+        what changes is in the symbol once."""
+        tree = ast.parse(source)
+        count = self.change.apply(definition(tree, self.symbol))
         if count != 1:
-            raise ValueError(f"{self.file}: {self.name}: found {count} times: {self.old!r}")
-        return source.replace(self.old, self.new)
+            raise ValueError(f"{self.symbol}: {self.name}: found {count} times: {self.change}")
+        return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def definition(tree: ast.Module, symbol: str) -> Definition:
+    """Return the definition of a symbol, which may stand anywhere inside of the one before it. Raises
+    ValueError unless there is one."""
+    inside: ast.AST = tree
+    for name in symbol.partition(":")[2].split("."):
+        named = [
+            node
+            for node in ast.walk(inside)
+            if isinstance(node, Definition) and node.name == name and node is not inside
+        ]
+        if len(named) != 1:
+            raise ValueError(f"{symbol}: {name} is defined {len(named)} times")
+        [inside] = named
+    assert isinstance(inside, Definition)
+    return inside
+
+
+def _parsed(source: str) -> ast.expr | ast.stmt:
+    [statement] = ast.parse(source).body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+class _Swapping(ast.NodeTransformer):
+    """Puts ``new`` where ``old`` is."""
+
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new, self.count = ast.dump(old), new, 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        whole = isinstance(self.new, ast.stmt) and isinstance(node, ast.Expr)
+        if ast.dump(node.value if whole else node) == self.old:  # type: ignore[attr-defined]
+            self.count += 1
+            return self.new
+        return self.generic_visit(node)
+
+
+class _Dropping(ast.NodeTransformer):
+    """Leaves out the statements that call a function."""
+
+    def __init__(self, function: str) -> None:
+        self.function, self.count = function, 0
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        call = node.value.value if isinstance(node.value, ast.Await) else node.value
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == self.function:
+            self.count += 1
+            return ast.Pass()
+        return node
 
 
 def breaks(
-    file: str, tests: str, *mutants: tuple[str, str, str], only: str = ""
+    module: str, tests: str, *mutants: tuple[str, str, Change], only: str = ""
 ) -> tuple[Mutant, ...]:
-    """Breaks of one file of the package that are caught by the same test files, named with spaces
-    between: name, old text, new text of each."""
+    """Breaks of one module of genrt that are caught by the same test files, named with spaces between:
+    symbol, what goes wrong, and how, of each."""
     found = {path.name: path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py")}
     paths = tuple(found[name] for name in tests.split())
-    return tuple(Mutant(name, f"genrt/{file}", old, new, paths, only) for name, old, new in mutants)
+    return tuple(
+        Mutant(name, f"genrt.{module}:{symbol}", change, paths, only)
+        for symbol, name, change in mutants
+    )
 
 
-OF_THE_RUNTIME: tuple[Mutant, ...] = (
+MUTANTS: tuple[Mutant, ...] = (
     *breaks(
-        "runtime/gathering.py",
+        "runtime.gathering",
         "test_batcher.py",
+        ("Gatherings._quiet", "a loop's third pass is not waited for", Swap("PATIENCE", "2")),
         (
-            "a loop that never goes quiet is waited for without end",
-            "if gathering.questions != seen and gathering.passes < PATIENCE:",
-            "if gathering.questions != seen:",
-        ),
-        (
-            "a loop's third pass is not waited for",
-            "if gathering.questions != seen and gathering.passes < PATIENCE:",
-            "if gathering.questions != seen and gathering.passes < 2:",
-        ),
-        (
-            "a gathering that began after a restart is ended by the one before",
-            "if self._by_loop.get(loop) is gathering:",
-            "if loop in self._by_loop:",
-        ),
-        (
+            "AtOnce.go_round",
             "a loop of cached questions never lets its event loop run",
-            "            await asyncio.sleep(0)\n",
-            "",
+            Drop("asyncio.sleep"),
         ),
     ),
     *breaks(
-        "runtime/batcher.py",
+        "runtime.batcher",
         "test_batcher.py",
         (
+            "Batcher._drop",
             "a cancelled waiter takes its request from the others",
-            "entry.waiters.pop(waiter, self) is self or entry.waiters:",
-            "entry.waiters.pop(waiter, self) is self:",
+            Swap(
+                "entry is None or entry.waiters.pop(waiter, self) is self or entry.waiters",
+                "entry is None or entry.waiters.pop(waiter, self) is self",
+            ),
         ),
         (
-            "a request that was withdrawn stays so when it is asked again",
-            "            self._flight.rescue(entry)\n",
-            "",
-        ),
-        (
+            "Batcher._drop",
             "what was cancelled in the queue is sent all the same",
-            "                self._end(entry)\n                self._ready.discard(entry)\n",
-            "                self._end(entry)\n",
+            Drop("self._ready.discard"),
         ),
         (
-            "who gets an error is counted as one who left",
-            "                        self._drop(waiter)\n",
-            "",
+            "Batcher._register",
+            "a request that was withdrawn stays so when it is asked again",
+            Drop("self._flight.rescue"),
         ),
         (
-            "waiters of one failed request share an exception object",
-            "failed.append((waiter, error.fresh()))",
-            "failed.append((waiter, error))",
-        ),
-        (
-            "rows of a removed adapter stay in the cache",
-            "            self._cache.forget(adapter)\n",
-            "",
-        ),
-        (
-            "what a closed loop left behind is sent",
-            "            self._cancel(waiter)\n        return [waiters,",
-            "            pass\n        return [waiters,",
-        ),
-        (
-            "the end of a closed loop's tasks is under the lock",
-            "            gone = self._sweep()\n",
-            "            self._sweep()\n            gone = None\n",
-        ),
-        (
-            "who closes in the middle of a question goes on in it",
-            "        if self._lock._is_owned():  # type: ignore[attr-defined]\n",
-            "        if False:\n",
-        ),
-        (
-            "a loop of refused questions never lets its event loop run",
-            "            await self._at_once.go_round()\n            raise\n",
-            "            raise\n",
-        ),
-        (
-            "what needs no forward ends the turn",
-            "            self._settle(self._sent(engine, flush))\n        if self._flight:",
-            "            return self._settle(self._sent(engine, flush))\n        if self._flight:",
-        ),
-        (
-            "the engine is not told of a withdrawn request",
-            "        self._wake()  # to forget",
-            "        pass  # to forget",
-        ),
-        (
-            "the rest of a failed step is not withdrawn from the engine",
-            "            engine.cancel(lost)\n",
-            "",
-        ),
-        (
+            "Batcher._register",
             "an equal question does not join one in flight",
-            "            if entry is None:\n                entries[request] =",
-            "            if entry is None or entry.in_flight:\n                entries[request] =",
+            Swap("entry is None", "entry is None or entry.in_flight"),
+        ),
+        (
+            "Batcher._settle",
+            "waiters of one failed request share an exception object",
+            Swap("error.fresh()", "error"),
+        ),
+        (
+            "Batcher.turn",
+            "rows of a removed adapter stay in the cache",
+            Drop("self._cache.forget"),
+        ),
+        (
+            "Batcher.turn",
+            "what needs no forward ends the turn",
+            Swap(
+                "self._settle(self._sent(engine, flush))",
+                "return self._settle(self._sent(engine, flush))",
+            ),
+        ),
+        ("Batcher._sweep", "what a closed loop left behind is sent", Drop("self._cancel")),
+        (
+            "Batcher.close",
+            "who closes in the middle of a question goes on in it",
+            Swap("self._lock._is_owned()", "False"),
+        ),
+        ("Batcher._leave", "the engine is not told of a withdrawn request", Drop("self._wake")),
+        (
+            "Batcher._stepped",
+            "the rest of a failed step is not withdrawn from the engine",
+            Drop("engine.cancel"),
         ),
     ),
     *breaks(
-        "runtime/batcher.py",
+        "runtime.batcher",
         "test_admission.py test_recovery.py",
         (
+            "Batcher._let_go",
             "who waits for room is not told of the close",
-            "waiters = waiting | {w: None",
-            "waiters = {w: None",
+            Swap("dict.fromkeys(self._admission.clear())", "dict()"),
         ),
         (
+            "Batcher._requeue",
             "what ran out of memory goes behind what came later",
-            "self._ready.put_back(again)",
-            "self._ready.add(again)",
+            Swap("self._ready.put_back", "self._ready.add"),
         ),
         (
-            "what was cancelled is sent again for want of memory",
-            "            if entry in withdrawn:\n",
-            "            if False:\n",
-        ),
-        (
-            "a question of a thread stays when its time is out",
-            'raise timed_out(cast("float", timeout)) from None\n'
-            "        finally:\n            if waiter.missing:\n                self._leave(waiter)\n",
-            'raise timed_out(cast("float", timeout)) from None\n',
+            "Batcher._requeue",
+            "what was cancelled is sent again after running out of memory",
+            Swap("entry in withdrawn", "False"),
         ),
     ),
     *breaks(
-        "runtime/bindings.py",
+        "runtime.bindings",
         "test_batcher.py",
         (
+            "Bindings.free",
             "an adapter is removed while requests are bound to it",
-            "return [adapter for adapter in self._retired if adapter not in self._bound]",
-            "return list(self._retired)",
+            Instead("return list(self._retired)"),
         ),
     ),
     *breaks(
-        "runtime/admission.py",
+        "runtime.admission",
         "test_batcher.py",
         (
-            "a flush may be larger than it may",
-            "count = min(self._most, room, len(self._entries))",
-            "count = min(room, len(self._entries))",
-        ),
-        (
+            "Ready.take",
             "the newest requests go first",
-            "self._entries.popitem(last=False)[0]",
-            "self._entries.popitem(last=True)[0]",
-        ),
-        (
-            "every newcomer puts the flush off",
-            "        if not self._entries:\n            self._due =",
-            "        if True:\n            self._due =",
+            Swap("self._entries.popitem(last=False)", "self._entries.popitem(last=True)"),
         ),
     ),
     *breaks(
-        "runtime/flight.py",
+        "runtime.admission",
         "test_admission.py test_recovery.py",
         (
-            "after running out of memory flushes stay small for good",
-            "self._size = min(2 * self._size, sys.maxsize)",
-            "self._size = self._size",
-        ),
-    ),
-    *breaks(
-        "runtime/admission.py",
-        "test_admission.py test_recovery.py",
-        (
-            "the bytes of what left the queue are counted for ever",
-            "        self._bytes -= sum(map(_NBYTES, requests))\n",
-            "",
-        ),
-        (
-            "a question larger than the queue waits for ever",
-            "return not self._queued or (",
-            "return (",
-        ),
-        (
+            "Admission.must_wait",
             "newcomers overtake those who wait for room",
-            "return bool(self._clients) or not self._fits(",
-            "return not self._fits(",
+            Swap("bool(self._clients)", "False"),
         ),
         (
+            "Admission.admit",
             "one client's questions all enter before the next one's",
-            "        self._waiting.move_to_end(self._clients[waiter])\n",
-            "",
+            Drop("self._waiting.move_to_end"),
         ),
         (
-            "a client none of whose questions waits any more blocks the others",
-            "        if not waiters:\n            self._waiting.pop(client, None)\n",
-            "",
+            "Admission.leave",
+            "the bytes of what left the queue are counted for ever",
+            Swap("sum(map(_NBYTES, requests))", "0"),
         ),
     ),
     *breaks(
-        "runtime/waiters.py",
+        "runtime.flight",
+        "test_admission.py test_recovery.py",
+        (
+            "Window.grow",
+            "after running out of memory flushes stay small for good",
+            Instead("pass"),
+        ),
+    ),
+    *breaks(
+        "runtime.waiters",
         "test_batcher.py test_draw.py",
         (
-            "an interrupted loop forgets whom it had to tell",
-            "        if loop is not None and done:\n",
-            "        if loop is not None and len(done) > TOLD_AT_ONCE:\n",
-        ),
-        (
-            "a loop does not go round while it tells many",
-            "min(len(done), TOLD_AT_ONCE)",
-            "len(done)",
-        ),
-        (
-            "whether a future is done already is not looked at",
-            "            with _DONE:  #",
-            "            with contextlib.nullcontext():  #",
-        ),
-        (
+            "_own",
             "waiters get views of the step's rows",
-            "copies = iter(apart([result for result in apiece if isinstance(result, Tensor)]))",
-            "copies = iter([result for result in apiece if isinstance(result, Tensor)])",
+            Swap(
+                "apart([result for result in apiece if isinstance(result, Tensor)])",
+                "[result for result in apiece if isinstance(result, Tensor)]",
+            ),
         ),
         (
-            "a question that asks twice gets one answer",
-            "if len(found) == len(self.requests):",
-            "if found:",
-        ),
-        (
-            "a loop that was closed keeps the others' answers from them",
-            "with contextlib.suppress(RuntimeError):",
-            "with contextlib.suppress(LookupError):",
-        ),
-        (
-            "one waiter's copy for which there is no memory fails all",
-            "        if len(waiters) == 1:\n            return [failure(error)]\n",
-            "        return [failure(error) for _ in waiters]\n",
-        ),
-        (
+            "_copy",
             "who asked for the same likeliest tokens share their tensors",
-            "return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result",
-            "return result",
+            Instead("return result"),
+        ),
+        (
+            "deliver",
+            "a loop that was closed keeps the others' answers from them",
+            Swap("RuntimeError", "LookupError"),
+        ),
+        (
+            "_resolve",
+            "whether a future is done already is not looked at",
+            Swap("_DONE", "contextlib.nullcontext()"),
         ),
     ),
     *breaks(
-        "runtime/cache.py",
+        "runtime.cache",
         "test_cache.py",
         (
+            "RowCache._put",
             "the cache keeps the step's row itself, a view",
-            "copies = apart(list(kept.values()))",
-            "copies = list(kept.values())",
+            Swap("apart(list(kept.values()))", "list(kept.values())"),
         ),
         (
-            "the row that has been there longest goes, used or not",
-            "from cachetools import LRUCache",
-            "from cachetools import FIFOCache as LRUCache",
-        ),
-        (
+            "RowCache.forget",
             "with an adapter go all that have its name",
-            "            if request.adapter == adapter:",
-            "            if request.adapter and request.adapter.name == adapter.name:",
-        ),
-        (
-            "a row is kept by its context, whatever adapter it is of",
-            "self._rows[request] = copy",
-            "self._rows[LogprobsRequest(packed=request.packed)] = copy",
-        ),
-        (
-            "a row larger than the whole cache keeps those before it out",
-            "for each, row in rows.items() if row.nbytes <= self._max_bytes]",
-            "for each, row in rows.items()]",
-        ),
-        (
-            "of more rows than there is room for the first ones stay",
-            "return dict(fitting[first:]), [request for request, _ in fitting[:first]]",
-            "last = len(fitting) - first\n"
-            "        return dict(fitting[:last]), [request for request, _ in fitting[last:]]",
-        ),
-        (
-            "evictions are not counted",
-            "                self._evictions += before - len(self._rows)\n",
-            "",
+            Swap(
+                "request.adapter == adapter",
+                "request.adapter and request.adapter.name == adapter.name",
+            ),
         ),
     ),
     *breaks(
-        "tokens/rows.py",
-        "test_rows.py",
-        (
-            "rows of one step are taken in the order they lie in memory",
-            "if gap > 0 and offsets == list(",
-            "if gap > 0 and sorted(offsets) == list(",
-        ),
-        (
-            "a caller's stack is a view of the step",
-            "return whole.clone(memory_format=torch.contiguous_format)",
-            "return whole",
-        ),
-        (
-            "rows of several storages are taken for one table",
-            "return offsets if len(origins) == 1 else None",
-            "return offsets",
-        ),
-    ),
-    *breaks(
-        "engines/protocol.py",
-        "test_engine.py",
-        (
-            "a CPU that ran out of memory is not understood",
-            " or NO_CPU_MEMORY in str(error):",
-            ":",
-        ),
-        (
-            "an accelerator in an error state is asked again",
-            "        kind = EngineDied\n",
-            "        kind = EngineFailed\n",
-        ),
-    ),
-    *breaks(
-        "questions/values.py",
-        "test_engine.py",
-        (
-            "the version of an adapter's weights is no part of the key",
-            "    version: int\n",
-            "    version: int = field(compare=False)\n",
-        ),
-        (
-            "draws under different masks are one",
-            "            and self.mask == other.mask\n",
-            "",
-        ),
-        (
-            "samples with different stop tokens are one",
-            "stop_token_ids: frozenset[int] = frozenset()",
-            "stop_token_ids: frozenset[int] = field(default=frozenset(), compare=False)",
-        ),
-        (
-            "messages hold whole prompts",
-            "if len(token_ids) <= 4:",
-            "if len(token_ids) <= 4096:",
-        ),
-    ),
-    *breaks(
-        "runtime/answers.py",
+        "runtime.answers",
         "test_answers.py test_draw.py",
         (
-            "what an engine could not forget is sent to it again",
-            "        return {each: error for each, error in self._unforgotten.items() if each in new}",
-            "        return {}",
-        ),
-        (
-            "an engine that could not forget is not told again",
-            "            self._cancel([])\n",
-            "            pass\n",
-        ),
-        (
+            "AnsweringEngine.cancel",
             "the last who reads from a row takes it from who asked for it",
-            "                        if request.row not in self._asked:\n"
-            "                            unwanted.append(request.row)\n",
-            "                        unwanted.append(request.row)\n",
+            Swap("request.row not in self._asked", "True"),
         ),
         (
-            "of equally likely tokens the higher ids come first",
-            "torch.arange(2**32 - 1, 2**32 - 1 - rows.shape[-1], -1, device=rows.device)\n",
-            "2**32 - 1 - torch.arange(rows.shape[-1], device=rows.device).flip(0)\n",
-        ),
-        (
-            "a temperature is left out where there are no others",
-            "case DrawToken(temperature=1.0):",
-            "case DrawToken():",
-        ),
-        (
+            "_uniforms",
             "the draws of a step share their randomness",
-            "[seed_of(each) for each in asked]",
-            "[seed_of(asked[0]) for each in asked]",
+            Swap("[seed_of(each) for each in asked]", "[seed_of(asked[0]) for each in asked]"),
         ),
         (
+            "_masks",
             "beside masked draws those without a mask may draw nothing",
-            'everything = b"\\xff" * size',
-            'everything = b"\\x00" * size',
+            Swap(r"b'\xff'", r"b'\x00'"),
         ),
         (
-            "rows that were moved to the host are not cached",
-            "                self._cache.put(read.request.row, read.row)\n",
-            "                pass\n",
-        ),
-        (
+            "AnsweringEngine.step",
             "reads of a failed step are still thought to be in progress",
-            "            self._forget()\n            raise\n",
-            "            raise\n",
-        ),
-        (
-            "a row that somebody reads from is computed again for who asks for it",
-            "if request not in self._readers or request in self._asked:",
-            "if request not in self._asked:",
+            Drop("self._forget"),
         ),
     ),
     *breaks(
-        "lm.py",
+        "runtime.engine_loop",
+        "test_engine_thread.py test_recovery.py",
+        (
+            "EngineLoop._serve",
+            "a call that was cancelled ends the thread",
+            Swap("future.set_running_or_notify_cancel()", "True"),
+        ),
+        (
+            "EngineLoop._may_restart",
+            "an engine that dies of every question is opened for ever",
+            Swap("self._answered != before", "True"),
+        ),
+        (
+            "EngineLoop._open",
+            "after a restart the adapters are gone",
+            Drop("self._batcher.fail"),
+        ),
+        ("EngineLoop.round", "the engine is left open", Drop("answering.close")),
+        (
+            "EngineLoop._end",
+            "calls that came too late are never answered",
+            Drop("future.set_exception"),
+        ),
+    ),
+    *breaks(
+        "runtime.thread",
+        "test_engine_thread.py test_recovery.py",
+        (
+            "EngineThread._check_process",
+            "a forked child uses the thread of its parent",
+            Instead("pass"),
+        ),
+    ),
+    *breaks(
+        "lm",
         "test_lm.py",
         (
-            "a batch of samples has one seed for all",
-            "seed=(request.seed + number) % 2**63)",
-            "seed=request.seed % 2**63)",
-        ),
-        (
-            "weights that were loaded over stay in the engine",
-            "                self._batcher.retire(previous)\n",
-            "                pass\n",
-        ),
-        (
+            "AsyncLM._sample_request",
             "samples without a seed share one draw",
-            "token_ids, self._bound(adapter), next(self._nonces), **options",
-            "token_ids, self._bound(adapter), 0, **options",
+            Swap("next(self._nonces)", "0"),
         ),
         (
-            "an adapter is bound before it is loaded",
-            "            engine.add_adapter(adapter, directory)\n"
-            "            with self._adapters_lock:\n"
-            "                previous = self._adapters.get(name)\n"
-            "                self._adapters[name] = adapter\n",
-            "            with self._adapters_lock:\n"
-            "                previous = self._adapters.get(name)\n"
-            "                self._adapters[name] = adapter\n"
-            "            engine.add_adapter(adapter, directory)\n",
+            "AsyncLM._adding",
+            "weights that were loaded over stay in the engine",
+            Drop("self._batcher.retire"),
         ),
     ),
     *breaks(
-        "numbers.py",
+        "numbers",
         "test_numbers.py",
-        (
-            "True is the number 1",
-            "if number is None or is_truth_value(value):",
-            "if number is None:",
-        ),
-        (
-            "an int beyond every float is a finite one",
-            "number = math.inf",
-            "number = 0.0",
-        ),
+        ("check_int", "True is the number 1", Swap("is_truth_value(value)", "False")),
     ),
     *breaks(
-        "inference/checks.py",
-        "test_programs.py test_text_model.py",
+        "questions.values",
+        "test_engine.py",
         (
-            "a truth value is a log-weight",
-            '    if is_truth_value(value):\n        raise InvalidRequest("give a log-weight, for',
-            '    if False:\n        raise InvalidRequest("give a log-weight, for',
+            "Adapter",
+            "the version of an adapter's weights is no part of the key",
+            Swap("version: int", "version: int = field(compare=False)"),
         ),
-        only="refused",
+        (
+            "DrawToken.__eq__",
+            "draws under different masks are one",
+            Swap("self.mask == other.mask", "True"),
+        ),
+        ("abbreviated", "messages hold whole prompts", Swap("4", "4096")),
     ),
     *breaks(
-        "inference/ends.py",
-        "test_stops.py",
-        (
-            "a string is looked for in the last token alone",
-            "max(0, len(data) - new - len(string) + 1)",
-            "max(0, len(data) - new)",
-        ),
-        (
-            "a text ends before the last of the strings that it has come to",
-            "return min(places, default=None)",
-            "return max(places, default=None)",
-        ),
-    ),
-    *breaks(
-        "inference/infilling.py",
-        "test_infilling.py",
-        (
-            "the mass of what may follow stays in the weight",
-            "            p.observe(-going)\n",
-            "",
-        ),
-        (
-            "a gap that has ended keeps its twist",
-            "p.observe(total - twist)",
-            "p.observe(total)",
-        ),
-        (
-            "gaps that the constraint does not let end here do",
-            "weights = [ending if may_end else -math.inf, going]",
-            "weights = [ending, going]",
-        ),
-    ),
-    *breaks(
-        "inference/unawaited.py",
-        "test_programs.py",
-        (
-            "what was never awaited is forgotten",
-            "self._asked = [each for each in self._asked if each.is_open]",
-            "self._asked = []",
-        ),
-        (
-            "what is not awaited in a returned dictionary is not seen",
-            "values += [*each, *each.values()] if isinstance(each, dict) else each",
-            "values += each",
-        ),
-    ),
-    *breaks(
-        "questions/token_ids.py",
+        "questions.token_ids",
         "test_arguments.py",
         (
+            "id_words",
             "the first token id past the vocabulary passes",
-            ".argmax()] >= vocab_size:",
-            ".argmax()] > vocab_size:",
+            Swap(
+                "words[np.frombuffer(words, np.uint32).argmax()] >= vocab_size",
+                "words[np.frombuffer(words, np.uint32).argmax()] > vocab_size",
+            ),
         ),
     ),
     *breaks(
-        "questions/masks.py",
+        "questions.masks",
         "test_draw.py test_masks.py",
         (
+            "packed_mask",
             "bits beyond the vocabulary make another mask",
-            "            if last >> beyond:\n",
-            "            if False:\n",
-        ),
-        (
-            "flags for each token are read as token ids",
-            "    if _are_flags(words, vocab_size):\n",
-            "    if False:\n",
-        ),
-        (
-            "all token ids in another order are taken for flags",
-            "return max(words) <= 1 and len(set(words)) < count",
-            "return len(set(words)) <= count",
-        ),
-        (
-            "bytes of a foreign order are packed as they are",
-            "np.dtype(np.int32).newbyteorder()",
-            "np.dtype(np.int32)",
+            Swap("last >> beyond", "False"),
         ),
     ),
     *breaks(
-        "questions/checks.py",
+        "questions.checks",
         "test_arguments.py test_lm.py test_draw.py",
         (
+            "Limits.logprobs_request",
             "the longest context is refused",
-            "if len(ids) > self.max_model_len:",
-            "if len(ids) >= self.max_model_len:",
+            Swap("len(ids) > self.max_model_len", "len(ids) >= self.max_model_len"),
         ),
         (
-            "greedy samples are drawn for each who asks",
-            "decided = temperature == 0.0 or seed is not None",
-            "decided = seed is not None",
-        ),
-        (
+            "Limits.score_requests",
             "a score sees the token that it scores",
-            "packed=whole[: start + TOKEN_BYTES * count]",
-            "packed=whole[: start + TOKEN_BYTES * (count + 1)]",
-        ),
-        (
-            "a batch of draws has one seed for all",
-            "own_seed = (seed + place) % (_LAST_SEED + 1)",
-            "own_seed = seed",
+            Swap("start + TOKEN_BYTES * count", "start + TOKEN_BYTES * (count + 1)"),
         ),
     ),
     *breaks(
-        "runtime/engine_loop.py",
-        "test_engine_thread.py test_recovery.py",
+        "tokens.rows",
+        "test_rows.py",
         (
-            "a call that was cancelled ends the thread",
-            "            if future.set_running_or_notify_cancel():\n"
-            "                try:\n                    result",
-            "            if True:\n                try:\n                    result",
-        ),
-        (
-            "an engine that dies of every question is opened for ever",
-            "not self._is_over and self._answered != before",
-            "not self._is_over",
-        ),
-        (
-            "after a restart the adapters are gone",
-            "            self._batcher.fail(answering.reload_adapters())\n",
-            "            pass\n",
-        ),
-        (
-            "the engine is left open",
-            "        self._end(reason)\n        answering.close()\n",
-            "        self._end(reason)\n",
-        ),
-        (
-            "calls that came too late are never answered",
-            "                future.set_exception(reason.fresh())\n",
-            "                pass\n",
+            "stacked",
+            "a caller's stack is a view of the step",
+            Swap("whole.clone(memory_format=torch.contiguous_format)", "whole"),
         ),
     ),
     *breaks(
-        "runtime/thread.py",
-        "test_engine_thread.py test_recovery.py",
+        "tokens.sampling",
+        "test_sampling.py test_numbers.py",
         (
-            "a forked child uses the thread of its parent",
-            "        if os.getpid() != self._process:\n            raise Closed(",
-            "        if self._process < 0:\n            raise Closed(",
+            "mixed",
+            "every token of a seeded sample has the same randomness",
+            Swap("step + 1", "1"),
         ),
         (
-            "the engine thread waits for itself to close",
-            "            return  # to the turn in progress, after which it tells everyone and ends\n",
-            "            pass\n",
+            "_inverse",
+            "a token of probability 0 is drawn by a uniform of 0",
+            Swap(
+                "sums > sums.amax(dim=-1, keepdim=True) * uniforms",
+                "sums >= sums.amax(dim=-1, keepdim=True) * uniforms",
+            ),
         ),
+        (
+            "_numbers",
+            "a row's draw depends on the generators of others",
+            Swap(
+                "torch.cat([_rand(1, generator) for generator in generators])",
+                "_rand(count, generators[0])",
+            ),
+        ),
+        (
+            "drawn",
+            "a dead end draws the first token",
+            Swap("token_ids.double().masked_fill_(dead, -1.0)", "token_ids.double()"),
+        ),
+    ),
+    *breaks(
+        "inference.resampling",
+        "test_resampling.py",
+        ("_inverse", "a weight of 0 has children", Swap("'right'", "'left'")),
+        (
+            "residual",
+            "the remainders count what is certain a second time",
+            Swap("expected - certain", "expected"),
+        ),
+    ),
+    *breaks(
+        "inference.smc",
+        "test_inference.py",
+        (
+            "SMC._resampled",
+            "resampling forgets the evidence so far",
+            Swap("np.full(count, state.log_evidence)", "np.zeros(count)"),
+        ),
+        (
+            "SMC.step",
+            "resampling leaves the particles where they are",
+            Swap("(particles[ancestor] for ancestor in ancestors)", "(each for each in particles)"),
+        ),
+    ),
+    *breaks(
+        "inference.checks",
+        "test_inference.py",
+        ("seeds_of_step", "every step has the same randomness", Swap("(step,)", "()")),
+    ),
+    *breaks(
+        "inference.text_model",
+        "test_inference.py test_text_model.py test_stops.py",
+        (
+            "_drawn",
+            "a weight grows by the token's probability, not by the mass of what may follow",
+            Swap("found.log_mass", "found.logprobs"),
+        ),
+        (
+            "TextModel._masks",
+            "a text may end at the last step where it is not complete",
+            Swap("masks[at_last] &= end", "masks[at_last] = end"),
+        ),
+        (
+            "TextModel._judged",
+            "a twist is never taken off again",
+            Swap("each.log_weight + value - before.log_twist", "each.log_weight + value"),
+        ),
+    ),
+    *breaks(
+        "inference.infilling",
+        "test_infilling.py",
+        (
+            "infilling",
+            "the mass of what may follow stays in the weight",
+            Swap("p.observe(-going)", "pass"),
+        ),
+    ),
+    *breaks(
+        "inference.blocking",
+        "test_blocking.py",
+        (
+            "_Run.cancel",
+            "an interrupt is raised while the run still ends",
+            Drop("self.ended.wait"),
+        ),
+    ),
+    *breaks(
+        "inference.awrs",
+        "test_awrs.py",
+        ("draw", "one accepted token is enough", Swap("len(accepted) < 2", "len(accepted) < 1")),
+        (
+            "_Inversion.leave_out",
+            "rejected tokens still count in the rates",
+            Swap("self.rate -= weight", "pass"),
+        ),
+    ),
+    *breaks(
+        "inference.programs",
+        "test_programs.py",
+        (
+            "Execution.observe",
+            "a child that runs again observes again what its parent did",
+            Swap("self._is_live", "True"),
+        ),
+        (
+            "Program._grown",
+            "all children go on with the execution of their parent",
+            Swap("particle.live.pop()", "particle.live[0]"),
+        ),
+        ("Execution.sample", "a mask's mass is not observed", Drop("self.observe")),
+    ),
+    *breaks(
+        "inference.metropolis",
+        "test_metropolis.py",
+        (
+            "_log_ratio",
+            "lengths do not count in the ratio",
+            Swap("math.log(len(chain.growths) / len(new))", "0.0"),
+        ),
+    ),
+    *breaks(
+        "inference.baselines",
+        "test_baselines.py",
+        (
+            "Rejection.step",
+            "texts are kept whatever the bound is",
+            Swap("log_weight - self._bound", "log_weight"),
+        ),
+    ),
+    *breaks(
+        "constraints.grammars",
+        "test_constraints.py",
+        (
+            "_Vocabulary.fill",
+            "a text may end where it is not complete",
+            Swap("state.accepting", "True"),
+        ),
+        (
+            "GrammarState._advanced",
+            "advancing a state changes it for those who share it",
+            Swap("self.matcher.deep_copy()", "self.matcher"),
+        ),
+    ),
+    *breaks(
+        "constraints.predicates",
+        "test_predicates.py",
+        ("_Asked.ask", "a cancelled check goes on in its thread", Drop("stop.set")),
+    ),
+    *breaks(
+        "constraints.products",
+        "test_products.py",
+        (
+            "_meet",
+            "one factor of a product is enough",
+            Swap("np.bitwise_and", "np.bitwise_or"),
+        ),
+    ),
+    *breaks(
+        "constraints.productive",
+        "test_productive.py",
+        (
+            "_Rules._matches",
+            "a terminal always matches something",
+            Swap("self._is_empty(item.terminal)", "False"),
+        ),
+    ),
+    *breaks(
+        "engines.protocol",
+        "test_engine.py",
+        (
+            "failure",
+            "a CPU that ran out of memory is not understood",
+            Swap("NO_CPU_MEMORY in str(error)", "False"),
+        ),
+    ),
+    *breaks(
+        "engines.stepping",
+        "test_stepping.py test_exact.py test_numbers.py",
+        (
+            "Stepper._advance",
+            "one poisoned row fails its whole step",
+            Swap(
+                "(logits.isnan() | (logits == torch.inf)).any(-1)",
+                "(logits.isnan() | (logits == torch.inf)).any()",
+            ),
+        ),
+        (
+            "Stepper._unload_unused",
+            "an adapter goes while a request needs it",
+            Swap("each not in bound", "True"),
+        ),
+    ),
+    *breaks(
+        "engines.residency",
+        "test_residency.py",
+        (
+            "Residents.is_parent",
+            "a guess may be another adapter's sequence",
+            Swap("resident.adapter == adapter", "True"),
+        ),
+        (
+            "Residents.nearest",
+            "a context shares all of its tokens, the one to compute too",
+            Swap("min(best[1], most)", "best[1]"),
+        ),
+        only="TestResidents or grew",
+    ),
+    *breaks(
+        "engines.vllm.capture",
+        "test_capture.py",
+        (
+            "CaptureV1.apply",
+            "rows are matched by the order in which requests came",
+            Swap("[self._tickets[index] for index in indices]", "list(self._tickets.values())"),
+        ),
+        (
+            "_follow",
+            "of two requests that swap places one is lost",
+            Swap("places[source] = replaced", "pass"),
+        ),
+        (
+            "CaptureV2.apply",
+            "a slot's number is taken for its place in the step",
+            Swap("rows.append(row)", "rows.append(slot)"),
+        ),
+        (
+            "RowStore.take",
+            "rows that are not finite are answers",
+            Swap("position in not_finite[id(rows)]", "False"),
+        ),
+        (
+            "RowStore.put",
+            "of a prompt's parts the first one's row stays",
+            Swap(
+                "self._rows[ticket] = (rows, position)",
+                "self._rows.setdefault(ticket, (rows, position))",
+            ),
+        ),
+        (
+            "log_probabilities",
+            "half-precision logits give half-precision rows",
+            Swap("logits.log_softmax(dim=-1, dtype=torch.float32)", "logits.log_softmax(dim=-1)"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.self_check",
+        "test_vllm_self_test.py",
+        (
+            "self_test",
+            "half a nat passes, whatever the network computes with",
+            Swap("64 * max(rounding, TF32)", "0.5"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.open_scheduler",
+        "test_residency.py",
+        (
+            "OpenScheduler.reseat",
+            "the copy of a shared block is forgotten",
+            Swap("donated[full].block_id if length % self.block_size else None", "None"),
+        ),
+        (
+            "OpenScheduler._evict",
+            "an evicted sequence is thought to be resident",
+            Drop("self._evicted.append"),
+        ),
+        only="30-4-4 or population",
+    ),
+    *breaks(
+        "engines.vllm.open_scheduler",
+        "test_residency.py",
+        (
+            "OpenScheduler.reseat",
+            "a fork takes the seat of another adapter's sequence",
+            Swap("request.lora_request != donor.lora_request", "False"),
+        ),
+        only="adapters",
+    ),
+    *breaks(
+        "testing.bets",
+        "test_laws.py",
+        (
+            "on_smaller_mean",
+            "rounding is a bias",
+            Swap("highest - mean + slack", "highest - mean"),
+        ),
+        only="found or constant or bound",
+    ),
+    *breaks(
+        "interop.foreign",
+        "test_genlm.py",
+        (
+            "importing",
+            "the environment that genlm-backend edits stays edited",
+            Drop("os.environ.update"),
+        ),
+        only="process",
     ),
 )

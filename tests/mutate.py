@@ -1,8 +1,7 @@
 """Break genrt on purpose, one way at a time, and show which test catches it: ``python -m tests.mutate``.
 
-The breaks are in ``mutants.py`` and ``mutants_numbers.py``. Each worker has a copy of the checkout in a
-temporary folder, applies one there, runs the tests that are named for it until one fails, and puts the
-source back.
+The breaks are in ``mutants.py``. Each worker has a copy of the checkout in a temporary folder, applies
+one there, runs the tests that are named for it until one fails, and puts the source back.
 
 A mutant is *killed* if a test fails, or if the tests do not end: then it says so. It has *survived* if
 all pass: a test is missing. It is *broken* if pytest ends in any other way: it shows nothing.
@@ -28,10 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tests.mutants import OF_THE_RUNTIME, Mutant
-from tests.mutants_numbers import OF_THE_NUMBERS
-
-MUTANTS = OF_THE_RUNTIME + OF_THE_NUMBERS
+from tests.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -6,9 +6,10 @@ The promises themselves, and their order, are what the table says.
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,23 +33,39 @@ def promised(text: str) -> dict[int, str]:
     return {int(number): promise for number, promise, _ in ROW.findall(text)}
 
 
+def _numbers_in(node: ast.AST) -> Iterator[int]:
+    """Yield the numbers of the markers that are written in a piece of source."""
+    for call in ast.walk(node):
+        match call:
+            case ast.Call(func=ast.Attribute(attr="promise"), keywords=[ast.keyword(value=number)]):
+                yield ast.literal_eval(number)
+
+
 def collected() -> dict[int, Proofs]:
-    """By promise: the tests that carry its marker, of all that this interpreter can collect."""
+    """Return the tests of each promise, by the markers at them and at the top of their files. The source
+    is read and not imported: to import all of it takes half a minute."""
     found: dict[int, Proofs] = {}
-
-    class Collector:
-        def pytest_collection_finish(self, session: pytest.Session) -> None:
-            for item in session.items:
-                file, name, *_ = item.nodeid.split("[")[0].split("::")
-                for number in numbers_of(item):
-                    names = found.setdefault(number, {}).setdefault(file, [])
-                    if name not in names:
-                        names.append(name)
-
-    quietly = ["--collect-only", "-qq", "--no-summary", "-p", "no:randomly"]
-    code = pytest.main([*quietly, str(ROOT / "tests")], plugins=[Collector()])
-    if code != pytest.ExitCode.OK:
-        raise RuntimeError(f"the tests cannot be collected: {code!r}")
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        of_file = [
+            number
+            for node in body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+            for number in _numbers_in(node)
+        ]
+        for node in body:
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    marked: Sequence[ast.AST] = node.decorator_list
+                case ast.ClassDef(name=name):
+                    marked = [node]
+                case _:
+                    continue
+            if name.startswith(("test", "Test")):
+                numbers = [number for part in marked for number in _numbers_in(part)]
+                for number in {*of_file, *numbers}:
+                    file = path.relative_to(ROOT).as_posix()
+                    found.setdefault(number, {}).setdefault(file, []).append(name)
     return found
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests import promises
@@ -14,24 +11,8 @@ NUMBERS = range(1, 32)
 
 @pytest.fixture(scope="module")
 def rewritten() -> str:
-    """The document as ``python -m tests.promises`` would write it; pytest collects in a process of its
-    own, since it does so once in a process."""
-    program = """
-import contextlib, sys
-from tests import promises
-with contextlib.redirect_stdout(sys.stderr):
-    proofs = promises.collected()
-print(promises.written(promises.DOCUMENT.read_text(encoding="utf-8"), proofs), end="")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=promises.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """The document as ``python -m tests.promises`` would write it."""
+    return promises.written(promises.DOCUMENT.read_text(encoding="utf-8"), promises.collected())
 
 
 def test_every_promise_has_a_number_and_is_proved_by_a_test(rewritten: str) -> None:

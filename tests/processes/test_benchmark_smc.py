@@ -22,6 +22,7 @@ BYTES = NGram.random(
 )
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
 def test_both_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def numbers_in(value: object) -> Iterator[float]:
         yield value
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_fidelity_finds_that_the_rows_are_the_models(
     step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,6 +90,7 @@ def test_fidelity_finds_that_the_rows_are_the_models(
     assert 0.0 < result["sample_ratio"] < math.inf
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.promise(number=23)
 def test_two_runtimes_answer_as_each_does_alone(
@@ -102,6 +104,7 @@ def test_two_runtimes_answer_as_each_does_alone(
         assert phase["other_draws"] == phase["other_samples"] == 0.0
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_overheads_are_measured(
     step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +118,7 @@ def test_overheads_are_measured(
     assert all(0.0 < number < math.inf for number in numbers_in(result))
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_a_step_is_measured_in_every_mode(
     step_run: tuple[subprocess.Popen[str], Path],
@@ -496,6 +500,7 @@ def test_bad_arguments_end_pressure_before_anything_is_opened(
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_a_small_kv_memory_is_survived(
     step_run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

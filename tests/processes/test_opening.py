@@ -208,6 +208,7 @@ print("end")
 """
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.promise(number=27)
 def test_opening_restarting_and_closing_vllm_changes_nothing_of_the_process(llama: Path) -> None:
@@ -227,6 +228,7 @@ lm.close()
 """
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.promise(number=27)
 def test_importing_vllm_to_open_it_leaves_the_environment_as_it_was(llama: Path) -> None:

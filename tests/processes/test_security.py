@@ -202,6 +202,7 @@ def parts_of_the_prompt(text: str) -> list[str]:
     return [" ".join(triple) for triple in found] + [SECRET] * (SECRET in text)
 
 
+@pytest.mark.proof
 def test_nothing_listens_on_a_network(ends: dict[str, children.End]) -> None:
     """Gloo, which looks for the address of the machine's name first, was told to take the loopback."""
     assert ends["listens"].status == 0, ends["listens"].err
@@ -218,6 +219,7 @@ def test_addresses_are_read_as_the_kernel_writes_them() -> None:
     assert not address("00000000").is_loopback
 
 
+@pytest.mark.proof
 def test_no_prompt_is_in_a_log_or_an_error(ends: dict[str, children.End]) -> None:
     end = ends["tells"]
     assert end.status == 0, end.err

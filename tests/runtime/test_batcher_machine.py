@@ -198,6 +198,7 @@ class BatcherMachine(RuleBasedStateMachine):
             assert right(asked.requests, asked.task.result())
 
 
-no_other_is_touched, no_ghosts = pytest.mark.promise(number=1), pytest.mark.promise(number=2)
-TestBatcherMachine = no_ghosts(no_other_is_touched(BatcherMachine.TestCase))
-TestBatcherMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+@pytest.mark.promise(number=1)  # no other is touched
+@pytest.mark.promise(number=2)  # no ghosts
+class TestBatcherMachine(BatcherMachine.TestCase):  # type: ignore[valid-type,misc]
+    settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
