@@ -1,6 +1,6 @@
 """The command line: ``genrt demo`` and ``genrt info``.
 
-``info`` looks at what is installed without needing any of it, so it also runs where something is
+``info`` inspects the installation without needing any part of it, so it also runs where something is
 missing or broken, and says what to do about that.
 """
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the process's exit code: 1 when the command failed.
 
     Raises:
-        SystemExit: the arguments are not understood, or asked for help or the version.
+        SystemExit: the arguments are not understood, or ask for help or the version.
     """
     _hush()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _hush() -> None:
-    """Have vLLM and torch say what is wrong, and nothing else. Whoever set this otherwise keeps it."""
+    """Make vLLM and torch report errors only, unless the user has set their logging otherwise."""
     for name in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         os.environ.setdefault(name, "ERROR")
     if not sys.warnoptions:
@@ -80,7 +80,7 @@ def _hush() -> None:
 
 @dataclass(slots=True)
 class Report:
-    """What ``genrt info`` tells: named facts in sections, and what to do about what is amiss.
+    """The output of ``genrt info``: named facts in sections, and advice about what is wrong.
 
     A fact that is ``None`` is a package that is not installed. ``self_test`` is ``None`` if it was not
     asked for, ``"passed"``, or the reason for its failure.
@@ -117,7 +117,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _version(*distributions: str) -> str | None:
-    """The version of the first of these that is installed."""
+    """Return the version of the first of these packages that is installed."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -158,7 +158,7 @@ def _versions(report: Report) -> None:
 
 
 def _local_build(version: str | None) -> str:
-    """``cpu`` of ``2.13.0+cpu``."""
+    """Return ``cpu`` for ``2.13.0+cpu``."""
     return (version or "").partition("+")[2]
 
 
@@ -173,7 +173,7 @@ def _engines(report: Report) -> None:
 
 
 def _vllm_runner(report: Report) -> str:
-    """Which of vLLM's model runners a model gets, by the rule in vLLM's own configuration."""
+    """Return which of vLLM's model runners a model gets, by the rule in vLLM's own configuration."""
     logging.disable(logging.CRITICAL)  # vLLM reports its set-up while it is imported
     try:
         from vllm import envs
@@ -246,7 +246,7 @@ def _default_model(report: Report) -> None:
 
 
 def _self_test() -> str:
-    """Whether the default engine and model answer as they should: ``"passed"``, or why not."""
+    """Return ``"passed"`` if the default engine and model answer as they should, or else why not."""
     try:
         with genrt.load() as lm:
             row = lm.next_token_logprobs_sync(lm.encode("The capital of France is"))

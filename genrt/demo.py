@@ -1,4 +1,4 @@
-"""The demo: sequential Monte Carlo over the embedded model, its posterior, and what the runtime did."""
+"""The demo: sequential Monte Carlo over the embedded model, its posterior, and the runtime's counters."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo: messages and progress on stderr, the result on stdout.
 
-    Returns the exit code: 0; 2 after a mistake in the arguments, most of which are judged before anything
-    is loaded; 1 after any other GenrtError. Errors are told in one line on stderr.
+    Return the exit code: 0; 2 after a mistake in the arguments, most of which are judged before anything
+    is loaded; 1 after any other GenrtError. An error is one line on stderr.
     """
     try:
         _check(args)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise InvalidRequest or InvalidConstraint for what is wrong whatever the model is."""
+    """Raise InvalidRequest or InvalidConstraint for mistakes that do not depend on the model."""
     for option, least in (("particles", 1), ("max_tokens", 1), ("seed", 0)):
         value = getattr(args, option)
         if value < least:
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
-    """The prompt as the user's turn of a chat, where the model has a form for that."""
+    """Return the prompt as the user's turn of a chat, if the model has a chat template."""
     if getattr(lm.tokenizer, "chat_template", None) is None:
         return lm.encode(prompt)
     turn = {"role": "user", "content": prompt}

@@ -52,7 +52,7 @@ class GenrtError(Exception):
     """Base of every error that genrt raises; its only argument is the message."""
 
     def fresh(self) -> GenrtError:
-        """An equal error with a traceback of its own, so that every waiter can raise one."""
+        """Return an equal error with a traceback of its own, so that every waiter can raise one."""
         again = type(self)(*self.args)
         again.__cause__ = self.__cause__
         return again
@@ -78,7 +78,8 @@ class InvalidAdapter(GenrtError, ValueError):
 
 
 class InvalidConstraint(GenrtError, ValueError):
-    """A regular expression, schema or grammar does not compile, or what makes a constraint is wrong."""
+    """A regular expression, schema or grammar does not compile, or an argument of a constraint is
+    wrong."""
 
 
 class ModelNotFound(GenrtError, FileNotFoundError):
@@ -110,7 +111,7 @@ class OutOfMemory(EngineFailed):
 
 
 class NotFinite(EngineFailed):
-    """The model's logits hold NaN or +inf, or nothing but -inf: there is no distribution."""
+    """The model's logits hold NaN or +inf, or nothing but -inf: there is no row."""
 
 
 class TimedOut(GenrtError, TimeoutError):

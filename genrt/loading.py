@@ -107,7 +107,8 @@ async def aload(
     restart: Literal["auto"] | None = None,
     seed: int | None = None,
 ) -> AsyncLM:
-    """``load`` for a running event loop, which goes on meanwhile. Cancelling abandons the loading."""
+    """Open a model as ``load`` does, while the running event loop goes on. Cancelling abandons the
+    loading."""
     thread, cache = _start(
         model,
         engine,
@@ -130,7 +131,7 @@ async def aload(
 
 
 class _Flow(TypedDict):
-    """How questions flow to the engine; see ``Batcher``."""
+    """The options of how questions flow to the engine; see ``Batcher``."""
 
     max_batch_size: int | None
     max_wait_seconds: float
@@ -183,7 +184,7 @@ def _start(
 
 
 def _checked(engine: object) -> Engine:
-    """Return what a user's function gave. Raises InvalidRequest if it is no engine."""
+    """Return the engine that a user's function made. Raises InvalidRequest if it is no Engine."""
     missing = [name for name in dir(Engine) if name[0] != "_" and not hasattr(engine, name)]
     if missing:
         raise InvalidRequest(

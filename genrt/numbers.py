@@ -1,4 +1,4 @@
-"""Numbers that callers give: checked, and as the int or float that computes."""
+"""Numbers that callers give: checked, and converted to the int or float that computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Return the value, an integer of any library, as an int.
 
     Raises:
-        InvalidRequest: it is no integer, or not from ``low`` to ``high``, both included.
+        InvalidRequest: not an integer, or not from ``low`` to ``high``, both included.
     """
     try:
         number = operator.index(value)
@@ -36,7 +36,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Return the value. Raises InvalidRequest if it is no truth value."""
+    """Return the value. Raises InvalidRequest if it is not a truth value."""
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be True or False, got {shown(value)}")
     return value
@@ -46,7 +46,7 @@ def check_float(name: str, value: object, low: float = -math.inf, high: float = 
     """Return the value, a number of Python's or of NumPy's, as a float.
 
     Raises:
-        InvalidRequest: it is no number, not finite, or not from ``low`` to ``high``, both included.
+        InvalidRequest: not a number, not finite, or not from ``low`` to ``high``, both included.
     """
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be a number, got {shown(value)}")
@@ -67,8 +67,8 @@ def is_truth_value(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a number, a truth value or ``None`` as a message shows it. Of anything else it shows the
-    type alone: that may be a prompt in the wrong place."""
+    """Return a number, a truth value or ``None`` as a message shows it, of anything else only the type:
+    it may be a prompt in the wrong place."""
     if isinstance(value, int) and abs(value) >= _LONG:
         return f"an int of {value.bit_length()} bits"
     if value is None or isinstance(value, int | float | np.number | np.bool_):
@@ -77,5 +77,6 @@ def shown(value: object) -> str:
 
 
 def named(value: object) -> str:
-    """Return what a message shows where a name was expected: a str in full, else as ``shown`` does."""
+    """Return what a message shows where a name was expected: a str in full, anything else as ``shown``
+    does."""
     return repr(value) if isinstance(value, str) else shown(value)

@@ -1,8 +1,8 @@
 """Which tokens may follow: constraints on the generated text, as token masks and as potentials.
 
 A constraint is a set of texts: what a ``regex`` matches, a ``json_schema`` validates, a ``grammar``
-derives, a list of ``strings`` holds, a ``predicate`` wants; ``all_of`` several is their intersection. An
-object of one's own with a ``start`` like theirs is as good. ``potential`` makes a log-weight of one.
+derives, a list of ``strings`` holds, a ``predicate`` accepts; ``all_of`` several is their intersection.
+Any object of yours with such a ``start`` is one too. ``potential`` makes a log-weight of a constraint.
 
 Its states are values: ``advance`` makes a new one and leaves the old one as it was, so particles fork by
 sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of some text of the
@@ -11,13 +11,13 @@ need not be completable with the tokens there are, nor with those that all const
 nor where a grammar's terminals took the longest match: then a later mask is empty, which is a dead end
 and not an error.
 
-The end token is in a mask exactly where the text so far is complete; it ends a text and is no part of
-it. Other special tokens, and tokens without bytes, are in no mask.
+The end token is in a mask exactly where the text so far is complete; it ends a text and is no part of it.
+Other special tokens, and tokens without bytes, are in no mask.
 
-Where it would be too dear to say of every token whether it may follow, a state is a *checked* one and is
-asked about single tokens: a predicate's, and those of a product with one. ``await amasks(states)``, or
-``abitmasks``, computes the masks of many states of both kinds off the event loop; ``masks`` and
-``bitmasks`` those of states that know theirs, in the calling thread.
+Where it would take too long to judge every token, a state is a *checked* one and is asked about single
+tokens: a predicate's states, and those of a product with one. ``await amasks(states)``, or ``abitmasks``,
+computes the masks of many states of both kinds off the event loop; ``masks`` and ``bitmasks`` those of
+states that know theirs, in the calling thread.
 """
 
 from __future__ import annotations

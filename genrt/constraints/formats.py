@@ -1,7 +1,7 @@
 """The formats of strings in JSON schemas where llguidance's own admit too much, as regular expressions.
 
-Each is a subset of the format, such that Python's standard library reads whatever matches: llguidance's
-dates have a 29 February in every year, and its times a 60th second in every minute.
+Each is a subset of the format that Python's standard library can read: llguidance's dates have a 29
+February in every year, and its times a 60th second in every minute.
 """
 
 from __future__ import annotations

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 
 def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
-    r"""The texts that ``pattern`` matches from their first to their last character.
+    r"""Return the constraint of the texts that ``pattern`` matches from their first to their last
+    character.
 
     The syntax is that of the Rust crate ``regex``, close to Python's: classes, ``\d \w \s`` and
     ``\p{..}`` over Unicode, repetition, alternation, groups, inline flags. There is no look-around,
-    ``\b`` or back-reference, since what they say about a text can't be told from its prefix by a
-    finite automaton; ``^`` and ``$`` may stand at the very ends; laziness (``*?``) is without effect.
+    ``\b`` or back-reference: a finite automaton cannot judge these from a text's prefix. ``^`` and ``$``
+    may stand at the very ends; laziness (``*?``) is without effect.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 
@@ -75,7 +76,8 @@ _WHITESPACE: dict[str, dict[str, Any]] = {
 def json_schema(
     schema: dict[str, Any] | str | bool, lm: AsyncLM, *, whitespace: Whitespace = "spaced"
 ) -> MaskedConstraint:
-    """The JSON texts of the values that are valid under a schema, in the order of its properties.
+    """Return the constraint of the JSON texts of the values that are valid under a schema, in the order
+    of its properties.
 
     The schema is a dict, a JSON text, or True for any JSON at all; read as draft 2020-12, or as the draft
     that its ``$schema`` names. Whatever is in the set validates, but not each way to write a valid value
@@ -131,7 +133,8 @@ def json_schema(
 def grammar(
     text: str, lm: AsyncLM, *, syntax: Literal["lark", "ebnf"] = "lark"
 ) -> MaskedConstraint:
-    r"""The texts that a context-free grammar derives from its rule ``start`` (Lark) or ``root`` (EBNF).
+    r"""Return the constraint of the texts that a context-free grammar derives from its rule ``start``
+    (Lark) or ``root`` (EBNF).
 
     ``"lark"`` is llguidance's dialect of Lark: rules in lower case, terminals in upper case and as
     literals, ``/regular expressions/`` as in ``regex``, ``%import common.NUMBER``, ``%ignore``, inline
@@ -211,10 +214,10 @@ def _refuse_what_is_no_text(lark: str) -> None:
 
 
 class _Vocabulary:
-    """One lm's tokens as llguidance wants them, shared by all constraints over that lm.
+    """One lm's tokens as llguidance takes them, shared by all constraints over that lm.
 
-    ``lock`` is held around every use of a matcher of this vocabulary: matchers refuse to be used by
-    two threads at once, and states are shared freely.
+    ``lock`` is held around every use of a matcher of this vocabulary: matchers refuse to be used by two
+    threads at once, and states are shared freely.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -234,7 +237,7 @@ class _Vocabulary:
         return vocabulary
 
     def fill(self, states: Sequence[GrammarState]) -> None:
-        """Compute the packed masks of distinct states, in parallel, and leave them there."""
+        """Compute the packed masks of distinct states, in parallel, and store them in the states."""
         with self.lock:
             # Another thread may have been here while this one waited.
             unfilled = [state for state in states if state.words is None]
@@ -283,7 +286,7 @@ class _Grammar:
 class GrammarState:
     """A matcher that is only ever copied; ``words`` is its packed mask once that is computed.
 
-    ``name`` is that of the constraint, for messages.
+    ``name`` is the constraint's, for messages.
     """
 
     __slots__ = ("__weakref__", "accepting", "children", "matcher", "name", "vocabulary", "words")
@@ -323,7 +326,7 @@ class GrammarState:
         raise self.vocabulary.tokens.refused(token_id)
 
     def too_complex(self, error: str) -> InvalidConstraint:
-        """Return the error for a limit of llguidance's that the constraint met after this text."""
+        """Return the error for a limit of llguidance's that the constraint reached after this text."""
         return InvalidConstraint(
             f"the {self.name} is too complex to tell which tokens follow here, simplify it: "
             f"{brief(error)}"

@@ -1,7 +1,7 @@
 """Bounds of numbers in JSON schemas, where llguidance's intervals admit a bound or leave out numbers.
 
-Its interval from 7 to 7.5 without 7 has 7 in it, as every interval has that begins at a whole number and
-ends before the next. And up to 9.25 it has no ``9.2``: no text that begins the text of a bound.
+Its interval from 7 to 7.5 without 7 contains 7, as does every interval that begins at a whole number and
+ends before the next. And up to 9.25 it leaves out ``9.2``, as every text that begins the text of a bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _WHOLE = 2.0**52
 
 
 def mend_bounds(schema: dict[str, Any]) -> None:
-    """Change a schema of numbers in place, so that llguidance takes what is within its bounds."""
+    """Set the bounds of a schema of numbers, in place, so that llguidance takes exactly the numbers
+    within them."""
     types = schema.get("type", "number")
     bounds = {key: schema[key] for key in BOUNDS if key in schema}
     if "number" not in (types if isinstance(types, list) else [types]):

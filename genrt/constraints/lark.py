@@ -1,4 +1,4 @@
-"""llguidance's dialect of Lark, read as far as it takes to see which rules need which."""
+"""llguidance's dialect of Lark, parsed just far enough to see which rules need which."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_GROUPS = 30
 
 
 class NotLarkError(Exception):
-    """llguidance would not read this either, and says best where it is wrong."""
+    """A text that llguidance would not read either; its own message says best where it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,8 @@ class Token:
 
 
 def tokens_of(lark: str) -> list[Token]:
-    """Return the tokens of a text, without spaces and comments.
-
-    Raises:
-        NotLarkError: something in it is no token.
-    """
+    """Return the tokens of a text, without spaces and comments. Raises NotLarkError where there is no
+    token."""
     return [token for token in _tokens(lark) if token.kind != "space"]
 
 
@@ -74,11 +71,11 @@ def _tokens(lark: str) -> Iterator[Token]:
 class Item:
     """A part of an alternative, without the sign that says how often it comes.
 
-    Fields:
-        optional: whether it may also come not at all.
+    Attributes:
+        optional: whether it may be left out.
         inside: the alternatives of a group, or a nested grammar.
-        rule: the name, where it is a rule's.
-        terminal: the source, where it is a terminal that could match nothing.
+        rule: the name, if it is a rule's.
+        terminal: the source, if it is a terminal that could match nothing.
     """
 
     start: int
@@ -103,7 +100,7 @@ Options: TypeAlias = tuple[Option, ...]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Rules by name, and the source of each terminal by name and of all imports."""
+    """Rules by name, the source of each terminal by name, and the sources of all imports."""
 
     rules: dict[str, Options]
     terminals: dict[str, str]
@@ -111,11 +108,7 @@ class Grammar:
 
 
 def grammar_of(lark: str, tokens: Sequence[Token]) -> Grammar:
-    """Return what the tokens of a text define.
-
-    Raises:
-        NotLarkError: they don't parse.
-    """
+    """Return the grammar that the tokens of a text define. Raises NotLarkError if they don't parse."""
     return _Reader(lark, tokens).grammar()
 
 
@@ -155,7 +148,7 @@ class _Reader:
         return self._tokens[index].kind if index < len(self._tokens) else ""
 
     def _sign(self, ahead: int = 0) -> str:
-        """The text of a coming sign or keyword; nothing of another token."""
+        """Return the text of a coming sign or keyword; ``""`` for another token."""
         if self._kind(ahead) not in ("sign", "keyword"):
             return ""
         return self._tokens[self._position + ahead].text
@@ -170,7 +163,8 @@ class _Reader:
         return taken
 
     def _skip_to(self, sign: str) -> None:
-        """Take all up to a sign: parameters and attributes of a rule, what is in parentheses."""
+        """Take all tokens up to a sign: a rule's parameters and attributes, the content of
+        parentheses."""
         while not self._took(sign):
             token = self._take()
             if token is None or token.kind == "newline":
@@ -230,7 +224,7 @@ class _Reader:
         return replace(item, optional=item.optional or self._is_optional())
 
     def _is_optional(self) -> bool:
-        """Take what says how often an item comes, and tell whether that may be never."""
+        """Take the sign that says how often an item comes, and tell whether that may be never."""
         if self._sign() in ("?", "*", "+"):
             token = self._take()
             return token is not None and token.text != "+"

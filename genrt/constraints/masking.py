@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor, from_numpy
 
-from genrt.constraints.asking import together
 from genrt.constraints.grammars import GrammarState
 from genrt.constraints.products import CheckedProduct, MaskedProduct
 from genrt.constraints.protocols import CheckedState, ConstraintState, State, is_checked
+from genrt.constraints.together import together
 from genrt.constraints.tokens import Words, packed, unpacked, words_of
 from genrt.errors import InvalidRequest
 
 
 def masks(states: Sequence[ConstraintState]) -> Tensor:
-    """Bool ``[len(states), vocab_size]``, on the CPU: each state's ``mask``, computed in parallel.
+    """Return each state's ``mask``, computed in parallel: bool ``[len(states), vocab_size]``, on the CPU.
 
     Raises:
         InvalidRequest: there are no states, they are over vocabularies of different sizes, or one is a
@@ -30,18 +30,19 @@ def masks(states: Sequence[ConstraintState]) -> Tensor:
 
 
 def bitmasks(states: Sequence[ConstraintState]) -> Tensor:
-    """The same packed: int32 ``[len(states), ceil(vocab_size / 32)]``, token ``i`` at bit ``i % 32``
-    of word ``i // 32`` (llguidance's layout); the bits beyond the vocabulary are 0. Raises as ``masks``.
-    """
+    """Return ``masks`` packed: int32 ``[len(states), ceil(vocab_size / 32)]``, token ``i`` at bit ``i %
+    32`` of word ``i // 32`` (llguidance's layout); the bits beyond the vocabulary are 0. Raises as
+    ``masks``."""
     _refuse_checked(states)
     return from_numpy(_words(states)[0])
 
 
 async def amasks(states: Sequence[State]) -> Tensor:
-    """``masks`` off the event loop, of checked states too: these are asked about every token that nothing
-    cheap rules out, all states at once.
+    """Compute ``masks`` off the event loop, of checked states too: each of these is asked about every
+    token that nothing cheap rules out, all states at once.
 
-    After a cancellation nobody is asked anything more; a mask under way in a thread is finished and kept.
+    After a cancellation no state is asked anything more; a mask under way in a thread is finished and
+    kept.
 
     Raises:
         InvalidRequest: there are no states, or they are over vocabularies of different sizes.
@@ -53,7 +54,8 @@ async def amasks(states: Sequence[State]) -> Tensor:
 
 
 async def abitmasks(states: Sequence[State]) -> Tensor:
-    """The same packed, as ``bitmasks`` does and ``AsyncLM.draw`` takes it. Raises as ``amasks``."""
+    """Compute ``amasks`` packed, as ``bitmasks`` does and ``AsyncLM.draw`` takes it. Raises as
+    ``amasks``."""
     return from_numpy((await _awords(states))[0])
 
 
@@ -82,7 +84,8 @@ def _checked_list(states: Sequence[S]) -> Sequence[S]:
 
 
 def _words(states: Sequence[State]) -> tuple[Words, int]:
-    """The packed masks and the vocabulary's size; of checked states, what nothing cheap rules out."""
+    """Return the packed masks and the vocabulary's size; a checked state's mask has all that nothing
+    cheap rules out."""
     missing: dict[Any, dict[int, GrammarState]] = {}
     for state in _grammar_states(states):
         if state.words is None:

@@ -1,4 +1,4 @@
-"""llguidance's matchers: what they may cost, what their errors mean, and whether anything matches."""
+"""llguidance's matchers: their limits, the meaning of their errors, and whether anything matches."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def new_matcher(tokenizer: Any, lark: str) -> Any:
 
 
 def matches_nothing(lark: str) -> bool:
-    """Tell whether no text begins as the grammar wants: of a grammar that is one terminal, whether that
-    matches nothing at all. A grammar that does not compile is not judged: False."""
+    """Tell whether no text begins as the grammar wants: for a grammar of one terminal, whether that
+    matches nothing at all. False for a grammar that does not compile."""
     matcher = new_matcher(_bytes(), lark)
     if matcher.is_error() or matcher.is_accepting():
         return False
@@ -79,7 +79,7 @@ def matches_nothing(lark: str) -> bool:
 
 
 def may_begin(lark: str, data: bytes) -> bool:
-    """Tell whether bytes are the beginning of what a grammar wants; True of one that does not compile."""
+    """Tell whether bytes can begin a text of the grammar; True for one that does not compile."""
     matcher = new_matcher(_bytes(), lark)
     return matcher.is_error() or all(matcher.consume_token(1 + byte) for byte in data)
 
@@ -93,8 +93,8 @@ def checked_pattern(pattern: str, name: str) -> str:
     """Return a regular expression.
 
     Raises:
-        InvalidConstraint: it has so many repetitions that llguidance would work on them for seconds, as
-            the square of their number.
+        InvalidConstraint: it has so many repetitions that llguidance would work for seconds: its time
+            grows as the square of their number.
     """
     repetitions = sum(map(pattern.count, "?*{"))
     if repetitions > _MOST_REPETITIONS:

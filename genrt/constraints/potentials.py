@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 def potential(
     constraint: Constraint, *, lm: AsyncLM | None = None, cache_size: int = 1024
 ) -> Potential:
-    """The constraint's indicator as a log-weight: 0 for a finished text of the set, and for an unfinished
-    one that the masks lead to; -inf for all others.
+    """Return the constraint's indicator as a log-weight: 0 for a finished text of the set, and for an
+    unfinished one that the masks lead to; -inf for all others.
 
-    The states of the last ``cache_size`` texts are kept, so that one that has grown by a token costs one
-    step; any other is right too, and costs one step for each token after its longest prefix that is kept.
-    A predicate is asked about the text it is given and not about its prefixes.
+    The states of the last ``cache_size`` texts are kept, so that a kept text that has grown by a token
+    costs one step; any other text costs one step for each token after its longest kept prefix. A
+    predicate is asked about the text it is given and not about its prefixes.
 
-    What is returned is a plain function, or, for a constraint that has to be asked, one that returns an
-    awaitable. It may be called from any thread or event loop. It raises InvalidRequest for what is no
+    The potential is a plain function or, for a constraint of checked states, one that returns an
+    awaitable. It may be called from any thread or event loop. It raises InvalidRequest for anything but a
     Text and for a token id out of range, and whatever a predicate raises.
 
     Args:
-        lm: needed for a constraint of one's own that has to be asked: it tells the end token.
+        lm: needed for a constraint of yours with checked states: it tells the end token.
 
     Raises:
-        InvalidConstraint: something that is no constraint, ``cache_size`` under 1, or ``lm`` is needed.
+        InvalidConstraint: not a constraint, ``cache_size`` under 1, or ``lm`` is needed.
     """
     checked_constraint(constraint)
     if isinstance(cache_size, bool) or not isinstance(cache_size, int) or cache_size < 1:
@@ -59,7 +59,7 @@ def potential(
 
 
 class _States:
-    """The states that texts lead to; ``None`` for a text that is outside of the set."""
+    """The states that texts lead to; ``None`` for a text outside the set."""
 
     def __init__(self, start: State, tokens: Tokens | None, cache_size: int) -> None:
         self.start = start
@@ -68,7 +68,7 @@ class _States:
         self._lock = threading.Lock()
 
     def checked(self, text: Text) -> Text:
-        """The text. Raises InvalidRequest if it is none, or not over these tokens."""
+        """Return the text. Raises InvalidRequest if it is no Text, or not over these tokens."""
         if not isinstance(text, Text):
             raise InvalidRequest(f"a potential was given {text!r}: call it with a Text")
         if self._tokens is not None:
@@ -90,7 +90,7 @@ class _States:
         return state
 
     def _nearest(self, token_ids: tuple[int, ...]) -> tuple[State | None, int]:
-        """The state of the longest prefix that is kept, and how long that is."""
+        """Return the state of the longest prefix that is kept, and its length."""
         with self._lock:
             for length in range(len(token_ids), 0, -1):
                 prefix = token_ids[:length]
@@ -117,7 +117,7 @@ class _Indicator:
 
 
 class _AskedIndicator:
-    """The potential of a constraint that has to be asked."""
+    """The potential of a constraint of checked states."""
 
     def __init__(self, constraint: Constraint, states: _States, eos_token_id: int) -> None:
         self._constraint = constraint

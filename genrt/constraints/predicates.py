@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from genrt.constraints.asking import together
 from genrt.constraints.protocols import Constraint
+from genrt.constraints.together import together
 from genrt.constraints.tokens import Children, Tokens, Words, unpacked
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.tokens.texts import Predicate, Text
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 def predicate(
     function: Predicate, lm: AsyncLM, *, name: str | None = None, max_concurrent: int = 64
 ) -> Constraint:
-    """The texts of which ``function`` says that they are wanted.
+    """Return the constraint of the texts that ``function`` accepts.
 
     It is asked "may this go on to a wanted text?" about a prefix, and "is this wanted?" about a finished
-    text. What it refuses of a prefix it has to refuse of all that begins with it: in the set are the
-    texts that are wanted and of which no prefix is refused. It is not asked about the empty prefix.
+    text. If it refuses a prefix it has to refuse every text that begins with it: in the set are the texts
+    that are wanted and of which no prefix is refused. It is not asked about the empty prefix.
 
-    A coroutine function is awaited on the event loop of whoever checks, ``max_concurrent`` calls at once
-    on each loop. Any other function is called in threads, the tokens of one ``check`` one after the
-    other, and up to ``max_concurrent`` checks at once: give 1 if it is not safe to call from several. A
-    state remembers what it was told, and asks about no token twice. What the function raises reaches
-    whoever checks. A cancelled ``check`` makes no further call; one under way in a thread ends by itself.
+    A coroutine function is awaited on the event loop that checks, ``max_concurrent`` calls at once on
+    each loop. Any other function is called in threads, the tokens of one ``check`` one after the other,
+    and up to ``max_concurrent`` checks at once: give 1 if it is not safe to call from several. A state
+    remembers its answers and asks about no token twice. ``check`` raises what the function raises. A
+    cancelled ``check`` makes no further call; one under way in a thread ends by itself.
 
     Raises:
         InvalidConstraint: ``function`` can't be called, ``max_concurrent`` is under 1, or there is no end
@@ -82,7 +82,7 @@ class _Asked:
         return f"<constraint: predicate {self.name}>"
 
     async def ask(self, texts: Sequence[tuple[int, Text]], answers: dict[int, bool]) -> None:
-        """Ask about texts, and write each answer under its number as soon as it is there."""
+        """Ask about texts, and write each answer under its number as soon as it arrives."""
         loop = asyncio.get_running_loop()
         with self._lock:
             limit = self._limits.get(loop)
@@ -108,7 +108,8 @@ class _Asked:
     def _call(
         self, queue: Iterator[tuple[int, Text]], answers: dict[int, bool], stop: threading.Event
     ) -> _Left:
-        """Call a plain function, until it turns out to be none: what it returned is to be awaited."""
+        """Call a plain function about all texts; stop at an error, or if it returns something to be
+        awaited."""
         for number, text in queue:
             if stop.is_set():
                 break
@@ -139,7 +140,7 @@ class _Asked:
         answers: dict[int, bool],
         limit: asyncio.Semaphore,
     ) -> None:
-        """Take from the queue what nobody took yet, until nothing is left."""
+        """Take texts from the shared queue and await their answers, until the queue is empty."""
         for number, text in queue:
             async with limit:
                 answer: Any = self._function(text)
@@ -160,7 +161,7 @@ _Left: TypeAlias = BaseException | tuple[int, Awaitable[Any]] | None
 
 
 class PredicateState:
-    """A text, and what the predicate said of the texts that are one token longer."""
+    """A text, and the predicate's answers about the texts that are one token longer."""
 
     __slots__ = (
         "__weakref__",

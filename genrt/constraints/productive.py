@@ -34,14 +34,14 @@ _MAY_BE_EMPTY = re.compile(r"\[\^|&|~|--|\\[PDSW]|\\p\{\^")
 
 
 def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, str]) -> str:
-    """Return a grammar of the same texts in which whatever ``start`` leads to derives some text.
+    """Return a grammar of the same texts in which everything that ``start`` leads to derives some text.
 
-    A terminal's taking the longest match is not looked at, nor are the conditions of parametric rules. A
-    text that is no Lark comes back as it is: llguidance says best where it is wrong.
+    Neither the longest match of terminals nor the conditions of parametric rules are considered. A text
+    that is not Lark comes back as it is: llguidance's message says best where it is wrong.
 
     Args:
         inlined: makes the JSON text that takes the place of the schema after a ``%json``.
-        names: what rules are called in messages, where that differs.
+        names: the names of rules in messages, where they differ.
 
     Raises:
         InvalidConstraint: nothing derives from ``start``, or the grammar is too large.
@@ -80,7 +80,7 @@ def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, 
 
 
 class _Rules:
-    """Which of the rules that ``start`` leads to derive something."""
+    """The rules that ``start`` leads to, and which of them derive something."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
@@ -99,9 +99,9 @@ class _Rules:
                     self._alive.add(name)
 
     def _in_order(self, start: str, named: Callable[[str], Iterator[tuple[str, int]]]) -> list[str]:
-        """Return what a name leads to, each after those that it names, but for cycles.
+        """Return all rules that a name leads to, each after those that it names, except in cycles.
 
-        It is searched depth first, as llguidance compiles it: by recursion, on a stack that can overflow.
+        The search is depth first, as llguidance compiles: by recursion, on a stack that can overflow.
         """
         order: list[str] = []
         seen = {start}
@@ -148,11 +148,11 @@ class _Rules:
         return [name for name in reversed(self._reached) if name not in self._alive]
 
     def derives(self, name: str) -> bool:
-        """Tell whether some text derives from a rule; of an unknown one, which does not compile, True."""
+        """Tell whether some text derives from a rule; True for an unknown one, which does not compile."""
         return name in self._alive or name not in self._grammar.rules
 
     def dead_ends(self) -> Iterator[tuple[int, int]]:
-        """Yield the places of what derives nothing, beside which something does."""
+        """Yield the places of parts that derive nothing, next to others that derive something."""
         for name in self._reached:
             if name in self._alive:
                 yield from self._dead_in(self._grammar.rules[name])
@@ -203,7 +203,7 @@ class _Rules:
         return self._empty[terminal]
 
     def _sources(self, terminal: str) -> list[str]:
-        """The definitions of the terminals that one is made of."""
+        """Return the definitions of the terminals that a terminal is made of."""
         found: dict[str, str] = {}
         left = [terminal]
         while left:

@@ -28,17 +28,17 @@ def all_of(*constraints: MaskedConstraint) -> MaskedConstraint: ...
 @overload
 def all_of(*constraints: Constraint) -> Constraint: ...
 def all_of(*constraints: Constraint) -> Constraint:
-    """The texts that satisfy every one of the constraints.
+    """Return the constraint of the texts that satisfy every one of the constraints.
 
     Its states know their masks if those of all constraints do. Otherwise they are checked ones: their
     ``mask`` holds what the masked constraints allow, and ``check`` asks the others about these tokens
-    alone, in the order in which they are given, each about what the one before let pass.
+    only, in the order in which they are given, each about the tokens that the one before allowed.
 
     A text may be a prefix of one text in each set, and of none that is in all: its masks get empty only
     later, when the constraints come to contradict each other.
 
     Raises:
-        InvalidConstraint: no constraints, something that is none, or vocabularies that differ.
+        InvalidConstraint: no constraints, something that is not a constraint, or different vocabularies.
     """
     if len(constraints) == 1 and isinstance(constraints[0], list | tuple):
         raise InvalidConstraint(
@@ -130,7 +130,7 @@ class CheckedProduct:
 
     @property
     def factors(self) -> tuple[State, ...]:
-        """All of them."""
+        """The masked states, then the checked ones."""
         return (*self.masked, *self.checked)
 
     def packed(self) -> Words:

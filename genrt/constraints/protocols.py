@@ -1,4 +1,4 @@
-"""What a constraint is: a set of texts, and states that say which tokens may follow."""
+"""The protocols of constraints: sets of texts, and states that tell which tokens may follow."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from genrt.errors import InvalidConstraint
 
 @runtime_checkable
 class ConstraintState(Protocol):
-    """What a constraint knows after some text. Immutable: sharing one between particles is safe."""
+    """A constraint's knowledge after some text. Immutable: sharing one between particles is safe."""
 
     @property
     def accepting(self) -> bool:
-        """Whether the text so far is complete, so that it may end here."""
+        """True if the text so far is complete, so that it may end here."""
         ...
 
     def mask(self) -> Tensor:
-        """Bool ``[vocab_size]``, on the CPU: the tokens that may follow; the end token if accepting.
+        """Return the tokens that may follow, bool ``[vocab_size]``, on the CPU; the end token if
+        accepting.
 
-        Nothing at all is a dead end. ``masks`` computes those of many states at once, faster.
+        An empty mask is a dead end. ``masks`` computes those of many states at once, faster.
         """
         ...
 
     def advance(self, token_id: int) -> ConstraintState:
-        """The state after one more token of the text.
+        """Return the state after one more token of the text.
 
         Raises:
             InvalidRequest: the token is not in the mask, or is the end token.
@@ -37,22 +38,24 @@ class ConstraintState(Protocol):
 
 @runtime_checkable
 class CheckedState(Protocol):
-    """The same for a constraint too dear to say it of every token: it is asked token by token.
+    """The state of a constraint that takes too long to judge every token: it is asked about single
+    tokens.
 
-    Immutable but for what it remembers of its answers, so that sharing one is safe, between event loops
-    and threads too.
+    Immutable except that it remembers its answers, so that sharing one is safe, between event loops and
+    threads too.
     """
 
     def mask(self) -> Tensor:
-        """Bool ``[vocab_size]``, on the CPU: the tokens that nothing cheap rules out, the end token among
-        them. Those that may follow are the ones of these that ``check`` says yes to; ``amasks`` has them.
-        """
+        """Return the tokens that nothing cheap rules out, the end token among them: bool
+        ``[vocab_size]``, on the CPU. Those of them may follow that ``check`` says yes to; ``amasks``
+        returns these."""
         ...
 
     async def check(self, token_ids: Sequence[int]) -> list[bool]:
-        """Whether each of these tokens may follow; of the end token, whether the text may end here.
+        """Tell for each of these tokens whether it may follow; for the end token, whether the text may
+        end here.
 
-        Cancelling it loses no answer that had come, and takes none from others who wait for the same.
+        Cancelling it loses no answer that has arrived, and takes none from others who wait for the same.
 
         Raises:
             InvalidRequest: a token id is out of range.
@@ -60,7 +63,7 @@ class CheckedState(Protocol):
         ...
 
     def advance(self, token_id: int) -> CheckedState:
-        """The state after one more token of the text, which need not have been checked.
+        """Return the state after one more token of the text, which need not have been checked.
 
         Raises:
             InvalidRequest: the token is not in ``mask()``, was checked and may not follow, or is the end
@@ -73,21 +76,22 @@ State: TypeAlias = ConstraintState | CheckedState
 
 
 def is_checked(state: State) -> TypeGuard[CheckedState]:
-    """Whether it is a checked one: ``isinstance``, a hundred times faster than with a protocol."""
+    """Tell whether it is a checked one; ``isinstance`` with a protocol would take a hundred times
+    longer."""
     return hasattr(state, "check")
 
 
 def is_masked(state: State) -> TypeGuard[ConstraintState]:
-    """Whether it knows its mask, and need not be asked."""
+    """Tell whether it knows its mask, and need not be asked."""
     return not hasattr(state, "check")
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A set of texts. Any object with a ``start`` that returns such states can be one."""
+    """A set of texts: any object with a ``start`` that returns such states."""
 
     def start(self) -> State:
-        """The state before any text. All that follow it are of its kind."""
+        """Return the state before any text. All that follow it are of its kind."""
         ...
 
 
@@ -96,12 +100,12 @@ class MaskedConstraint(Protocol):
     """A constraint whose states know their masks."""
 
     def start(self) -> ConstraintState:
-        """The state before any text."""
+        """Return the state before any text."""
         ...
 
 
 def checked_constraint(constraint: Constraint) -> Constraint:
-    """The constraint. Raises InvalidConstraint if it is none."""
+    """Return the constraint. Raises InvalidConstraint if it is something else."""
     if isinstance(constraint, type) or not isinstance(constraint, Constraint):
         raise InvalidConstraint(
             f"{constraint!r} is no constraint: give what regex, json_schema, predicate and the like "

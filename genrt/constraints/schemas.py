@@ -1,9 +1,9 @@
 """A JSON schema as llguidance gets it: the same values, without what it takes wrongly or too long over.
 
-What no finite value satisfies becomes ``false``, which llguidance leaves out of objects, arrays and
-unions. It would follow a ``$ref`` that leads back to itself, and masks would lead there. Formats that
-it knows too loosely become patterns. Numbers that it would round are refused, and so are sizes that it
-would work on for many seconds.
+A subschema that no finite value satisfies becomes ``false``, which llguidance leaves out of objects,
+arrays and unions. Otherwise it would follow a ``$ref`` that leads back to itself, and masks would lead
+there. Formats that it checks too loosely become patterns. Numbers that it would round are refused, and so
+are sizes that it would work on for many seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def schema_text(schema: object, options: Schema) -> str:
     """Return a schema as JSON text, with llguidance's ``options`` unless it has its own.
 
     Raises:
-        InvalidConstraint: it is no schema, has no JSON form, nothing satisfies it, or it is too large.
+        InvalidConstraint: not a schema, without a JSON form, satisfied by nothing, or too large.
     """
     rules = _object_of(schema)
     own = rules.pop("x-guidance", {})
@@ -85,7 +85,7 @@ def _object_of(schema: object) -> Schema:
 
 
 class _Prepared:
-    """The schemas within one, checked and changed in place."""
+    """A schema whose subschemas are checked and changed in place."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -180,7 +180,7 @@ class _Prepared:
         return within, key
 
     def _target(self, schema: Schema) -> Any:
-        """Return what a schema's ``$ref`` refers to; True where it has none or that can't be told."""
+        """Return what a schema's ``$ref`` refers to; True if it has none or that can't be told."""
         place = self._referred(schema)
         return True if place is None else place[0][place[1]]
 
@@ -188,9 +188,10 @@ class _Prepared:
         return id(schema) in self._alive if isinstance(schema, dict) else schema is not False
 
     def _has_values(self, schema: Schema) -> bool:
-        """Tell whether a finite value satisfies a schema if those within it have values as told so far.
+        """Tell whether a finite value satisfies a schema, given which of the schemas within it have
+        values so far.
 
-        That of two schemas whose conjunction nothing satisfies is found by llguidance, but for numbers.
+        If nothing satisfies two schemas together, llguidance finds that itself, except for numbers.
         """
         for key in ("allOf", "anyOf", "oneOf"):
             parts = schema.get(key)
@@ -217,7 +218,7 @@ class _Prepared:
                 return True
 
     def _conjunction(self, schema: Schema) -> Iterator[Schema]:
-        """Yield a schema and those that hold with it, by ``allOf`` or ``$ref``."""
+        """Yield a schema and all that hold together with it, by ``allOf`` or ``$ref``."""
         seen: set[int] = set()
         left: list[Any] = [schema]
         while left:
@@ -261,7 +262,7 @@ def _parts(schema: Schema, keys: Iterable[str]) -> Iterator[tuple[Any, Any]]:
 
 
 def _required_properties(schema: Schema) -> Iterator[list[Any]]:
-    """Yield of each property that must be there the schemas of which it satisfies one."""
+    """Yield, for each required property, the schemas of which it has to satisfy one."""
     properties, required = schema.get("properties"), schema.get("required")
     patterns = schema.get("patternProperties")
     others = [*(patterns.values() if isinstance(patterns, dict) else ())]
@@ -274,7 +275,7 @@ def _required_properties(schema: Schema) -> Iterator[list[Any]]:
 
 
 def _required_items(schema: Schema) -> Iterator[Any]:
-    """Yield the schemas of the items that must be there."""
+    """Yield the schemas of the required items."""
     count = schema.get("minItems", 0)
     first, others = schema.get("prefixItems", []), schema.get("items", True)
     if isinstance(others, list):
@@ -286,8 +287,8 @@ def _required_items(schema: Schema) -> Iterator[Any]:
 
 
 def _has_numbers(schemas: list[Schema], integer: bool) -> bool:
-    """Tell whether some number satisfies several schemas. Without a ``multipleOf`` llguidance tells, and
-    with one it takes only those from 0 on."""
+    """Tell whether some number satisfies several schemas. Without a ``multipleOf`` llguidance finds that
+    itself; with one it takes only numbers from 0 on."""
     step = _common_multiple(schemas)
     if step is None:
         return True
@@ -311,7 +312,7 @@ def _has_numbers(schemas: list[Schema], integer: bool) -> bool:
 
 
 def _common_multiple(schemas: Iterable[Schema]) -> Fraction | None:
-    """Return the number of which all is a multiple that is one of every ``multipleOf``."""
+    """Return the least common multiple of every ``multipleOf``; ``None`` if there is none."""
     common: Fraction | None = None
     for schema in schemas:
         step = _number(schema.get("multipleOf"))
@@ -411,7 +412,7 @@ def _replace_format(schema: Schema) -> None:
 
 
 def _settle_patterns(schema: Schema) -> None:
-    """Take out what speaks of properties by patterns where no name is left that it could speak of."""
+    """Take out the patterns of properties that no name is left to match."""
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     required = schema.get("required", [])
     if not (patterns and isinstance(patterns, dict) and isinstance(properties, dict)):
@@ -428,9 +429,10 @@ def _settle_patterns(schema: Schema) -> None:
 
 
 def _close_names(schema: Schema) -> None:
-    """Say of other properties by a pattern what they may be, if that is anything at all.
+    """Say by a pattern that other properties may be anything, if they may.
 
-    llguidance lets names that no pattern is for be spelt with escapes, and so be those of ``properties``.
+    Without it llguidance lets names that no pattern covers be spelt with escapes, and so those of
+    ``properties``.
     """
     others = schema.get("additionalProperties", True)
     counted = schema.keys() & {"minProperties", "maxProperties"}
@@ -440,7 +442,7 @@ def _close_names(schema: Schema) -> None:
 
 
 def _has_names(properties: Schema, patterns: Schema) -> bool:
-    """Tell whether any name is left to an object of these properties and patterns alone."""
+    """Tell whether an object of only these properties and patterns can have any name."""
     schema = {
         "type": "object",
         "properties": properties,

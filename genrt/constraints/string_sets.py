@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
-    """Exactly these texts: any number, in any order, one a prefix of another, the empty one too.
+    """Return the constraint of exactly these texts, in any order; one may be a prefix of another, or
+    empty.
 
-    A mask costs one look at each prefix that the texts left and the vocabulary's tokens have in common,
-    whatever the number of texts, and is computed once for all the ways of cutting a text into tokens.
+    A mask costs one look at each prefix that the remaining texts and the vocabulary's tokens have in
+    common, whatever the number of texts, and is computed once for all tokenizations of a text.
 
     Raises:
         InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no
@@ -47,7 +48,7 @@ def _utf8(text: str) -> bytes:
 
 
 class _Strings:
-    """The constraint: sorted texts, in which those with one beginning are neighbours.
+    """The constraint: sorted texts, so that those with the same beginning are neighbours.
 
     A state is a range of them and the length of the beginning that they share.
     """
@@ -69,7 +70,7 @@ class _Strings:
         return f"<constraint: strings {shown}{more}>"
 
     def state(self, first: int, end: int, length: int) -> _StringState:
-        """The state of that range, one for all who hold it."""
+        """Return the state of that range, the same one for all who hold it."""
         with self._lock:
             state = self._states.get((first, end, length))
             if state is None:
@@ -78,7 +79,8 @@ class _Strings:
             return state
 
     def words(self, first: int, end: int, length: int) -> Words:
-        """The mask of a state: a walk down the trie of what the texts go on with, as far as tokens go."""
+        """Return a state's mask: walk down the trie of the texts' continuations, as far as tokens
+        reach."""
         mask = np.zeros(len(self.tokens), dtype=np.bool_)
         mask[self.tokens.eos_token_id] = len(self.texts[first]) == length
         # Each: a range of texts, a range of tokens, and how many bytes of a token they share.
@@ -106,7 +108,7 @@ class _Strings:
 
 
 class _StringState:
-    """Texts ``first .. end - 1``, which share their first ``length`` bytes: the text so far."""
+    """The texts ``first .. end - 1``, which share their first ``length`` bytes: the text so far."""
 
     __slots__ = ("__weakref__", "_end", "_first", "_length", "_of", "_words")
 

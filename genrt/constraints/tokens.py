@@ -27,23 +27,24 @@ Words: TypeAlias = NDArray[np.int32]
 
 
 class PackedState(Protocol):
-    """A state that has its mask in packed form; what comes of ``packed`` is not to be written to."""
+    """A state that has its mask in packed form; the array that ``packed`` returns must not be written
+    to."""
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the mask is of."""
+        """The number of tokens in the mask."""
         ...
 
     def packed(self) -> Words:
-        """``mask()`` as words, computed at the first call."""
+        """Return ``mask()`` as words, computed at the first call."""
         ...
 
 
 class Masked(Protocol):
-    """Whatever has a mask: states of both kinds."""
+    """Anything with a mask: states of both kinds."""
 
     def mask(self) -> Tensor:
-        """Bool ``[vocab_size]``."""
+        """Return a mask, bool ``[vocab_size]``."""
         ...
 
 
@@ -67,10 +68,10 @@ class Tokens:
 
     @staticmethod
     def of(lm: AsyncLM) -> Tokens:
-        """Those of a runtime, read once.
+        """Return the tokens of a runtime, read once.
 
         Raises:
-            InvalidConstraint: it is no runtime, or its tokenizer names no end token.
+            InvalidConstraint: not a runtime, or its tokenizer names no end token.
         """
         if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
             raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
@@ -91,13 +92,13 @@ class Tokens:
 
     @cached_property
     def spelt(self) -> tuple[NDArray[np.int64], list[bytes]]:
-        """The tokens that stand for text, in the order of their bytes, and these."""
+        """The tokens that stand for text, in the order of their bytes, and these bytes."""
         token_ids = [i for i in range(len(self)) if self.is_open(i) and i != self.eos_token_id]
         token_ids.sort(key=self.byte_vocab.__getitem__)
         return np.array(token_ids, np.int64), [self.byte_vocab[i] for i in token_ids]
 
     def same(self, other: Tokens) -> bool:
-        """Whether a token id means the same in both."""
+        """Tell whether a token id means the same in both."""
         return self is other or (self.byte_vocab, self.eos_token_id, self.special) == (
             other.byte_vocab,
             other.eos_token_id,
@@ -105,18 +106,18 @@ class Tokens:
         )
 
     def checked(self, token_id: int) -> int:
-        """The id. Raises InvalidRequest if it is no token's."""
+        """Return the id. Raises InvalidRequest if it is not a token's."""
         return checked_token_id(token_id, len(self.byte_vocab))
 
     def is_open(self, token_id: int) -> bool:
-        """Whether a token is in ``open``: stands for text, or is the end token."""
+        """Tell whether a token is in ``open``: it stands for text, or is the end token."""
         return bool(self.open[token_id // 32] >> (token_id % 32) & 1)
 
     def text(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text.
+        """Return the bytes that a token adds to a text.
 
         Raises:
-            InvalidRequest: no token's id, or the end token's.
+            InvalidRequest: not a token's id, or the end token's.
         """
         index = self.checked(token_id)
         if index == self.eos_token_id:
@@ -126,7 +127,7 @@ class Tokens:
         return self.byte_vocab[index]
 
     def refused(self, token_id: int) -> InvalidRequest:
-        """The error for a token that may not follow."""
+        """Return the error for a token that may not follow."""
         return InvalidRequest(
             f"token {token_id} ({self.byte_vocab[token_id]!r}) may not follow here: "
             "advance only by tokens of the state's mask"
@@ -139,8 +140,8 @@ S = TypeVar("S")
 
 
 class Children(Generic[S]):
-    """A state's next states by token, as long as somebody holds them: particles with equal texts share a
-    state, and with it whatever is computed for it."""
+    """A state's next states by token, for as long as anyone holds them: particles with equal texts share
+    a state, and with it all that is computed for it."""
 
     __slots__ = ("_lock", "_states")
 
@@ -149,7 +150,7 @@ class Children(Generic[S]):
         self._states: weakref.WeakValueDictionary[int, S] = weakref.WeakValueDictionary()
 
     def get(self, token_id: int, make: Callable[[], S]) -> S:
-        """The one that is there, or else the one that ``make`` makes."""
+        """Return the state that is there, or the one that ``make`` makes."""
         with self._lock:
             state = self._states.get(token_id)
             if state is None:
@@ -158,7 +159,7 @@ class Children(Generic[S]):
 
 
 def checked_token_id(token_id: int, vocab_size: int) -> int:
-    """The id. Raises InvalidRequest if it is no integer, or out of range."""
+    """Return the id. Raises InvalidRequest if it is no integer, or out of range."""
     try:
         index = operator.index(token_id)
     except TypeError as error:
@@ -169,19 +170,20 @@ def checked_token_id(token_id: int, vocab_size: int) -> int:
 
 
 def packed(mask: NDArray[np.bool_]) -> Words:
-    """Bool ``[vocab_size]`` as words."""
+    """Pack bool ``[vocab_size]`` into words."""
     padded = np.zeros(-(-len(mask) // 32) * 32, dtype=np.bool_)
     padded[: len(mask)] = mask
     return np.packbits(padded, bitorder="little").view(np.int32)
 
 
 def is_packed(state: object) -> TypeGuard[PackedState]:
-    """Whether it is such a state: ``isinstance`` with a protocol would take longer than the rest."""
+    """Tell whether a state has a packed mask; ``isinstance`` with a protocol would take longer than the
+    rest."""
     return hasattr(state, "packed") and hasattr(state, "vocab_size")
 
 
 def words_of(state: Masked) -> tuple[Words, int]:
-    """A state's mask as words, and how many tokens it is of."""
+    """Return a state's mask as words, and its number of tokens."""
     if is_packed(state):
         return state.packed(), state.vocab_size
     mask = state.mask().cpu().numpy()
@@ -189,6 +191,6 @@ def words_of(state: Masked) -> tuple[Words, int]:
 
 
 def unpacked(words: Words, vocab_size: int) -> Tensor:
-    """Words ``[..., n]`` as bool ``[..., vocab_size]``, in memory of its own."""
+    """Unpack words ``[..., n]`` into bool ``[..., vocab_size]``, in memory of its own."""
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
     return torch.from_numpy(np.ascontiguousarray(bits[..., :vocab_size]).view(np.bool_))

@@ -25,11 +25,11 @@ from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
+from genrt.inference.counting import Counting
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
-from genrt.inference.runtime import Counting
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
 from genrt.tokens.texts import Potential, Text, decoded

@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
+from genrt.inference.counting import Counting
 from genrt.inference.diagnostics import chain_statistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.result import Result
-from genrt.inference.runtime import Counting
 from genrt.numbers import check_int
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from genrt.constraints.asking import together
+from genrt.constraints.together import together
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import log_weight
 from genrt.tokens.texts import Potential, Text

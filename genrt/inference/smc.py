@@ -29,11 +29,11 @@ import numpy as np
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
+from genrt.inference.counting import Counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
-from genrt.inference.runtime import Counting, drawn_tokens
 from genrt.inference.state import Info, State
 from genrt.numbers import check_float, check_int
 

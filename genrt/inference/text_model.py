@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
-from genrt.constraints.asking import together
+from genrt.constraints.together import together
 from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import awrs

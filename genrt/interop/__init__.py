@@ -1,4 +1,4 @@
-"""genrt's runtimes for the users of other libraries: one file each, imported by name."""
+"""genrt's runtimes for users of other libraries: one file each, imported by name."""
 
 from __future__ import annotations
 

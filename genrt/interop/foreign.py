@@ -1,4 +1,4 @@
-"""Importing packages that change the process around them: what is not their own is put back."""
+"""Importing packages that change the process around them, and putting back what they changed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ for its own vLLM; what vLLM sets for itself when it is first imported has other 
 
 @contextmanager
 def importing(extra: str) -> Iterator[None]:
-    """For the import statements of packages that ``genrt[extra]`` brings.
+    """Guard the import statements of packages that ``genrt[extra]`` brings.
 
-    Put back are vLLM's environment variables, the level of its logger and the filters of warnings, which
-    genlm-backend and llamppl change when they are imported. Their warnings at that time are not shown.
+    vLLM's environment variables, the level of its logger and the filters of warnings are put back after
+    genlm-backend and llamppl have changed them. Their warnings at that time are not shown.
 
     Raises:
         EngineNotInstalled: a package is missing, or is not a version that genrt knows.

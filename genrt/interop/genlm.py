@@ -8,8 +8,9 @@
     llm = PromptedLLM(as_genlm(genrt.load()))
 
 The interface is that of genlm-backend 0.3. Importing this file imports genlm-backend, and puts back the
-environment variables that it sets then for its own vLLM: who imports genlm-control later meets neither
-these nor its warning. In the other order everything works too, but they stay set.
+environment variables that genlm-backend sets for its own vLLM; a later import of genlm-control sets none
+and shows no warning. If genlm-control was imported first everything works too, but the variables stay
+set.
 
 Raises:
     EngineNotInstalled: genlm-control is not installed (extra ``genlm``).
@@ -40,7 +41,8 @@ __all__ = ["GenrtLM", "as_genlm"]
 
 
 def as_genlm(lm: AsyncLM) -> GenrtLM:
-    """The runtime as a ``genlm.backend.llm.AsyncLM``, for ``PromptedLLM`` and whatever else takes one.
+    """Return the runtime as a ``genlm.backend.llm.AsyncLM``, for ``PromptedLLM`` and everything else that
+    takes one.
 
     Any number of them share the runtime, its cache and its adapters; none closes it.
 
@@ -64,20 +66,21 @@ def as_genlm(lm: AsyncLM) -> GenrtLM:
 
 @GenlmLM.register
 class GenrtLM:
-    """A genrt runtime with the methods of ``genlm.backend.llm.AsyncLM``, whose instance it counts as.
+    """A genrt runtime with the methods of ``genlm.backend.llm.AsyncLM``; it counts as an instance of
+    that.
 
     Made by ``as_genlm``. Questions are batched, deduplicated and cached by the runtime, on any event loop
     and in any thread; the ``_sync`` methods work where a loop is running, too. Errors are genrt's, of the
     kinds that genlm-backend raises: a ``ValueError`` for a question that is wrong in itself (no token
     ids, an unknown ``lora_name``), a ``RuntimeError`` where the engine failed or was closed.
 
-    Rows are float32 on the runtime's device, with an entry for each token of ``byte_vocab``. Where a
-    model has more, which pad its matrices, they are left out and the rest is normalised; where it has
-    fewer, the tokens that it can never give are -inf.
+    Rows are float32 on the runtime's device, with an entry for each token of ``byte_vocab``. Further
+    entries of a model, which pad its matrices, are left out and the rest is normalised; entries that a
+    model lacks, for tokens that it can never give, are -inf.
 
     Attributes:
         byte_vocab: genlm's ``Token`` for each id of the tokenizer.
-        str_vocab: the same as text; a token that is no whole characters as the tokenizer writes it.
+        str_vocab: the same as text; a token of incomplete characters as the tokenizer writes it.
         tokenizer: the runtime's.
     """
 
@@ -95,33 +98,34 @@ class GenrtLM:
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """The row after ``token_ids``: ``[len(byte_vocab)]``, the caller's own."""
+        """Return the row after ``token_ids``: ``[len(byte_vocab)]``, the caller's own."""
         return self._fitted(await self._lm.next_token_logprobs(token_ids, adapter=lora_name))
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """``next_token_logprobs``, blocking."""
+        """Block for ``next_token_logprobs``."""
         return self._fitted(self._lm.next_token_logprobs_sync(token_ids, adapter=lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
-        """The rows after each of the contexts: ``[len(token_ids_list), len(byte_vocab)]``."""
+        """Return the rows after each of the contexts: ``[len(token_ids_list), len(byte_vocab)]``."""
         rows = await self._lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)
         return self._fitted(rows)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
-        """``batch_next_token_logprobs``, blocking."""
+        """Block for ``batch_next_token_logprobs``."""
         rows = self._lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
         return self._fitted(rows)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """``next_token_logprobs_sync``: a row from the runtime's cache is to the bit what was computed.
+        """Return ``next_token_logprobs_sync``: a row from the runtime's cache has the very bits that were
+        computed.
 
         To have rows computed anew, open the runtime with ``genrt.load(…, cache_bytes=0)``.
         """
@@ -146,7 +150,8 @@ class GenrtLM:
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Up to ``max_tokens`` tokens, by the engine's own decode loop; an end token is not returned.
+        """Sample up to ``max_tokens`` tokens by the engine's own decode loop; an end token is not
+        returned.
 
         A seed reproduces a sample of genrt's, not one of another backend's.
         """
@@ -168,7 +173,7 @@ class GenrtLM:
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """A ``sample`` after each of the prompts. As in genlm-backend a ``seed`` is that of every one, so
+        """Sample after each of the prompts. As in genlm-backend every one gets the same ``seed``, so
         equal prompts have equal samples; without one they are independent."""
         samples = (
             self.sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
@@ -192,13 +197,13 @@ class GenrtLM:
         self._lm.remove_adapter(lora_name)
 
     def set_lora(self, lora_path: object = None, lora_name: object = None) -> NoReturn:
-        """Not supported, as in genlm-backend since 0.3; raises InvalidRequest."""
+        """Raise InvalidRequest: not supported, as in genlm-backend since 0.3."""
         raise InvalidRequest(
             "no adapter is set for all calls: add_new_lora(path, name), then lora_name= on each call"
         )
 
     def clear_lora(self) -> NoReturn:
-        """Not supported, as in genlm-backend since 0.3; raises InvalidRequest."""
+        """Raise InvalidRequest: not supported, as in genlm-backend since 0.3."""
         raise InvalidRequest(
             "no adapter is set for all calls: leave lora_name out for the base model"
         )
@@ -210,17 +215,17 @@ class GenrtLM:
         self._lm.clear_cache()
 
     def clear_kv_cache(self) -> None:
-        """Does nothing: which sequences stay resident is the runtime's affair."""
+        """Do nothing: the runtime decides which sequences stay resident."""
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute the prompt, so that it is resident where the engine keeps sequences."""
         self.next_token_logprobs_sync(prompt_tokens, lora_name)
 
     def reset_async_queries(self) -> None:
-        """Does nothing: a question whose caller was cancelled or failed is withdrawn by itself."""
+        """Do nothing: a question whose caller was cancelled or failed is withdrawn without it."""
 
     def walk_cache(self, token_ids: object, lora_name: object = None) -> NoReturn:
-        """Not supported, as there is no trie of cached rows; raises InvalidRequest."""
+        """Raise InvalidRequest: not supported, as there is no trie of cached rows."""
         raise InvalidRequest(
             "the runtime's cache has no trie to walk: lm.statistics() says what was cached"
         )
@@ -228,11 +233,11 @@ class GenrtLM:
     def add_query(
         self, query: object, future: object, past: object, lora_name: object = None
     ) -> NoReturn:
-        """Not supported, as questions have no queue of the caller's; raises InvalidRequest."""
+        """Raise InvalidRequest: not supported, as questions have no queue of the caller's."""
         raise InvalidRequest("queue nothing yourself: await next_token_logprobs, which is batched")
 
     def batch_evaluate_queries(self) -> None:
-        """Does nothing: the runtime evaluates what is asked by itself."""
+        """Do nothing: the runtime answers questions without it."""
 
     def cleanup(self) -> None:
-        """Does nothing: whoever loaded the runtime closes it, with ``lm.close()`` or ``with``."""
+        """Do nothing: the runtime's owner closes it, with ``lm.close()`` or ``with``."""

@@ -30,15 +30,16 @@ __all__ = ["as_llamppl"]
 
 
 def as_llamppl(lm: AsyncLM) -> Any:
-    """The runtime as a ``llamppl.CachedCausalLM``; its ``model`` is what ``as_genlm`` makes.
+    """Return the runtime as a ``llamppl.CachedCausalLM``; its ``model`` is the one that ``as_genlm``
+    returns.
 
-    ``next_token_logprobs`` gives NumPy rows of ``len(str_vocab)`` entries on the host. What concerns a
-    cache of keys and values does nothing and says so in a warning, as with llamppl's vLLM backend: the
+    ``next_token_logprobs`` returns NumPy rows of ``len(str_vocab)`` entries on the host. Calls about a
+    cache of keys and values do nothing and say so in a warning, as with llamppl's vLLM backend: the
     runtime keeps sequences resident by itself. The runtime's owner closes it.
 
     Raises:
-        InvalidRequest: ``lm`` is not a runtime, or its tokenizer is none of transformers', whose methods
-            llamppl calls.
+        InvalidRequest: ``lm`` is not a runtime, or its tokenizer is not one of transformers', whose
+            methods llamppl calls.
     """
     model = as_genlm(lm)
     if isinstance(model.tokenizer, BytesTokenizer):

@@ -1,1 +1,1 @@
-"""Tokens, their bytes and texts; rows, and what is drawn from them."""
+"""Tokens, their bytes and texts; rows, and draws from them."""

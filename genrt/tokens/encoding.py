@@ -1,4 +1,4 @@
-"""Texts and chats -> token ids, and back; what would not come back is refused."""
+"""Texts and chats -> token ids, and back; a text that would not come back is refused."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ OURS = frozenset(
 def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
     """Return the token ids of a text, with nothing put around it.
 
-    Special tokens that the text spells become their ids, except with BytesTokenizer. ``lossy`` takes what
-    the tokenizer makes of the text, whatever that loses.
+    Special tokens that the text spells become their ids, except with BytesTokenizer. ``lossy`` accepts
+    the tokenizer's ids even if some of the text is lost.
 
     Raises:
         InvalidRequest: the text has lone surrogates, or the tokenizer loses or changes some of it. One
             space in front of the text does not count, nor does white space beside added tokens, which
-            tokenizers put there or take away.
+            tokenizers add or take away.
     """
     check_bool("lossy", lossy)
     if not isinstance(text, str):
@@ -56,8 +56,8 @@ def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Return the text of token ids as the tokenizer has it: with special tokens, spaces left alone.
 
-    The space that a tokenizer puts in front of every text is taken away again, and what is not UTF-8
-    becomes U+FFFD; for the exact bytes join those of ``byte_vocab``.
+    The space that a tokenizer puts in front of every text is taken away again, and invalid UTF-8 becomes
+    U+FFFD; for the exact bytes join those of ``byte_vocab``.
     """
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.decode(token_ids)
@@ -80,7 +80,7 @@ def encode_chat(
 
     Raises:
         InvalidRequest: there is no template, it does not take these messages or options, or the tokenizer
-            loses some of what it makes of them.
+            loses some of the text that it makes of them.
     """
     check_bool("lossy", lossy)
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -144,16 +144,16 @@ def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
 
 
 def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
-    """Whether the text comes back, up to the white space that ``encode`` does not count."""
+    """Tell whether the text comes back, up to the white space that ``encode`` does not count."""
     if _is_same(text, decode(tokenizer, token_ids)):
         return True
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # such decode bytes as they are written
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:  # such decode bytes as they are written
         with contextlib.suppress(EngineUnsupported):
             tokens = all_tokens(tokenizer)
             return _is_same(text, b"".join(tokens[i] for i in token_ids).decode(errors="replace"))
         return False
-    if backend.decoder is None:  # such decode texts into pieces, and what is lost cannot be seen
+    if fast.decoder is None:  # such decode texts into pieces, and what is lost cannot be seen
         return True
     known = tokenizer.added_tokens_decoder.items()
     added = {i: token for i, token in known if token.content in text}
@@ -170,12 +170,13 @@ def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
 
 
 def _is_same(text: str, came: str) -> bool:
-    """Whether two texts are the same up to one space in front."""
+    """Tell whether two texts are the same up to one space in front."""
     return came == text or came == f" {text}" or text == f" {came}"
 
 
 def _lost_characters(tokenizer: Any, text: str) -> str:
-    """Return which characters come back neither alone nor between letters, and as what; may be empty."""
+    """Return which characters come back neither alone nor between letters, and as what; ``""`` if all
+    do."""
 
     def comes_back(part: str) -> bool:
         return _is_kept(tokenizer, part, tokenizer.encode(part, add_special_tokens=False))
@@ -195,7 +196,7 @@ def _lost_characters(tokenizer: Any, text: str) -> str:
 
 
 def _difference(text: str, came: str) -> str:
-    """Return where a text and what came back of it part."""
+    """Return where a text and the one that came back begin to differ."""
     pairs = enumerate(zip(text, came, strict=False))
     at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(came)))
     return f"from character {at} on {text[at : at + 10]!a} comes back as {came[at : at + 10]!a}"

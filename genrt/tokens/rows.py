@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def together(rows: Sequence[Tensor]) -> Tensor:
-    """The rows, of which there is at least one, as one tensor ``[n, width]`` in their order.
+    """Return the rows, at least one, as one tensor ``[n, width]`` in their order.
 
     Rows that lie in one storage at even distances, as a step's do in their own order, are not copied:
     the result is a view of that storage, and not to be written to. Others that lie in one storage are
@@ -43,7 +43,7 @@ def together(rows: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """``together``, in storage of its own that holds nothing else."""
+    """Return ``together`` in storage of its own that holds nothing else."""
     whole = together(rows)
     if whole.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return whole.clone(memory_format=torch.contiguous_format)
@@ -51,8 +51,8 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def apart(rows: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each row, in storage of its own that holds nothing else. All or none: it raises when
-    memory is short for one of them."""
+    """Copy each row into storage of its own that holds nothing else. All or none: it raises when memory
+    is short for one of them."""
     if not rows:
         return []
     copies = list(map(torch.empty_like, rows))
@@ -61,7 +61,7 @@ def apart(rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Leaving:
-    """A tensor on its way to the host: what is enqueued on the device after it does not delay it."""
+    """A tensor on its way to the host; work enqueued on the device later does not delay it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._on_host = tensor.to("cpu", non_blocking=True)
@@ -71,17 +71,17 @@ class Leaving:
             self._done.record()
 
     def arrived(self) -> Tensor:
-        """It, on the host, once the device has computed and sent it."""
+        """Block until the copy is done and return it."""
         if self._done is not None:
             self._done.synchronize()
         return self._on_host
 
 
 def _offsets(rows: Sequence[Tensor]) -> list[int] | None:
-    """Where in their storage the rows begin, in entries; ``None`` unless it is one storage, and the rows
-    are unbroken stretches of it, of one length and type.
+    """Return where in their storage the rows begin, in entries; ``None`` unless they lie in one storage,
+    as unbroken stretches of one length and type.
 
-    Told by address and not by ``_base``, which views that were made in inference mode lack.
+    This compares addresses and not ``_base``, which views that were made in inference mode lack.
     """
     first = rows[0]
     if first.ndim != 1 or not first.numel():

@@ -73,7 +73,7 @@ def truncate(
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
 ) -> Tensor:
-    """The rows that sampling with these parameters draws from, normalised again.
+    """Return the rows that sampling with these parameters draws from, normalised again.
 
     The order is vLLM's (``v1/sample/sampler.py``, ``ops/topk_topp_sampler.py``): rows are divided
     by the temperature; min-p drops what is less likely than ``min_p`` times the likeliest token; top-k
@@ -157,7 +157,7 @@ class TopLogprobs(NamedTuple):
 
     Attributes:
         token_ids: int64 ``[k]``.
-        logprobs: float32 ``[k]``; -inf from where on no token is possible.
+        logprobs: float32 ``[k]``; -inf once no further token is possible.
     """
 
     token_ids: Tensor
@@ -172,24 +172,23 @@ def draw(
     generators: torch.Generator | Sequence[torch.Generator] | None = None,
     uniforms: Tensor | None = None,
 ) -> BatchDraw:
-    """One token per row, in proportion to the row's tempered probabilities under the mask.
+    """Draw one token per row, in proportion to the row's tempered probabilities under the mask.
 
-    By inversion of the cumulative law in two stages, which takes two random numbers: a block of tokens
-    in proportion to its mass, then a token of that block. Probabilities are exact to float32, however
-    small, because no sum runs over more than a block in float32, and every block has its own scale. A
-    token of probability zero is never drawn; a row with no mass under its mask is a dead end (token
-    -1), not an error.
+    The cumulative law is inverted in two stages, with two random numbers: a block of tokens in proportion
+    to its mass, then a token of that block. Probabilities are exact to float32, however small, because no
+    sum runs over more than a block in float32, and every block has its own scale. A token of probability
+    zero is never drawn; a row with no mass under its mask is a dead end (token -1), not an error.
 
     Args:
         rows: ``[n, V]`` log-probabilities (``[V]`` counts as ``[1, V]``), finite or -inf,
             normalised or not; not changed.
         mask: true where a token may be drawn: bool ``[V]`` or ``[n, V]``, or packed as in
-            ``engine.DrawToken``, uint8 ``[n, 4 * ceil(V / 32)]``.
+            ``DrawToken``, uint8 ``[n, 4 * ceil(V / 32)]``.
         temperature: at least 0, for all rows or ``[n]``; 0 takes the likeliest token, the lowest id among
-            equals. ``log_mass`` is the row's own whatever it is.
-        generators: one for the whole batch, or one per row, in which case a row's draw depends on
-            that row and its generator alone. The numbers are made on a generator's own device. Without
-            any, torch's global generator is used.
+            equals. ``log_mass`` is the untempered row's in any case.
+        generators: one for the whole batch, or one per row: then a row's draw depends on nothing but
+            that row and its generator. The numbers are made on a generator's own device. By default
+            torch's global generator is used.
         uniforms: the random numbers themselves, float64 ``[n, 2]`` in [0, 1), in place of generators.
 
     Raises:
@@ -221,7 +220,7 @@ def draw(
 def drawn(
     batch: Tensor, numbers: Tensor, *, mask: Tensor | None = None, heat: Tensor | None = None
 ) -> Tensor:
-    """``draw`` of as many rows as are worked on at once, unchecked, all on one device.
+    """Draw for a chunk of rows, unchecked, all on one device, without waiting for that.
 
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
@@ -231,7 +230,6 @@ def drawn(
 
     Returns:
         float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
-        Nothing here waits for the device.
     """
     logarithms = batch if mask is None else _masked(batch, mask)
     if logarithms.shape[-1] % BLOCK:
@@ -268,31 +266,34 @@ def drawn(
 
 
 def _masses(highest: Tensor, within: Tensor) -> Tensor:
-    """The mass of each block, float64 ``[n, blocks]``, from the logarithm of its likeliest token's weight
-    and its tokens' shares ``[n, blocks, BLOCK]``, the greatest of which is that token's. A block without
-    mass, whose shares are 0 / 0, has 0."""
+    """Return the mass of each block, float64 ``[n, blocks]``, from the logarithm of its likeliest token's
+    weight and its tokens' shares ``[n, blocks, BLOCK]``, the greatest of which is that token's. A block
+    without mass, whose shares are 0 / 0, has mass 0."""
     return highest.exp().div_(within.amax(dim=-1)).nan_to_num_(nan=0.0)
 
 
 def _of_block(blocks: Tensor, block: Tensor) -> Tensor:
-    """``[n, BLOCK]``: in each row of ``[n, blocks, BLOCK]`` the block of its number in ``[n, 1]``."""
+    """Take from each row of ``[n, blocks, BLOCK]`` the block of its number in ``[n, 1]``: ``[n,
+    BLOCK]``."""
     return blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
 
 
 def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """``[n, 1]``: the first index whose cumulative weight exceeds the uniform's share of the total; of
-    ``[n, m]`` and, up to ``LARGEST``, float64 ``[n, 1]``. It has a positive weight, if there is one in
-    its row; else it is 0.
+    """Return the first index whose cumulative weight exceeds the uniform's share of the total, ``[n,
+    1]``.
 
-    Parallel sums may fall by a rounding where they should stay: so an index needs a weight of its own,
-    and the total is the greatest sum at such an index, which exceeds every share of it."""
+    It has a positive weight if its row has one; else it is 0. Weights are ``[n, m]``, uniforms float64
+    ``[n, 1]``, at most ``LARGEST``. Parallel sums may fall by a rounding where they should stay equal: so
+    an index needs a weight of its own, and the total is the greatest sum at such an index, which exceeds
+    every share of it.
+    """
     sums = weights.cumsum(dim=-1, dtype=torch.float64).mul_(weights > 0)
     passed = sums > sums.amax(dim=-1, keepdim=True) * uniforms
     return passed.view(torch.uint8).argmax(dim=-1, keepdim=True)
 
 
 def _row_masks(mask: Tensor, batch: Tensor) -> Tensor:
-    """A mask that ``draw`` was given, with a row for each of the batch's and on its device."""
+    """Return a mask given to ``draw`` with one row for each of the batch's, on its device."""
     if mask.dtype == torch.bool and mask.shape in (batch.shape, batch.shape[1:]):
         return mask.to(batch.device).expand(batch.shape)
     packed = (len(batch), 4 * -(-batch.shape[-1] // 32))
@@ -305,8 +306,11 @@ def _row_masks(mask: Tensor, batch: Tensor) -> Tensor:
 
 
 def _masked(batch: Tensor, mask: Tensor) -> Tensor:
-    """The rows with -inf where the mask, bool or packed, allows nothing. A packed one is looked up byte
-    by byte, eight tokens at a time, as what is added to the row or as the bools to choose by."""
+    """Return the rows with -inf where the mask, bool or packed, allows nothing.
+
+    A packed mask is looked up byte by byte, eight tokens at a time: as numbers that are added to the row,
+    or as bools that choose.
+    """
     if mask.dtype == torch.bool:
         return torch.where(mask, batch, -math.inf)
     width, bytes_ = batch.shape[-1], mask.reshape(-1).int()
@@ -323,24 +327,25 @@ _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bit
 
 @functools.lru_cache
 def _eight_biases(device: torch.device) -> Tensor:
-    """For each byte of a packed mask 0 or -inf for each of its tokens: float32 ``[256, 8]``."""
+    """Return 0 or -inf for each of the eight tokens of every byte of a packed mask: float32 ``[256,
+    8]``."""
     return torch.from_numpy(_EIGHT_BITS).to(device, torch.float32).log_()
 
 
 @functools.lru_cache
 def _eight_bools(device: torch.device) -> Tensor:
-    """For each byte of a packed mask a bool for each of its tokens, as the eight bytes of one number:
-    int64 ``[256]``."""
+    """Return a bool for each of the eight tokens of every byte of a packed mask, as the eight bytes of
+    one number: int64 ``[256]``."""
     return torch.from_numpy(_EIGHT_BITS.view(np.int64)[:, 0]).to(device)
 
 
 def rows_at_once(rows: Tensor) -> int:
-    """How many rows like these, ``[V]`` or ``[n, V]``, are best worked on at a time."""
+    """Return how many rows like these, ``[V]`` or ``[n, V]``, are best worked on at a time."""
     return max(1, (CPU_CHUNK if rows.device.type == "cpu" else CHUNK) // rows.shape[-1])
 
 
 def seeded_uniforms(seeds: Sequence[int]) -> Tensor:
-    """For each seed in ``0 .. 2**64 - 1`` two numbers in [0, 1): float64 ``[n, 2]``, for ``draw``.
+    """Return two numbers in [0, 1) for each seed in ``0 .. 2**64 - 1``: float64 ``[n, 2]``, for ``draw``.
 
     They depend on the seed alone, and those of different seeds, neighbours included, are unrelated:
     two steps of SplitMix64 (Steele, Lea & Flood 2014) from a state that the seed has been mixed into.
@@ -352,14 +357,14 @@ def seeded_uniforms(seeds: Sequence[int]) -> Tensor:
 
 
 def mixed(seed: int, step: int) -> int:
-    """Return 32 well-mixed bits of a pair, all that torch's CPU generator takes of a seed: the finaliser
-    of SplitMix64 (Steele, Lea & Flood 2014) at the ``step + 1``-th state from ``seed``."""
+    """Return 32 well-mixed bits of a pair, as many as torch's CPU generator takes of a seed: the
+    finaliser of SplitMix64 (Steele, Lea & Flood 2014) at the ``step + 1``-th state from ``seed``."""
     return _finalised((seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 32
 
 
 def _finalised(bits: Bits) -> Bits:
-    """Return what SplitMix64's finaliser makes of 64 bits: a number of Python's, which is ten times as
-    fast for one, or an array of them."""
+    """Apply SplitMix64's finaliser to 64 bits: to a Python int, ten times as fast for one, or to an
+    array."""
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     bits ^= bits >> 31
@@ -372,7 +377,7 @@ def _numbers(
     generators: torch.Generator | Sequence[torch.Generator] | None,
     uniforms: Tensor | None,
 ) -> Tensor:
-    """The random numbers of ``count`` draws: float64 ``[count, 2]`` in [0, 1)."""
+    """Return the random numbers of ``count`` draws: float64 ``[count, 2]`` in [0, 1)."""
     if uniforms is not None:
         if generators is not None:
             raise InvalidRequest("generators and uniforms are both given: give one of the two")
@@ -399,7 +404,7 @@ def _rand(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _batch(rows: Tensor) -> Tensor:
-    """The rows as ``[n, V]``, in float32 unless they are wider."""
+    """Return the rows as ``[n, V]``, in float32 unless they are float64."""
     if rows.dim() not in (1, 2) or rows.shape[-1] == 0 or not rows.is_floating_point():
         raise InvalidRequest(
             f"rows are {rows.dtype} {list(rows.shape)}: give floating-point [V] or [n, V]"
@@ -409,7 +414,7 @@ def _batch(rows: Tensor) -> Tensor:
 
 
 def _column(name: str, value: float | Tensor, batch: Tensor) -> Tensor:
-    """Return a parameter as ``[n, 1]`` on the batch's device, as ``_numbers_of`` has it."""
+    """Return a parameter, read by ``_numbers_of``, as ``[n, 1]`` on the batch's device."""
     column = _numbers_of(name, value).reshape(-1, 1)
     if len(column) not in (1, len(batch)):
         raise InvalidRequest(f"{name} has {len(column)} values for {len(batch)} rows")
@@ -420,7 +425,7 @@ def _numbers_of(name: str, value: float | Tensor) -> Tensor:
     """Return a parameter's values in the type that compares them: int64 for ``top_k``, else float64.
 
     Raises:
-        InvalidRequest: it is neither a number nor a tensor ``[n]`` of numbers, or out of its range.
+        InvalidRequest: neither a number nor a tensor ``[n]`` of numbers, or out of its range.
     """
     is_sound, range_ = _RANGES[name]
     dtype = torch.int64 if name == "top_k" else torch.float64
@@ -435,7 +440,7 @@ def _numbers_of(name: str, value: float | Tensor) -> Tensor:
 
 
 def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
-    """Return a number as a tensor; ``None`` if it is none. What is beyond the type is its last number."""
+    """Return a number as a tensor, clamped to the range of the type; ``None`` if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
     if dtype.is_floating_point:
@@ -449,13 +454,13 @@ def _scalar(value: object, dtype: torch.dtype) -> Tensor | None:
 
 
 def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return temperatures in the rows' type, where they divide. One beyond every such number becomes the
-    greatest: a law so near to uniform is uniform."""
+    """Return temperatures in the rows' type, where they divide. One beyond that type becomes its greatest
+    number: a law so close to uniform is uniform."""
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
 def _first_argmax(batch: Tensor) -> Tensor:
-    """``[n, 1]``: the lowest index of each row's maximum; torch.argmax leaves ties open."""
+    """Return the lowest index of each row's maximum, ``[n, 1]``; torch.argmax leaves ties open."""
     width = batch.shape[-1]
     indices = torch.arange(width, device=batch.device)
     peak = batch.max(dim=-1, keepdim=True).values

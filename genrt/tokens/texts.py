@@ -16,12 +16,12 @@ Bytes: TypeAlias = bytes
 
 
 class Text(str):
-    """What was generated so far, without the prompt and without the end token.
+    """The generated text so far, without the prompt and without the end token.
 
-    As a ``str`` it is the bytes as UTF-8, with U+FFFD for what is not, and, as long as the text is not
-    over, without the bytes of a last character that is not whole yet. So ``"x" in text``, ``text.count``,
-    ``re.search(pattern, text)`` and ``json.loads(text)`` do what they do with any string; what is cut out
-    of it or made of it is a plain ``str``.
+    As a ``str`` it is the bytes as UTF-8, with U+FFFD for invalid ones. An unfinished text leaves out the
+    bytes of a last character that is not complete yet. So ``"x" in text``, ``text.count``,
+    ``re.search(pattern, text)`` and ``json.loads(text)`` work as with any string, and return plain
+    ``str``.
 
     Two texts are equal if their tokens, their bytes and ``finished`` are, so that they may be keys of a
     cache; a text equals a plain string if it reads the same.
@@ -58,12 +58,12 @@ class Text(str):
 
     @property
     def bytes(self) -> Bytes:
-        """What the tokens say; it may break off inside a character."""
+        """The bytes of the tokens; they may break off inside a character."""
         return self._bytes
 
     @property
     def finished(self) -> bool:
-        """Whether the text is over. If not, it is a prefix of what is to come."""
+        """True if the text is over; otherwise it is a prefix of a longer one."""
         return self._finished
 
     def __eq__(self, other: object) -> bool:
@@ -100,10 +100,10 @@ LOOKS_ESCAPED = re.compile(r"\ufffd(?=\\x)")
 
 
 def decoded(data: bytes) -> str:
-    r"""Return the bytes as UTF-8, where a byte that is not becomes U+FFFD and its number: ``�\xff``.
+    r"""Return the bytes as UTF-8, with U+FFFD and its number for every invalid byte: ``�\xff``.
 
-    Different bytes make different strings, since a U+FFFD of the text itself that stands before ``\x`` is
-    written byte by byte too. Every other text that is UTF-8 stays what it is.
+    Different bytes make different strings: a U+FFFD of the text itself that stands before ``\x`` is
+    written byte by byte too. Every other text that is UTF-8 stays as it is.
     """
     try:
         text = data.decode()

@@ -31,7 +31,8 @@ class ByteTrie:
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, device: torch.device | str = "cpu") -> None:
-        """The trie for rows on ``device``; the first rows on another one copy the sums' index there.
+        """Build the trie for rows on ``device``; the first rows on another one copy the sums' index
+        there.
 
         Raises:
             InvalidRequest: an entry is not bytes.
@@ -74,7 +75,7 @@ class ByteTrie:
 
     @property
     def num_nodes(self) -> int:
-        """How many distinct prefixes the tokens have, the empty one included."""
+        """The number of distinct prefixes of the tokens, the empty one included."""
         return len(self._depths)
 
     @property
@@ -85,7 +86,7 @@ class ByteTrie:
         return f"ByteTrie({self.vocab_size} tokens, {self.num_nodes} nodes)"
 
     def node(self, prefix: bytes) -> int | None:
-        """The node of a prefix; ``None`` if no token begins with it."""
+        """Return the node of a prefix; ``None`` if no token begins with it."""
         if not prefix:
             return 0
         first = bisect_left(self._tokens, prefix)
@@ -95,12 +96,13 @@ class ByteTrie:
         return self._token_nodes[first] - (len(self._tokens[first]) - len(prefix))
 
     def prefix(self, node: int) -> bytes:
-        """The bytes on the way from the root. Raises InvalidRequest for a number that is no node."""
+        """Return the bytes on the way from the root. Raises InvalidRequest for a number that is no
+        node."""
         node = self._checked(node)
         return self._tokens[self._starts[node]][: self._depths[node]] if node else b""
 
     def children(self, node: int) -> dict[int, int]:
-        """The next byte -> the node it leads to, in the order of the bytes. Raises as ``prefix`` does."""
+        """Return the next nodes by their byte, in the order of the bytes. Raises as ``prefix`` does."""
         node = self._checked(node)
         children = {}
         child = node + 1
@@ -110,18 +112,19 @@ class ByteTrie:
         return children
 
     def tokens(self, node: int) -> tuple[int, ...]:
-        """The ids of the tokens whose bytes are the node's prefix, rising. Raises as ``prefix`` does."""
+        """Return the ids of the tokens whose bytes are the node's prefix, rising. Raises as ``prefix``
+        does."""
         prefix = self.prefix(node)
         start = self._starts[node]
         return tuple(self._token_ids[start : bisect_right(self._tokens, prefix, lo=start)])
 
     def mass(self, rows: Tensor) -> Tensor:
-        """The total probability of the tokens that begin with each node's prefix.
+        """Return the total probability of the tokens that begin with each node's prefix.
 
-        Each is a sum of the tokens' probabilities in pairs of pairs, never a difference, so that its
-        relative error stays within a few dozen roundings down to the smallest normal number (1e-38 in
-        float32); below that, use ``log_mass``. A row's result does not depend on the rows beside it,
-        nor on chance. Gradients do not flow.
+        Each total is a sum of the tokens' probabilities in pairs of pairs, never a difference, so that
+        its relative error stays within a few dozen roundings down to the smallest normal number (1e-38 in
+        float32); below that, use ``log_mass``. A row's result does not depend on the rows beside it, nor
+        on chance. Gradients do not flow.
 
         Args:
             rows: log-probabilities ``[vocab_size]`` or ``[n, vocab_size]``, normalised or not, on any
@@ -136,14 +139,15 @@ class ByteTrie:
         return self._summed(rows, torch.exp, torch.add, 0.0)
 
     def log_mass(self, rows: Tensor) -> Tensor:
-        """The logarithm of ``mass``, right also where that is too small for its type; -inf for 0."""
+        """Return the logarithm of ``mass``, right also where that is too small for its type; -inf for
+        0."""
         return self._summed(rows, torch.clone, torch.logaddexp, -torch.inf)
 
     def weight_max(self, weights: Tensor) -> Tensor:
         """Return the largest weight among the tokens that begin with each node's prefix.
 
-        Weights are of any kind, probabilities or their logarithms: the largest of one is that of the
-        other. -inf where no token has bytes. Gradients do not flow.
+        Weights may be probabilities or their logarithms: the same token has the largest. -inf where no
+        token has bytes. Gradients do not flow.
 
         Args:
             weights: ``[vocab_size]`` or ``[n, vocab_size]``, on any device; half precision is returned as
@@ -195,11 +199,10 @@ class ByteTrie:
 class _RangeSums:
     """Sums of many ranges of columns at once, in about ``2 log2(columns)`` vectorised additions.
 
-    A segment tree: level 0 are the columns, in the given order, and each further level adds the
+    A segment tree: level 0 holds the columns, in the given order, and each further level adds the
     complete pairs of the one below. A range is the union of at most two tree nodes a level. The levels
-    lie side by side, followed by a zero. ``rounds[k]`` holds each range's k-th tree node, ranges with
-    most of them first, so that later rounds concern a shrinking front part; equal ranges are summed
-    once.
+    lie side by side, followed by a zero. ``rounds[k]`` holds each range's k-th tree node, the ranges with
+    most nodes first, so that later rounds concern a shrinking front part; equal ranges are summed once.
     """
 
     columns: Tensor  # which column of a row is where at level 0
@@ -210,7 +213,7 @@ class _RangeSums:
 
     @staticmethod
     def of(columns: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> _RangeSums:
-        """Of ranges ``starts[i] .. stops[i] - 1`` of places in ``columns``."""
+        """Prepare the sums of ranges ``starts[i] .. stops[i] - 1`` of places in ``columns``."""
         sizes = [len(columns)]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
@@ -270,7 +273,8 @@ class _RangeSums:
         *,
         out: Tensor,
     ) -> None:
-        """Fills ``out [n, ranges]``: ``add``-sums of ``leaf(rows)``, neutral element ``zero``."""
+        """Fill ``out [n, ranges]`` with ``add``-sums of ``leaf(rows)``; ``zero`` is the neutral
+        element."""
         tree = rows.new_full((rows.shape[0], self.width), zero)
         tree[:, : len(self.columns)] = leaf(rows.index_select(1, self.columns))
         for (begin, _), (above, half) in pairwise(self.levels):

@@ -1,4 +1,4 @@
-"""Token ids and their bytes: what each token adds to a text."""
+"""Token ids and their bytes: the bytes that each token adds to a text."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """Return the bytes that each of the ids ``0 .. vocab_size - 1`` adds to a text.
 
-    Known are BytesTokenizer and, of transformers' tokenizers, byte-level BPE and SentencePiece-style
-    ones, told apart by what the tokenizer says of itself, not by its name. A token may be part of a
-    character, and several may have equal bytes. Added tokens are their literal text, and so are
-    special ones: a text that spells one encodes to it, though a model does not mean text by it (see
-    ``special_token_ids``). An id without a token, as in the rows beyond the tokenizer's end, has
-    ``b""``; tokens from ``vocab_size`` on are cut.
+    Supported are BytesTokenizer and, of transformers' tokenizers, byte-level BPE and SentencePiece-style
+    ones, told apart by the tokenizer's own description, not by its name. A token may be part of a
+    character, and several may have equal bytes. Added tokens are their literal text, and so are special
+    ones: a text that spells one encodes to it, though a model does not mean text by it (see
+    ``special_token_ids``). An id without a token, as in the rows beyond the tokenizer's end, has ``b""``;
+    tokens from ``vocab_size`` on are cut.
 
     The law, with ``token_ids = tokenizer.encode(text, add_special_tokens=False)``::
 
         b"".join(byte_vocab[token_id] for token_id in token_ids) == text.encode()
 
-    It holds up to the one space that some tokenizers put in front of a text (some of them also after
-    each added token in it): the bytes of the first token include that space. Outside the law are
-    texts that a tokenizer changes before it looks at them (NFC, lower case, added tokens that swallow
-    the spaces beside them, U+2581 where it stands for a space) or that hold characters it has no
-    tokens for.
+    It holds up to the one space that some tokenizers put in front of a text (some of them also after each
+    added token in it): the bytes of the first token include that space. Outside the law are texts that a
+    tokenizer changes before it looks at them (NFC, lower case, added tokens that swallow the spaces
+    beside them, U+2581 where it stands for a space) or that hold characters it has no tokens for.
 
-    Every token is compared with what the tokenizer itself decodes it to; a RuntimeWarning names those
-    that remain in doubt.
+    Every token is compared with the text that the tokenizer itself decodes it to; a RuntimeWarning names
+    those that remain in doubt.
 
     Raises:
         EngineUnsupported: a tokenizer of another kind, whose tokens' bytes could only be guessed.
@@ -50,8 +49,8 @@ def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
 
 
 def all_tokens(tokenizer: Any) -> list[bytes]:
-    """Return ``byte_vocab`` up to the largest id that the tokenizer has: a model's rows may be longer,
-    where its matrices are padded, or shorter, where tokens were added that it was never given.
+    """Return ``byte_vocab`` up to the largest id that the tokenizer has. A model's rows may be longer,
+    where its matrices are padded, or shorter, where tokens were added that the model does not have.
 
     Raises:
         EngineUnsupported: a tokenizer of another kind, whose tokens' bytes could only be guessed.
@@ -62,15 +61,14 @@ def all_tokens(tokenizer: Any) -> list[bytes]:
 
 
 def str_vocab(tokenizer: Any, vocab_size: int) -> list[str]:
-    """Return ``byte_vocab`` decoded for reading: bytes that are no whole character become U+FFFD."""
+    """Return ``byte_vocab`` decoded for reading: incomplete characters become U+FFFD."""
     return [token.decode(errors="replace") for token in byte_vocab(tokenizer, vocab_size)]
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that mark something instead of standing for text: ends, roles, padding, the
-    unknown.
+    """Return the tokens that mark something and do not stand for text: ends, roles, padding, the unknown.
 
-    Constraints keep them out of generated text, all but the end token where a text may end.
+    Constraints keep them out of generated text, except the end token where a text may end.
 
     Raises:
         EngineUnsupported: a tokenizer that does not tell them.
@@ -83,13 +81,13 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
     except AttributeError as error:
         raise _unknown_kind(tokenizer, "it does not tell its special tokens") from error
     special.update(token_id for token_id, token in added.items() if token.special)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        specification = _specification(backend)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        specification = _specification(fast)
         model = specification["model"]
         unknown = model.get("unk_id")
         if unknown is None and model.get("unk_token") is not None:
-            unknown = backend.token_to_id(model["unk_token"])
+            unknown = fast.token_to_id(model["unk_token"])
         if unknown is not None:
             special.add(unknown)
         if _falls_back_to_bytes(specification):  # trainers are given such tokens as special ones
@@ -105,7 +103,7 @@ class BytesTokenizer:
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, eos_token_id: int | None = None) -> None:
-        """Raises InvalidRequest for an entry that is not bytes or an end token out of range."""
+        """Raise InvalidRequest for an entry that is not bytes or an end token out of range."""
         self._vocabulary = checked_vocabulary(vocabulary)
         self._eos_token_id = None if eos_token_id is None else self._checked(eos_token_id)
         self._ids: dict[bytes, int] = {}
@@ -131,7 +129,7 @@ class BytesTokenizer:
         return f"BytesTokenizer({len(self)} tokens, eos_token_id={self._eos_token_id})"
 
     def encode(self, text: str) -> list[int]:
-        """The longest match, from the left, among those that let the rest of the text be covered.
+        """Return the longest match, from the left, among those that let the rest of the text be covered.
 
         Of tokens with equal bytes the one with the smallest id is used; the end token never is.
 
@@ -161,7 +159,7 @@ class BytesTokenizer:
         return token_ids
 
     def decode(self, token_ids: Iterable[SupportsIndex]) -> str:
-        """The tokens' bytes joined, where what is not UTF-8 becomes U+FFFD; the end token adds nothing.
+        """Join the tokens' bytes, with U+FFFD for invalid UTF-8; the end token adds nothing.
 
         Raises:
             InvalidRequest: a token id is not an integer in ``0 .. len(self) - 1``.
@@ -183,10 +181,10 @@ class BytesTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """How the pieces of a tokenizer's model, which are strings, spell bytes.
+    """The way in which the pieces of a tokenizer's model, which are strings, spell bytes.
 
-    Either ``byte_level``, one character for one byte, or text in which the ``replacements`` have been
-    made and where, with ``byte_fallback``, a piece like ``<0x0A>`` is that byte.
+    Either ``byte_level``, one character for one byte, or text: with ``replacements`` to make in it and,
+    with ``byte_fallback``, a piece like ``<0x0A>`` for that byte.
     """
 
     byte_level: bool = False
@@ -207,7 +205,8 @@ class _Reading:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: Latin-1's own where printable, or from U+0100 on."""
+    """Return the byte of each of GPT-2's printable characters: Latin-1's own where printable, or from
+    U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
     characters = {chr(byte): byte for byte in printable}
@@ -218,14 +217,14 @@ _BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 def _transformers_bytes(tokenizer: Any) -> list[bytes]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
     sentencepiece = getattr(tokenizer, "sp_model", None)
     pieces: dict[int, str]
-    if backend is not None:
-        reading = _backend_reading(tokenizer, _specification(backend))
-        own = backend.get_vocab(with_added_tokens=False)
-        size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        pieces = {i: piece for i in range(size) if (piece := backend.id_to_token(i)) is not None}
+    if fast is not None:
+        reading = _fast_reading(tokenizer, _specification(fast))
+        own = fast.get_vocab(with_added_tokens=False)
+        size = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
+        pieces = {i: piece for i in range(size) if (piece := fast.id_to_token(i)) is not None}
     elif sentencepiece is not None:
         numbers = range(sentencepiece.get_piece_size())
         own = {sentencepiece.id_to_piece(number) for number in numbers}
@@ -257,14 +256,14 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
     return vocabulary
 
 
-def _specification(backend: Any) -> dict[str, Any]:
-    """Return the JSON form of a tokenizer of the ``tokenizers`` library, as far as it is read here: to
-    write and read the vocabulary of a large one takes long."""
+def _specification(fast: Any) -> dict[str, Any]:
+    """Return the JSON form of a tokenizer of the ``tokenizers`` library, without its vocabulary: writing
+    and reading a large one takes long."""
     specification: dict[str, Any] = {}
     for name in ("normalizer", "pre_tokenizer", "decoder"):
-        component = getattr(backend, name)
+        component = getattr(fast, name)
         specification[name] = component and json.loads(component.__getstate__())
-    model = backend.model
+    model = fast.model
     if type(model).__name__ == "BPE":
         names = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
         specification["model"] = {"type": "BPE", **{name: getattr(model, name) for name in names}}
@@ -273,8 +272,8 @@ def _specification(backend: Any) -> dict[str, Any]:
     return specification
 
 
-def _backend_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
-    """From the JSON form of a tokenizer of the ``tokenizers`` library."""
+def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
+    """Read the JSON form of a tokenizer of the ``tokenizers`` library."""
     model = specification["model"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _unknown_kind(tokenizer, f"its {model['type']} model marks the pieces within a word")
@@ -311,7 +310,7 @@ def _backend_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
 
 
 def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
-    """Whether pieces like ``<0x0A>`` stand for bytes."""
+    """Tell whether pieces like ``<0x0A>`` stand for bytes."""
     names = [step["type"] for step in _flat(specification["decoder"])]
     return "ByteFallback" in names or (
         bool(specification["model"].get("byte_fallback")) and "ByteLevel" not in names
@@ -319,7 +318,7 @@ def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
 
 
 def _flat(component: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a component of a tokenizer, in order, those of sequences spread out."""
+    """Return the steps of a component of a tokenizer, in order, sequences flattened."""
     if component is None:
         return []
     if component["type"] != "Sequence":
@@ -340,8 +339,9 @@ def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:
 
 
 def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
-    """Compare each token's bytes with what the tokenizer decodes it to, between two letters. Where they
-    differ, take the reading that encodes to the token, the decoded one first; warn where neither does.
+    """Compare each token's bytes with the text that the tokenizer decodes it to, between two letters.
+    Where they differ, take the reading that encodes to the token, the decoded one first; warn where
+    neither does.
 
     Raises:
         EngineUnsupported: so many differ that the tokenizer must be of another kind.
@@ -376,13 +376,13 @@ def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
 
 
 def _contradicted(tokenizer: Any, vocabulary: list[bytes]) -> dict[int, str]:
-    """Return the tokens that the tokenizer decodes to other characters, and these. Characters that are
-    not whole are compared as such alone: decoders put one U+FFFD for them, or several."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.decoder is None:
+    """Return the tokens that the tokenizer decodes to other characters, with these. Incomplete characters
+    are all compared as one U+FFFD: decoders put one for them, or several."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None or fast.decoder is None:
         return {}  # SentencePiece said what is a byte; without a decoder there is nothing to compare with
-    spell = partial(backend.decode, skip_special_tokens=False)  # decode_batch would start threads
-    known = ((letter, backend.token_to_id(letter)) for letter in _LETTERS)
+    spell = partial(fast.decode, skip_special_tokens=False)  # decode_batch would start threads
+    known = ((letter, fast.token_to_id(letter)) for letter in _LETTERS)
     anchors = [(x, i) for x, i in known if i is not None and spell([i, i]) == 2 * x]
     if not anchors:
         return {}
@@ -418,7 +418,7 @@ def checked_utf8(text: str) -> bytes:
 
 
 def checked_vocabulary(vocabulary: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Raises InvalidRequest if an entry is not bytes."""
+    """Return the tokens. Raises InvalidRequest if an entry is not bytes."""
     tokens = tuple(vocabulary)
     for token_id, token in enumerate(tokens):
         if not isinstance(token, bytes):

@@ -41,7 +41,7 @@ VERBS = frozenset(
     """
     abort accept acquire add admit advance allocate allow answer append apply approximate ask
     assert attach await begin bind block bound build call cancel check choose claim clear close
-    collect compare compute convert copy count cut decide decode describe diagnose dispatch
+    collect compare compute convert copy count cut decide declare decode describe diagnose dispatch
     download draw drop encode end enter escape estimate evaluate evict expect extend fill find
     finish flush fold forget fork format free freeze gather generate give group grow guard
     handle hash have hold ignore import infill insert install interrupt iterate join judge keep
@@ -53,7 +53,7 @@ VERBS = frozenset(
     retire retry return rewrite round run sample save say schedule score search see select send
     serve set settle shorten show shut simulate skip sort split spread start state stay step
     stop store submit sum summarise suppress swap take tell temper test time trace track train
-    translate trim try turn unpack update use verify visit wait wake warn watch weigh wrap write
+    translate trim try turn unbind unpack update use verify visit wait wake warn watch weigh wrap write
     yield
     """.split()  # noqa: SIM905
 )

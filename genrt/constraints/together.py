@@ -1,4 +1,4 @@
-"""Many questions at once, of which none is left behind."""
+"""Concurrent work of which nothing is left behind."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Do all of it at once; what each returned, in order. The first error is raised; by then, or once
-    cancelled, none goes on."""
+    """Run all coroutines at once and return their results in order. The first error is raised; by then,
+    or once cancelled, none goes on."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return await asyncio.gather(*tasks)
