@@ -41,7 +41,7 @@ VERBS = frozenset(
     """
     abort accept acquire add admit advance allocate allow answer append apply approximate ask
     assert attach await begin bind block bound build call cancel check choose claim clear close
-    collect compare compute convert copy count cut decide declare decode describe diagnose dispatch
+    collect compare compute convert copy count cut decide declare decode describe diagnose dispatch do
     download draw drop encode end enter escape estimate evaluate evict expect extend fill find
     finish flush fold forget fork format free freeze gather generate give group grow guard
     handle hash have hold ignore import infill insert install interrupt iterate join judge keep
