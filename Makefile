@@ -75,7 +75,7 @@ bench: $(READY)
 	@$(OFFLINE) $(BIN)/python -m benchmarks.$(BENCH) --quick $(ARGS)
 
 soak: $(READY)
-	@$(SETTINGS) $(BIN)/python -m genrt.testing.soak --seconds $(SECONDS) $(ARGS)
+	@$(SETTINGS) $(BIN)/python -m tests.simulation.soak --seconds $(SECONDS) $(ARGS)
 
 mutants: $(READY)
 	@$(OFFLINE) $(BIN)/python -m tests.mutate $(ARGS)

@@ -1,376 +1,98 @@
-"""Callers of a simulated runtime, who ask everything that can be asked and leave in every way there is.
-
-Each question asked, cancellation, closed loop, … is an *operation*. Which comes next, and when, the seed
-decides.
-"""
+"""Callers of a simulated runtime, who ask everything that can be asked, together, twice and in vain."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import tempfile
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, TypeAlias
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
-from genrt.errors import GenrtError, UnknownAdapter
-from genrt.questions.values import HostRow, LogprobsRequest, ReadRequest
-from genrt.testing.simulated_runtime import SimulatedRuntime
-from genrt.testing.violation import Violation
-from genrt.testing.virtual_loop import VirtualLoop
+from genrt.errors import GenrtError
+from genrt.lm import AsyncLM
+from genrt.questions.values import LogprobsRequest
+from genrt.testing.record import Violation
+from genrt.testing.simulated_model import Model
 
-ADAPTERS = ("a", "b")
-MOST_LOOPS = 4
-
-_Kind: TypeAlias = Callable[[list[int], str | None], Awaitable[None]]
-"""A kind of question, of a context and an adapter's name."""
-
-_Question: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
-"""A question that can be asked again."""
+T = TypeVar("T")
 
 
-class SimulatedClients:
-    """Everyone who asks one runtime.
+class Clients:
+    """Everyone who asks on one event loop.
 
     Args:
-        runtime: what they ask.
+        lm: what they ask.
+        model: what the answers are.
+        random: decides what they do.
         operations: how many things they do.
-        directory: may be loaded as an adapter.
     """
 
-    def __init__(self, runtime: SimulatedRuntime, operations: int, directory: Path) -> None:
+    def __init__(self, lm: AsyncLM, model: Model, random: random.Random, operations: int) -> None:
         self.done = 0
-        self._runtime = runtime
-        self._lm = runtime.lm
-        self._random = runtime.random
+        self._lm = lm
+        self._model = model
+        self._random = random
         self._operations = operations
-        self._directory = directory
-        self._tasks: dict[asyncio.Task[None], VirtualLoop] = {}
-        self._asked: deque[_Question] = deque(maxlen=5)
-        self._kept: list[tuple[LogprobsRequest, torch.Tensor]] = []
-        root = [self._token() for _ in range(20)]
-        self._contexts = [[self._token()], root[:2], root[:15], root[:17], root]
-        self._haste = self._random.choice([0.1, 0.3, 0.8])
-        runtime.on_interrupt = self._interrupted
-        self._open_loops = [runtime.open_loop() for _ in range(self._random.randint(1, 3))]
+        self._contexts = [[self._token()] for _ in range(3)]
+        self._asked: list[Callable[[], Awaitable[object]]] = [lambda: self._row([0])]
+        self._kinds: list[Callable[[list[int]], Awaitable[object]]] = [
+            self._row,
+            self._row,
+            self._row,
+            lambda ids: lm.batch_next_token_logprobs([ids, self._context(), ids]),
+            lambda ids: lm.draw(ids, mask=self._any([None, [1, 2], []]), seed=self._any([None, 1])),
+            lambda ids: lm.batch_draw([ids, ids], temperature=self._any([0.0, 0.5, 1.0])),
+            lambda ids: lm.top_logprobs(ids, 3),
+            lambda ids: lm.token_logprobs(ids, [1, 3]),
+            lambda ids: lm.score(ids, [2, 4]),
+            lambda ids: lm.sample(ids, max_tokens=3),
+        ]
 
-    def run(self) -> None:
-        """Do all operations, with the runtime going on between them, and let it come to rest."""
+    async def run(self) -> None:
+        """Do everything, and wait for what was asked.
+
+        Raises:
+            Violation: a client ended in an error that is not the runtime's.
+        """
+        tasks: list[asyncio.Task[object]] = []
         while self.done < self._operations:
-            if self._random.random() >= self._haste:
-                if self._runtime.step():
-                    continue
-                self._runtime.check_rest()
-            self._do_something()
-        self._runtime.settle()
+            self.done += 1
+            what = self._random.random()
+            if what < 0.15 and tasks:
+                self._any(tasks).cancel()
+            elif what < 0.2:
+                self._lm.clear_cache()
+            else:
+                if what < 0.8:
+                    self._asked.append(partial(self._any(self._kinds), self._context()))
+                question = self._any(self._asked[-5:])
+                count = self._any([1, 1, 1, 3])
+                tasks += [asyncio.ensure_future(question()) for _ in range(count)]
+            await asyncio.sleep(self._random.choice([0.0, 0.0, 0.0, 0.01]))
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, GenrtError):
+                raise Violation(f"a client ended in {outcome!r}") from outcome
 
-    def check_kept(self) -> None:
-        """The rows that were not edited by those who got them are as they were."""
-        for request, row in self._kept:
-            if not torch.equal(row, self._runtime.engine.model.row(request)):
-                raise Violation(f"the row of {request} has changed in its owner's hands: {row}")
-        for task in [*self._tasks]:
-            self._check(task)
-
-    # -- operations ---------------------------------------------------------------------------
-
-    def _do_something(self) -> None:
-        number = self._random.random()
-        for share, operation in self._shares:
-            number -= share
-            if number < 0.0:
-                operation()
-                return
-
-    @cached_property
-    def _shares(self) -> list[tuple[float, Callable[[], None]]]:
-        return [
-            (0.45, self._ask),
-            (0.10, self._particle),
-            (0.05, self._crowd),
-            (0.10, self._ask_again),
-            (0.10, self._cancel),
-            (0.05, self._change_mind),
-            (0.03, self._load_adapter),
-            (0.02, self._remove_adapter),
-            (0.02, self._clear_cache),
-            (0.03, self._interrupt),
-            (0.02, self._leave_loop),
-            (0.029, self._new_loop),
-            (0.0005, self._close),
-            (0.0005, self._restart),
-        ]
-
-    def _ask(self) -> None:
-        self._asked.append(self._any_question(self._context()))
-        self._start(self._asked[-1]())
-
-    def _particle(self) -> None:
-        """One that goes on from the answer."""
-        self._start(self._grow(list(self._context()), self._random.randint(2, 6)))
-
-    def _crowd(self) -> None:
-        """Several that ask the same at once."""
-        question = self._any_question(self._context())
-        self._start(self._together(question, self._random.randint(2, 4)))
-
-    def _ask_again(self) -> None:
-        """Somebody asks what somebody else has just asked."""
-        if self._asked:
-            self._start(self._random.choice(self._asked)())
-
-    def _cancel(self) -> None:
-        self.done += 1
-        pending = [task for task in self._tasks if not task.done()]
-        if pending:
-            self._random.choice(pending).cancel()
-
-    def _change_mind(self) -> None:
-        """Somebody asks, goes on for a while, leaves, and asks the same again."""
-        question = self._any_question(self._context())
-        loop = self._loop()
-        task = self._start(question(), loop)
-        for _ in range(self._random.randint(0, 20)):
-            self._runtime.step()
-        task.cancel()
-        if not loop.is_closed():
-            self._start(question(), loop)
-
-    def _load_adapter(self) -> None:
-        self._start(self._loading(self._random.choice(ADAPTERS)))
-
-    def _remove_adapter(self) -> None:
-        self.done += 1
-        with contextlib.suppress(GenrtError):
-            self._lm.remove_adapter(self._random.choice(ADAPTERS))
-
-    def _clear_cache(self) -> None:
-        self.done += 1
-        self._lm.clear_cache()
-
-    def _interrupt(self) -> None:
-        """An interrupt between two callbacks of a loop."""
-        self.done += 1
-        self._loop().call_soon(_interrupt)
-
-    def _leave_loop(self) -> None:
-        """A loop ends with work on it: closed, or never taken on again."""
-        self.done += 1
-        loop = self._loop()
-        if len(self._open_loops) == 1:
-            return
-        if self._random.random() < 0.5:
-            self._forsake(loop)
-        else:
-            self._open_loops.remove(loop)
-            self._runtime.stop(loop)
-
-    def _new_loop(self) -> None:
-        self.done += 1
-        if len(self._open_loops) < MOST_LOOPS:
-            self._open_loops.append(self._runtime.open_loop())
-
-    def _close(self) -> None:
-        """The runtime is closed, or collected in the middle of a question, and may be started again."""
-        self.done += 1
-        if self._random.random() < 0.5:
-            self._lm.close()
-        else:
-            with self._runtime.thread.held():
-                self._random.choice([self._lm.close, self._runtime.thread.abandon])()
-            for _ in range(self._random.randint(0, 20)):
-                self._runtime.step()
-        if self._random.random() < 0.5:
-            self._lm.restart()
-
-    def _restart(self) -> None:
-        """The runtime is started again, whether it was closed, has died, or goes on."""
-        self.done += 1
-        self._lm.restart()
-
-    def _interrupted(self, loop: VirtualLoop) -> None:
-        """What follows an interrupt: the loop goes on, as a notebook's; or everything on it is cancelled
-        and it is closed, as by ``asyncio.run``; or it is closed as it is."""
-        what = self._random.choice(["go on", "go on", "cancel", "close"])
-        if what == "go on":
-            return
-        if what == "cancel":
-            for task, own in self._tasks.items():
-                if own is loop:
-                    task.cancel()
-            while loop.has_work:
-                with contextlib.suppress(KeyboardInterrupt):
-                    loop.run_one()
-        self._forsake(loop)
-        self._open_loops.append(self._runtime.open_loop())
-
-    def _forsake(self, loop: VirtualLoop) -> None:
-        self._open_loops.remove(loop)
-        self._runtime.close_loop(loop)
-        self._tasks = {task: own for task, own in self._tasks.items() if own is not loop}
-
-    # -- coroutines ---------------------------------------------------------------------------
-
-    def _start(
-        self, coroutine: Coroutine[Any, Any, None], loop: VirtualLoop | None = None
-    ) -> asyncio.Task[None]:
-        loop = self._loop() if loop is None else loop
-        task = loop.create_task(coroutine)
-        self._tasks[task] = loop
-        if len(self._tasks) > 100:
-            for done in [each for each in self._tasks if each.done()]:
-                self._check(done)
-                del self._tasks[done]
-        return task
-
-    def _check(self, task: asyncio.Task[None]) -> None:
-        """A client ends well, cancelled, or in an error of the runtime's; which, the ledger knows."""
-        if not task.done() or task.cancelled():
-            return
-        error = task.exception()
-        if error is not None and not isinstance(error, GenrtError):
-            raise Violation(f"a client ended in {error!r}") from error
-
-    async def _grow(self, context: list[int], length: int) -> None:
-        for _ in range(length):
-            await self._any_question(context)()
-            context.append(self._token())
-
-    async def _together(self, question: _Question, count: int) -> None:
-        asked = [question() for _ in range(count)]
-        done = await asyncio.gather(*asked, return_exceptions=True)
-        for outcome in done:
-            if outcome is not None and not isinstance(outcome, GenrtError):
-                raise outcome
-
-    async def _loading(self, name: str) -> None:
-        self.done += 1
-        await self._lm.add_adapter(name, self._directory)
-
-    def _any_question(self, context: list[int]) -> _Question:
-        """Something about a context, by name of an adapter that may not be there."""
-        name = self._random.choice([None, None, *ADAPTERS])
-        return partial(self._question, self._random.choice(self._kinds), [*context], name)
-
-    async def _question(self, kind: _Kind, context: list[int], name: str | None) -> None:
-        self.done += 1
-        is_there = name is None or name in self._lm.adapters
-        try:
-            await kind(context, name)
-        except UnknownAdapter:
-            if is_there:
-                raise Violation(f"{name!r} is unknown, and had been loaded") from None
-
-    @cached_property
-    def _kinds(self) -> list[_Kind]:
-        return [
-            self._row,
-            self._row,
-            self._row,
-            self._row,
-            self._batch,
-            self._host_row,
-            self._draw,
-            self._draw,
-            self._draws,
-            self._top,
-            self._candidates,
-            self._score,
-            self._sample,
-        ]
-
-    async def _row(self, context: list[int], name: str | None) -> None:
-        adapter = self._lm._adapters.get(name) if name is not None else None
-        request = LogprobsRequest(context, adapter)
-        timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
-        row = await self._lm.next_token_logprobs(context, adapter=name, timeout=timeout)
-        if not torch.equal(row, self._runtime.engine.model.row(request)):
-            raise Violation(f"{request} was answered with another question's row")
-        self._have(request, row)
-
-    async def _batch(self, context: list[int], name: str | None) -> None:
-        contexts = [context, *(self._context() for _ in range(self._random.randint(0, 3)))]
-        (await self._lm.batch_next_token_logprobs(contexts, adapter=name)).fill_(5.0)
-
-    async def _host_row(self, context: list[int], name: str | None) -> None:
-        row = LogprobsRequest(context, self._lm._adapters.get(name) if name is not None else None)
-        [found] = await self._runtime.thread.batcher.ask([ReadRequest(row, HostRow())])
-        if isinstance(found, torch.Tensor):
-            self._have(row, found)
-
-    async def _draw(self, context: list[int], name: str | None) -> None:
-        await self._lm.draw(
-            context,
-            mask=self._random.choice([None, [1, 2, 5], []]),
-            temperature=self._random.choice([1.0, 1.0, 0.5, 0.0]),
-            seed=self._random.choice([None, 1, 2]),
-            adapter=name,
-        )
-
-    async def _draws(self, context: list[int], name: str | None) -> None:
-        contexts = [context, self._context(), context]
-        await self._lm.batch_draw(contexts, seed=self._random.choice([None, 1]), adapter=name)
-
-    async def _top(self, context: list[int], name: str | None) -> None:
-        top = await self._lm.top_logprobs(context, self._random.randint(1, 8), adapter=name)
-        top.logprobs.fill_(5.0)
-
-    async def _candidates(self, context: list[int], name: str | None) -> None:
-        (await self._lm.token_logprobs(context, [self._token(), 3], adapter=name)).fill_(5.0)
-
-    async def _score(self, context: list[int], name: str | None) -> None:
-        continuation = [self._token() for _ in range(self._random.randint(0, 3))]
-        await self._lm.score(context, continuation, adapter=name)
-
-    async def _sample(self, context: list[int], name: str | None) -> None:
-        seed = self._random.choice([None, 1])
-        await self._lm.sample(context, max_tokens=3, seed=seed, adapter=name)
-
-    def _have(self, request: LogprobsRequest, row: torch.Tensor) -> None:
-        """Do something with a row that is one's own: edit it, or look at it again in the end."""
-        if self._random.random() < 0.5:
-            row.fill_(5.0)
-        else:
-            self._kept.append((request, row))
-
-    # -- what they ask ------------------------------------------------------------------------
-
-    def _token(self) -> int:
-        return self._random.randrange(self._runtime.engine.vocab_size)
+    async def _row(self, context: list[int]) -> None:
+        """Ask for a row, look at it, and write to it, as it is the caller's own."""
+        timeout = self._any([None, None, None, 0.0, 0.01])
+        row = await self._lm.next_token_logprobs(context, timeout=timeout)
+        if not torch.equal(row, self._model.row(LogprobsRequest(context))):
+            raise Violation(f"{context} was answered with another question's row")
+        row.fill_(5.0)
 
     def _context(self) -> list[int]:
-        """A context that was asked before, or one made of it: longer by a token, cut back, edited."""
-        context = list(self._random.choice(self._contexts))
-        what = self._random.random()
-        if what < 0.3:
-            context.append(self._token())
-        elif what < 0.4:
-            del context[self._random.randint(1, len(context)) :]
-        elif what < 0.45:
-            context[self._random.randrange(len(context))] = self._token()
-        else:
-            return context
-        self._contexts[self._random.randrange(len(self._contexts))] = context
+        """Return a context that was asked before, or one that is longer by a token."""
+        context = self._any(self._contexts)
+        if self._random.random() < 0.4:
+            context = [*context, self._token()][-20:]
+            self._contexts[self._random.randrange(3)] = context
         return context
 
-    def _loop(self) -> VirtualLoop:
-        return self._random.choice(self._open_loops)
+    def _token(self) -> int:
+        return self._random.randrange(self._model.vocab_size)
 
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def adapter_directory() -> Iterator[Path]:
-    """A directory that may be loaded as an adapter, with nothing in it."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory)
-        (path / CONFIG_NAME).write_text("{}", encoding="utf-8")
-        (path / WEIGHTS_NAME).touch()
-        yield path
+    def _any(self, choices: Sequence[T]) -> T:
+        return self._random.choice(choices)

@@ -4,10 +4,10 @@ Rules:
     It takes a part of what is in progress to a step, in chunks, and starts some over: but always the
     oldest, so that everything ends.
     Answers come in any order, some of them again when nobody asks any more. The rows of a step are views
-    of one tensor between others that mean nothing; ``overwrite`` destroys the tensors.
+    of one tensor between others that mean nothing.
     A fault is what its ``Faults`` say, at the moment that the seed decides; after a failing step it has
     forgotten everything, as the protocol says.
-    Whoever calls it as the protocol forbids gets a ``Violation``.
+    Whoever calls it as the protocol forbids gets a ``Violation``, which is recorded.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
-from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, Request, SampleRequest
-from genrt.testing.checked_residents import CheckedResidents
-from genrt.testing.simulated_model import Model
-from genrt.testing.violation import Violation
+from genrt.errors import EngineDied, EngineFailed, NotFinite, OutOfMemory
+from genrt.questions.values import Adapter, LogprobsRequest, Request, SampleRequest
+from genrt.testing.record import Record
+from genrt.testing.simulated_model import Model, share_of
 
 MOST_PREEMPTIONS = 3
 
@@ -73,6 +72,7 @@ class SimulatedEngine:
         random: decides everything that is left open.
         model: what the answers are.
         faults: what goes wrong.
+        record: told of what went wrong, and of answers.
         meanwhile: called while a call is at work, so that others can do something in the middle of it.
         spend: told how many seconds a step took.
     """
@@ -82,9 +82,10 @@ class SimulatedEngine:
         random: random.Random,
         model: Model,
         faults: Faults,
+        record: Record,
         *,
-        meanwhile: Callable[[], None] = lambda: None,
-        spend: Callable[[float], None] = lambda seconds: None,
+        meanwhile: Callable[[], None],
+        spend: Callable[[float], None],
     ) -> None:
         self.model = model
         self.in_progress: dict[Request, _Progress] = {}
@@ -95,6 +96,7 @@ class SimulatedEngine:
         self.unforgotten: dict[Request, BaseException] = {}
         self._random = random
         self._faults = faults
+        self._record = record
         self._meanwhile = meanwhile
         self._spend = spend
         self._capacity = random.choice([1, 2, 3, 8, 1000])
@@ -103,9 +105,7 @@ class SimulatedEngine:
         self._passes_over = random.choice([0.0, 0.4])
         self._echoes = random.choice([0.0, 0.0, 0.2])
         self._seconds = random.choice([0.0, 0.01])
-        self._residents = CheckedResidents(random, random.choice([1, 3, 8]))
         self._raised: dict[int, BaseException] = {}
-        self._blocks: list[Tensor] = []
         self._answered: list[Request] = []
         self._requests = self._rows = self._failed = self._cancelled = 0
 
@@ -135,17 +135,17 @@ class SimulatedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._called("submit")
         if not requests or len(set(requests)) < len(requests):
-            raise Violation(f"an empty flush, or a request twice in it: {requests}")
+            self._record.violated(f"an empty flush, or a request twice in it: {requests}")
         for request in requests:
             if not isinstance(request, LogprobsRequest | SampleRequest):
-                raise Violation(f"an engine cannot answer {request}")
+                self._record.violated(f"an engine cannot answer {request}")
             if request in self.in_progress:
-                raise Violation(f"{request} is in progress already")
+                self._record.violated(f"{request} is in progress already")
             if request.adapter is not None and request.adapter not in self.adapters:
-                raise Violation(f"{request} is bound to an adapter that is not loaded")
+                self._record.violated(f"{request} is bound to an adapter that is not loaded")
         self._meanwhile()
         if self._is_due("submit", self._faults.submit):
-            raise self._error("submit")
+            self._fail("submit")
         self._requests += len(requests)
         for request in requests:
             chunks = self._random.randint(1, self._most_chunks)
@@ -157,16 +157,17 @@ class SimulatedEngine:
         self._spend(self._seconds * self._random.random())
         if self._faults.death and self._random.random() < self._faults.death:
             kind = self._random.choice([SuddenDeath, EngineDied])
-            raise self._raising(kind("the simulated engine died"))
+            raise self._remembered(kind("the simulated engine died"))
         if self._is_due("step", self._faults.step):
             self._forget()
-            raise self._error("step")
+            self._fail("step")
         running = self._chosen()
         most = self._faults.out_of_memory_above
         if most is not None and len(running) > most:
             self._forget()
-            message = f"{len(running)} requests do not fit into a step, {most} do"
-            raise self._raising(OutOfMemory(message))
+            error = OutOfMemory(f"{len(running)} requests do not fit into a step, {most} do")
+            self._record.add("step failed", error)
+            raise self._remembered(error)
         done = [request for request in running if self._is_done(request)]
         for request in done:
             del self.in_progress[request]
@@ -174,6 +175,8 @@ class SimulatedEngine:
         finished = self._ends(done, len(running) - len(done))
         finished += self._echo()
         self._random.shuffle(finished)
+        if finished:
+            self._record.add("finished", *(end.request for end in finished))
         return finished
 
     def cancel(self, requests: Sequence[Request]) -> None:
@@ -191,25 +194,27 @@ class SimulatedEngine:
             error = self._error("cancel")
             self.unforgotten |= dict.fromkeys(requests, error)
             self.echoed.update(self.in_progress.keys() & self.unforgotten.keys())
+            self._record.add("cancel failed", error)
             raise error
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         if adapter in self.adapters or self.closed:
-            raise Violation(f"{adapter} is loaded already, or the engine is closed")
+            self._record.violated(f"{adapter} is loaded already, or the engine is closed")
         self.model.add_adapter(adapter, path)
         self.adapters[adapter] = None
 
     def remove_adapter(self, adapter: Adapter) -> None:
         if adapter not in self.adapters or self.closed:
-            raise Violation(f"{adapter} is not loaded, or the engine is closed")
+            self._record.violated(f"{adapter} is not loaded, or the engine is closed")
         asked = self.in_progress.keys() - self.unforgotten.keys()
         if any(request.adapter == adapter for request in asked):
-            raise Violation(f"{adapter} is removed while requests bound to it are in progress")
+            self._record.violated(
+                f"{adapter} is removed while requests bound to it are in progress"
+            )
         self._called("remove")
         del self.adapters[adapter]
-        self._residents.forget(adapter)
         if self._is_due("remove", self._faults.remove):
-            raise self._error("remove")
+            self._fail("remove")
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
@@ -218,39 +223,19 @@ class SimulatedEngine:
             rows=self._rows,
             failed=self._failed,
             cancelled=self._cancelled,
-            extended=self._residents.extended,
-            forked=self._residents.forked,
-            evicted=self._residents.evicted,
-            resident=len(self._residents),
         )
 
     def close(self) -> None:
         self.closed = True
         self.in_progress.clear()
-        self._residents.clear()
-
-    def overwrite(self) -> None:
-        """Destroy the rows of all steps so far: whoever kept one and did not copy it is found out. To be
-        called when nobody waits for a part of an answer any more."""
-        for block in self._blocks:
-            block.fill_(torch.nan)
-        self._blocks.clear()
 
     def raised(self, error: BaseException) -> bool:
-        """Whether this is what the engine raised at some time."""
+        """Return whether this is what the engine raised at some time."""
         return id(error) in self._raised
-
-    def explains(self, request: Request, error: GenrtError) -> bool:
-        """Whether this error is one that a request ends in alone: its own, or that the engine could not
-        forget it when it was cancelled before."""
-        if isinstance(error, NotFinite):
-            return self._is_poisoned(request)
-        held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)
-        return held is not None and held in (error, error.__cause__)
 
     def _called(self, name: str) -> None:
         if self.closed:
-            raise Violation(f"{name} is called after close")
+            self._record.violated(f"{name} is called after close")
         self.calls[name] += 1
 
     def _is_due(self, name: str, probability: float) -> bool:
@@ -258,41 +243,52 @@ class SimulatedEngine:
             return True
         return probability > 0.0 and self._random.random() < probability
 
+    def _fail(self, name: str) -> NoReturn:
+        error = self._error(name)
+        self._record.add(f"{name} failed", error)
+        raise error
+
     def _error(self, name: str) -> BaseException:
         message = f"simulated: {name} {self.calls[name]} failed"
         kinds = (RuntimeError, MemoryError, torch.OutOfMemoryError, EngineFailed)
-        return self._raising(self._random.choice(kinds)(message))
+        return self._remembered(self._random.choice(kinds)(message))
 
-    def _raising(self, error: BaseException) -> BaseException:
-        self._raised[id(error)] = error
+    def _remembered(self, error: BaseException) -> BaseException:
+        self._raised[id(error)] = error  # the object too: or another would get its id
         return error
 
     def _forget(self) -> None:
         self._failed += len(self.in_progress)
         self.in_progress.clear()
         self.unforgotten.clear()
-        self._residents.clear()
 
     def _chosen(self) -> list[Request]:
-        """What is taken to this step: the oldest in progress, and others as far as there is room."""
+        """Return what is taken to this step: the oldest in progress, and others as far as they fit."""
         oldest, others = [*self.in_progress][:1], [*self.in_progress][1:]
         taken = [each for each in others if self._random.random() >= self._passes_over]
         return oldest + taken[: self._capacity - 1]
 
     def _is_done(self, request: Request) -> bool:
-        """Put one chunk of a request through the model, or start it over; whether that was the last."""
+        """Put one chunk of a request through the model, or start over; return whether it was the last."""
         progress = self.in_progress[request]
         if progress.preempted < MOST_PREEMPTIONS and self._random.random() < self._preempts:
             progress.preempted += 1
             progress.left = progress.chunks
             return False
         if progress.left == progress.chunks and isinstance(request, LogprobsRequest):
-            self._residents.start(request.adapter, request.packed)
+            self._begin(request)
         progress.left -= 1
         return progress.left == 0
 
+    def _begin(self, request: LogprobsRequest) -> None:
+        """Put the first chunk of a request through the model."""
+
+    def _block(self, rows: int) -> Tensor:
+        """Return a tensor for rows of a step."""
+        return torch.full((rows, self.vocab_size), 7.0)
+
     def _ends(self, done: list[Request], partial: int) -> list[Finished]:
-        """The ends of these requests; their rows lie among as many that are not those of any request."""
+        """Return the ends of these requests; their rows lie among others that are of no request."""
         sound = [request for request in done if not self._is_poisoned(request)]
         ends = [
             Finished(request, error=NotFinite(f"{request} has no finite row"))
@@ -303,11 +299,10 @@ class SimulatedEngine:
         rows = [request for request in sound if isinstance(request, LogprobsRequest)]
         if rows:
             places = self._random.sample(range(len(rows) + partial), len(rows))
-            block = torch.full((len(rows) + partial, self.vocab_size), 7.0)
+            block = self._block(len(rows) + partial)
             for place, request in zip(places, rows, strict=True):
                 block[place] = self.model.row(request)
                 ends.append(Finished(request, block[place]))
-            self._blocks.append(block)
         self._rows += len(rows)
         ends += [
             Finished(request, self.model.sample(request))
@@ -318,7 +313,7 @@ class SimulatedEngine:
         return ends
 
     def _echo(self) -> list[Finished]:
-        """One that was answered before, once more, unless it is asked again."""
+        """Return one that was answered before, once more, unless it is asked again."""
         if not self._answered or self._random.random() >= self._echoes:
             return []
         request = self._random.choice(self._answered)
@@ -332,4 +327,4 @@ class SimulatedEngine:
         return [Finished(request, row.clone())]
 
     def _is_poisoned(self, request: Request) -> bool:
-        return self.model.share_of(request) < self._faults.not_finite
+        return share_of(request) < self._faults.not_finite

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,45 +20,6 @@ from genrt.testing.witness import row_in, tokens_in
 VOCAB_SIZE = 8
 
 
-class Model(Protocol):
-    """Answers to rows and samples, the same whenever they are asked."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The length of a row."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest context."""
-        ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, or ``None``."""
-        ...
-
-    def row(self, request: LogprobsRequest) -> Tensor:
-        """The row, not to be written to."""
-        ...
-
-    def sample(self, request: SampleRequest) -> tuple[int, ...]:
-        """The tokens of a sample."""
-        ...
-
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Questions may be bound to the adapter from now on, and for ever."""
-        ...
-
-    def share_of(self, request: Request) -> float:
-        """A number in [0, 1) that the context decides."""
-        ...
-
-    def close(self) -> None:
-        """Nothing is asked any more."""
-        ...
-
-
 class HashedModel:
     """Rows and samples of eight tokens, made of a hash of the whole question."""
 
@@ -67,20 +28,19 @@ class HashedModel:
     tokenizer: Any = None
 
     def row(self, request: LogprobsRequest) -> Tensor:
+        """Return the row, not to be written to."""
         return _hashed_row(request.packed, request.adapter)
 
     def sample(self, request: SampleRequest) -> tuple[int, ...]:
+        """Return the tokens of a sample."""
         number = zlib.crc32(repr((request.token_ids, request.adapter, request.seed)).encode())
         return tuple((number + place) % VOCAB_SIZE for place in range(request.max_tokens))
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        pass
-
-    def share_of(self, request: Request) -> float:
-        return share_of(request)
+        """Take questions that are bound to the adapter from now on, and for ever."""
 
     def close(self) -> None:
-        pass
+        """Take no more questions."""
 
 
 class EngineModel:
@@ -89,18 +49,9 @@ class EngineModel:
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
         self._engine = open_engine()
         self._answers: dict[Request, Result] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._engine.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._engine.max_model_len
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._engine.tokenizer
+        self.vocab_size = self._engine.vocab_size
+        self.max_model_len = self._engine.max_model_len
+        self.tokenizer = self._engine.tokenizer
 
     def row(self, request: LogprobsRequest) -> Tensor:
         return row_in(self._answer(request))
@@ -110,9 +61,6 @@ class EngineModel:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._engine.add_adapter(adapter, path)
-
-    def share_of(self, request: Request) -> float:
-        return share_of(request)
 
     def close(self) -> None:
         self._engine.close()
@@ -131,8 +79,11 @@ class EngineModel:
                     return end.result
 
 
+Model: TypeAlias = HashedModel | EngineModel
+
+
 def share_of(request: Request) -> float:
-    """A number in [0, 1) that the tokens of the context decide."""
+    """Return a number in [0, 1) that the tokens of the context decide."""
     return zlib.crc32(repr(request.token_ids).encode()) / 2**32
 
 

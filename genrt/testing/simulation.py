@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,18 +16,15 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
-from genrt.testing.simulated_clients import SimulatedClients, adapter_directory
+from genrt.testing.record import Violation
+from genrt.testing.simulated_clients import Clients
 from genrt.testing.simulated_engine import Faults
 from genrt.testing.simulated_model import VOCAB_SIZE, EngineModel, HashedModel
 from genrt.testing.simulated_runtime import SimulatedRuntime
-from genrt.testing.violation import Violation
 
 __all__ = ["Report", "run_simulated", "simulate"]
 
 T = TypeVar("T")
-
-UNASKED = [0] * 100
-"""A context that no client asks."""
 
 LAST_EVENTS = 40
 """How much of a failed run its message shows."""
@@ -38,7 +36,7 @@ class Report:
 
     Attributes:
         seed: what decided it.
-        operations: what its clients did: questions asked, cancellations, loops closed, …
+        operations: what its clients did: questions asked, cancellations, …
         statistics: the runtime's counters at the end.
         trace: what happened, in order.
     """
@@ -50,8 +48,8 @@ class Report:
 
 
 def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) -> Report:
-    """One run of the real batcher, cache and answers, with clients that ask and leave in every way, and
-    an engine as inconvenient as the protocol allows.
+    """Run the real batcher, cache and answers once, with clients on up to three event loops that ask,
+    time out and cancel, and an engine as inconvenient as the protocol allows.
 
     Args:
         seed: decides everything; the same seed gives the same run.
@@ -66,26 +64,23 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
     runtime = SimulatedRuntime(
         chance,
         HashedModel(),
-        faults=_faults(chance) if faults is None else faults,
-        cache_bytes=chance.choice([0, 3, 1000]) * 4 * VOCAB_SIZE,
-        max_batch_size=chance.choice([None, None, 1, 3]),
-        max_wait_seconds=chance.choice([0.0, 0.0, 0.01]),
-        max_queued_requests=chance.choice([sys.maxsize, sys.maxsize, 1, 4]),
-        restarts=chance.random() < 0.5,
+        faults=any_faults(chance) if faults is None else faults,
         seed=abs(seed),
+        **any_options(chance),
     )
-    with adapter_directory() as directory:
-        clients = SimulatedClients(runtime, operations, directory)
-        try:
-            clients.run()
-            _wind_up(runtime)
-            clients.check_kept()
-        except Violation as violation:
-            again = f"replay with simulate({seed}, operations={operations})"
-            _report(f"seed {seed}: {violation}\n{again}", violation, runtime)
-        finally:
-            runtime.discard()
-    return Report(seed, clients.done, runtime.lm.statistics(), _told(runtime.ledger.trace))
+    shares = chance.choice([[1.0], [0.5, 0.5], [0.2, 0.3, 0.5]])
+    clients = [
+        Clients(runtime.lm, runtime.model, chance, round(operations * share)) for share in shares
+    ]
+    with reporting(
+        runtime, f"seed {seed}", f"replay with simulate({seed}, operations={operations})"
+    ):
+        tasks = [runtime.open_loop().create_task(each.run()) for each in clients]
+        _finish(runtime, tasks, "the clients wait")
+        for task in tasks:
+            task.result()
+    done = sum(each.done for each in clients)
+    return Report(seed, done, runtime.lm.statistics(), runtime.record.lines())
 
 
 def run_simulated(
@@ -98,7 +93,7 @@ def run_simulated(
     cache_bytes: int = 2**20,
     max_batch_size: int | None = None,
 ) -> T:
-    """What a sampler of your own returns on a simulated runtime.
+    """Return what a sampler of your own returns on a simulated runtime.
 
     It gets a real ``AsyncLM``, over an engine that answers in whatever order, in as many steps and with
     as many restarts as the seed decides, on an event loop whose time is virtual: ``asyncio.sleep`` takes
@@ -117,8 +112,8 @@ def run_simulated(
         max_batch_size: as for ``genrt.load``.
 
     Raises:
-        AssertionError: an answer was wrong, the sampler waits for something that never comes, or left
-            tasks or questions behind when it ended. The message names the seed.
+        AssertionError: a row or a sample was wrong, the sampler waits for something that never comes, or
+            left tasks or questions behind when it ended. The message names the seed.
         CancelledError: it was cancelled.
 
     What the sampler itself raises comes out as it is.
@@ -131,35 +126,16 @@ def run_simulated(
         max_batch_size=max_batch_size,
         seed=abs(seed),
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), reporting(runtime, f"seed {seed}"):
         torch.manual_seed(seed)
-        try:
-            task = _started(sampler, runtime, cancel_after)
-            runtime.run_until(task.done, "the sampler waits")
-            runtime.settle()
-            left = [each for each in asyncio.all_tasks(runtime.loops[0]) if not each.done()]
-            if left:
-                raise Violation(f"the sampler has ended and left these waiting: {left}")
-            _close(runtime)
-        except Violation as violation:
-            _report(f"seed {seed}: {violation}", violation, runtime)
-        finally:
-            runtime.discard()
+        task = runtime.open_loop().create_task(sampler(runtime.lm))
+        if cancel_after is not None:
+            for _ in range(cancel_after):
+                if task.done() or not runtime.step():
+                    break
+            task.cancel()
+        _finish(runtime, [task], "the sampler waits")
     return task.result()
-
-
-def _started(
-    sampler: Callable[[AsyncLM], Coroutine[Any, Any, T]],
-    runtime: SimulatedRuntime,
-    cancel_after: int | None,
-) -> asyncio.Task[T]:
-    task = runtime.open_loop().create_task(sampler(runtime.lm))
-    for _ in range(0 if cancel_after is None else cancel_after):
-        if task.done() or not runtime.step():
-            break
-    if cancel_after is not None:
-        task.cancel()
-    return task
 
 
 def _model(model: NGram | Callable[[], Engine] | None) -> HashedModel | EngineModel:
@@ -170,29 +146,50 @@ def _model(model: NGram | Callable[[], Engine] | None) -> HashedModel | EngineMo
     return EngineModel(model)
 
 
-def _wind_up(runtime: SimulatedRuntime) -> None:
-    """After everything: a new loop is answered, if the runtime is still there; then nothing is left."""
-    for loop in [*runtime.stopped]:
-        runtime.close_loop(loop)
-    if runtime.thread.alive:
-        loop = runtime.open_loop()
-        task = loop.create_task(runtime.lm.next_token_logprobs(UNASKED))
-        runtime.run_until(task.done, "a new loop waits for its first answer")
-        task.exception()
+def _finish(runtime: SimulatedRuntime, tasks: Sequence[asyncio.Task[Any]], what: str) -> None:
+    """Have these tasks end, and close the runtime; nothing may be left of them before and after that."""
+    runtime.run_until(lambda: all(task.done() for task in tasks), what)
     runtime.settle()
-    _close(runtime)
+    left = [each for loop in runtime.loops for each in asyncio.all_tasks(loop) if not each.done()]
+    if left:
+        raise Violation(f"the sampler has ended and left these waiting: {left}")
+    close(runtime)
 
 
-def _close(runtime: SimulatedRuntime) -> None:
-    """Nothing is left before the runtime is closed, nor afterwards."""
+def close(runtime: SimulatedRuntime) -> None:
+    """Close a runtime. Raises a Violation if anything is left of what was asked, before or after that."""
     runtime.check_nothing_is_left()
     runtime.lm.close()
     runtime.settle()
     runtime.check_nothing_is_left()
 
 
-def _faults(chance: random.Random) -> Faults:
-    """None in half of the runs, and otherwise of every kind."""
+@contextmanager
+def reporting(runtime: SimulatedRuntime, name: str, again: str = "") -> Iterator[None]:
+    """Raise AssertionError for a Violation, with what happened last; discard the runtime in the end."""
+    try:
+        yield
+    except Violation as violation:
+        what = "\n".join(filter(None, [f"{name}: {violation}", again]))
+        last = "\n  ".join(runtime.record.lines(-LAST_EVENTS))
+        raise AssertionError(f"{what}; the last that happened:\n  {last}") from violation
+    finally:
+        runtime.discard()
+
+
+def any_options(chance: random.Random) -> dict[str, Any]:
+    """Return options of a SimulatedRuntime, as chance decides."""
+    return {
+        "cache_bytes": chance.choice([0, 3, 1000]) * 4 * VOCAB_SIZE,
+        "max_batch_size": chance.choice([None, None, 1, 3]),
+        "max_wait_seconds": chance.choice([0.0, 0.0, 0.01]),
+        "max_queued_requests": chance.choice([sys.maxsize, sys.maxsize, 1, 4]),
+        "restarts": chance.random() < 0.5,
+    }
+
+
+def any_faults(chance: random.Random) -> Faults:
+    """Return no faults in half of the runs, and otherwise some of every kind."""
     if chance.random() < 0.5:
         return Faults()
     return Faults(
@@ -204,12 +201,3 @@ def _faults(chance: random.Random) -> Faults:
         not_finite=chance.choice([0.0, 0.1]),
         out_of_memory_above=chance.choice([None, None, 1, 2, 5]),
     )
-
-
-def _report(what: str, violation: Violation, runtime: SimulatedRuntime) -> NoReturn:
-    last = "\n  ".join(_told(runtime.ledger.trace[-LAST_EVENTS:]))
-    raise AssertionError(f"{what}; the last that happened:\n  {last}") from violation
-
-
-def _told(trace: list[tuple[object, ...]]) -> tuple[str, ...]:
-    return tuple(" ".join(map(str, event)) for event in trace)

@@ -36,8 +36,10 @@ from genrt.runtime.batcher import Batcher
 from genrt.runtime.bindings import Bindings
 from genrt.runtime.cache import RowCache
 from genrt.runtime.gathering import Gatherings
-from genrt.testing import Faults, Report, run_simulated, simulate, soak
+from genrt.testing import Faults, Report, run_simulated
 from genrt.tokens.rows import together
+from tests.simulation import soak
+from tests.simulation.simulation import simulate
 
 SEEDS = 1_000
 PARTS = 10
@@ -75,7 +77,7 @@ def test_a_seed_is_a_run() -> None:
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_a_seed_is_the_same_run_in_another_process(hash_seed: str) -> None:
-    code = "from genrt.testing import simulate; print(*simulate(5).trace, sep='\\n')"
+    code = "from tests.simulation.simulation import simulate; print(*simulate(5).trace, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONHASHSEED": hash_seed},

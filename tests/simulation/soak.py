@@ -1,4 +1,4 @@
-"""Fresh seeds of the simulator for a given time: ``python -m genrt.testing.soak --seconds 600``."""
+"""Fresh seeds of the simulator for a given time: ``python -m tests.simulation.soak --seconds 600``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from genrt.testing.simulation import simulate
+from tests.simulation.simulation import simulate
 
 REPORT_SECONDS = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run seed after seed until the time is up, at least one; 1 if one of them found something."""
-    parser = argparse.ArgumentParser(prog="python -m genrt.testing.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600)")
     parser.add_argument("--operations", type=int, default=300, help="in each run (default: 300)")
     parser.add_argument("--seed", type=int, help="where to start (default: anywhere)")

@@ -7,7 +7,7 @@ import random
 
 from genrt.engines.residency import PIECE, Residents
 from genrt.questions.values import TOKEN_BYTES, Adapter
-from genrt.testing.violation import Violation
+from genrt.testing.record import Violation
 
 
 class CheckedResidents:

@@ -13,20 +13,19 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
 from genrt.engines.protocol import Finished, failure
 from genrt.errors import GenrtError, OutOfMemory, TimedOut
 from genrt.questions.values import LogprobsRequest, Request, Result
-from genrt.runtime.batcher import Batcher
-from genrt.runtime.cache import RowCache
 from genrt.runtime.waiters import Entry, Waiter
-from genrt.testing.answer_laws import is_random, is_right, owns_storage
-from genrt.testing.simulated_engine import SimulatedEngine
-from genrt.testing.violation import Violation
 from genrt.tokens.sampling import Draw
+from tests.simulation.answer_laws import is_random, is_right, owns_storage
+
+if TYPE_CHECKING:
+    from tests.simulation.checked_runtime import CheckedRuntime
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +48,7 @@ class Question:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the batcher owes it something still: an answer, or first room in the queue."""
+        """Whether the batcher still owes it something: an answer, or room in the queue."""
         return self.error is None and (bool(self.missing) or not self.is_registered)
 
 
@@ -67,16 +66,12 @@ class _Life:
 
 
 class Ledger:
-    """What was asked in one simulation, and what became of it. Its methods raise a Violation, and
-    remember the first, where something is wrong."""
+    """What was asked in one simulation, and what became of it. Its methods raise a Violation where
+    something is wrong."""
 
-    def __init__(self, batcher: Batcher, cache: RowCache, engine: SimulatedEngine) -> None:
-        self.violation: Violation | None = None
-        self.trace: list[tuple[object, ...]] = []
+    def __init__(self, runtime: CheckedRuntime) -> None:
         self.questions: list[Question] = []
-        self._batcher = batcher
-        self._cache = cache
-        self._engine = engine
+        self._runtime = runtime  # whose batcher, cache and engine do not exist yet
         self._lives: dict[Request, _Life] = {}
         self._ready_since: dict[Entry, int] = {}
         self._to_withdraw: dict[Request, _Life] = {}
@@ -94,32 +89,27 @@ class Ledger:
         self._by_requests: dict[int, Question] = {}
         self._sent = self._dropped = self._flushes = self._cancelled = self._failed = 0
 
-    def violated(self, message: str) -> NoReturn:
-        """Something is wrong. The first such message is kept, whoever catches what this raises."""
-        violation = Violation(message)
-        self.violation = self.violation or violation
-        raise violation
+    def _violated(self, message: str) -> NoReturn:
+        self._runtime.record.violated(message)
 
     # -- the callers' side --------------------------------------------------------------------
 
     def asked(self, requests: Sequence[Request], stacked: bool, timeout: float | None) -> Question:
-        """A question, at the moment before the batcher gets it: the very list of requests in it."""
+        """Return a new question, which the batcher gets next: the very list of requests in it."""
         loop = asyncio.get_running_loop()
         deadline = math.inf if timeout is None else loop.time() + timeout
         question = Question(len(self.questions), list(requests), stacked, loop, deadline)
         self.questions.append(question)
         self._by_requests[id(question.requests)] = question
-        self.trace.append(("asked", question.number, *question.requests))
         if self._closed is not None:
             question.error = self._closed
         return question
 
     def registering(self, waiter: Waiter) -> None:
-        """The batcher is about to find, join or queue the requests of a question: as it comes, or when
-        there is room for it."""
+        """Note that the batcher is about to find, join or queue the requests of a question."""
         question = self._by_requests[id(waiter.requests)]
         if question.is_registered or question.has_left:
-            self.violated(f"{question} is registered, and was before or has left")
+            self._violated(f"{question} is registered, and was before or has left")
         self._check_turn(question)
         question.is_registered = True
         requests = question.requests
@@ -129,7 +119,7 @@ class Ledger:
             if request in question.missing:
                 self._deduplicated += 1
             elif request in hits or (
-                isinstance(request, LogprobsRequest) and request in self._cache
+                isinstance(request, LogprobsRequest) and request in self._runtime.cache
             ):
                 self._cached += 1
                 hits.add(request)
@@ -138,14 +128,14 @@ class Ledger:
                 self._join(question, request)
 
     def _check_turn(self, question: Question) -> None:
-        """Of those on one loop that wait for room, the first to ask is the first to enter."""
-        waiting = self._batcher._admission._waiting.get(question.loop)
-        entries, cache = self._batcher._entries, self._cache
+        """Check that of those on one loop that wait for room, the first to ask is the first to enter."""
+        waiting = self._runtime.batcher._admission._waiting.get(question.loop)
+        entries, cache = self._runtime.batcher._entries, self._runtime.cache
         if not waiting or all(each in entries or each in cache for each in question.requests):
             return  # nobody waits, or it takes no room
         oldest = min(self._by_requests[id(waiter.requests)].number for waiter in waiting)
         if oldest < question.number:
-            self.violated(f"{question} entered the queue before {oldest} on its loop")
+            self._violated(f"{question} entered the queue before {oldest} on its loop")
 
     def _join(self, question: Question, request: Request) -> None:
         self._find_swept(request)
@@ -158,10 +148,10 @@ class Ledger:
         life.questions[question] = None
 
     def _find_swept(self, request: Request) -> None:
-        """Whether the batcher came by a request whose last waiters went with their loop, or is at this
-        moment withdrawing it."""
+        """Forget a request whose last waiters went with their loop, once the batcher came by it, or if it
+        is withdrawing it at this moment."""
         life = self._lives.get(request)
-        if life is None or life.is_wanted or request in self._batcher._entries:
+        if life is None or life.is_wanted or request in self._runtime.batcher._entries:
             return
         if life.sent:
             self._withdrawing.add(request)
@@ -170,49 +160,49 @@ class Ledger:
         del self._lives[request]
 
     def answered(self, question: Question, results: list[Result]) -> None:
-        """What the batcher returned."""
-        self._end(question, "answered")
+        """Check what the batcher returned."""
+        self._end(question)
         if question.error is not None:
-            self.violated(f"{question} was answered, but had to end in {question.error!r}")
+            self._violated(f"{question} was answered, but had to end in {question.error!r}")
         if question.missing or not question.is_registered:
-            self.violated(f"{question} was answered before {list(question.missing)} were")
+            self._violated(f"{question} was answered before {list(question.missing)} were")
         if question.stacked:
             [whole] = results
             if not isinstance(whole, Tensor) or not owns_storage(whole):
-                self.violated(f"{question} got no stack in storage of its own")
+                self._violated(f"{question} got no stack in storage of its own")
             results = list(whole.unbind())
         elif not all(map(owns_storage, results)):
-            self.violated(f"{question} got a view of something")
+            self._violated(f"{question} got a view of something")
         if len(results) != len(question.requests):
-            self.violated(f"{question} got {len(results)} results")
+            self._violated(f"{question} got {len(results)} results")
         for request, result in zip(question.requests, results, strict=True):
-            if not is_right(self._engine.model, request, result):
-                self.violated(f"{request} was answered wrongly: {result}")
+            if not is_right(self._runtime.engine.model, request, result):
+                self._violated(f"{request} was answered wrongly: {result}")
             if isinstance(result, Draw) and not is_random(request):
                 known = self._decided.setdefault(request, result)
                 if known.token_id != result.token_id:
-                    self.violated(f"{request} was answered with {known} before: {result}")
+                    self._violated(f"{request} was answered with {known} before: {result}")
 
     def left(self, question: Question, error: BaseException) -> None:
-        """What the batcher raised, or the caller's own leaving."""
+        """Check what the batcher raised, or the caller's own leaving."""
         if question.lost:
             return  # collected with its loop, whenever that happens
-        self._end(question, type(error).__name__)
+        self._end(question)
         if isinstance(error, TimedOut):
             if question.loop.time() < question.deadline:
-                self.violated(f"{question} timed out before {question.deadline}")
+                self._violated(f"{question} timed out before {question.deadline}")
         elif isinstance(error, GenrtError):
             self._check_error(question, error)
             return
         if isinstance(error, asyncio.CancelledError):
             task = asyncio.current_task()
             if task is None or not task.cancelling():
-                self.violated(f"{question} was cancelled, but not by its caller")
+                self._violated(f"{question} was cancelled, but not by its caller")
         if question.is_waiting and not question.has_left:
-            self.violated(f"{question} has left, and the batcher was not told")
+            self._violated(f"{question} has left, and the batcher was not told")
 
     def leaving(self, waiter: Waiter) -> None:
-        """The batcher is about to take off a waiter that leaves by itself."""
+        """Note that the batcher is about to take off a waiter that leaves by itself."""
         question = self._by_requests[id(waiter.requests)]
         if question.is_waiting and not question.lost:
             question.has_left = True
@@ -222,136 +212,138 @@ class Ledger:
     def _check_error(self, question: Question, error: GenrtError) -> None:
         expected = question.error
         if expected is None:
-            self.violated(f"{question} ended in {error!r}, and nothing explains that")
+            self._violated(f"{question} ended in {error!r}, and nothing explains that")
         if type(error) is not type(expected) or str(error) != str(expected):
-            self.violated(f"{question} ended in {error!r}, not in {expected!r}")
+            self._violated(f"{question} ended in {error!r}, not in {expected!r}")
         if error is expected or id(error) in self._errors:
-            self.violated(f"{question} got an exception object that is not its own")
+            self._violated(f"{question} got an exception object that is not its own")
         self._errors[id(error)] = error
 
-    def _end(self, question: Question, how: str) -> None:
-        self.trace.append((how, question.number))
+    def _end(self, question: Question) -> None:
         if question.ended:
-            self.violated(f"{question} ended twice")
+            self._violated(f"{question} ended twice")
         question.ended = True
 
     def loop_closed(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Nobody hears what is delivered to this loop any more."""
+        """Note that nobody hears what is delivered to this loop any more."""
         for question in self.questions:
             question.lost |= question.loop is loop and not question.ended
 
     # -- the engine's side --------------------------------------------------------------------
 
     def turning(self) -> None:
-        """The batcher is about to turn: note what is ready, and since when."""
+        """Note what is ready, and since when, before a turn."""
         self._turns += 1
-        self._ready_since = {entry: self._since(entry) for entry in self._batcher._ready}
+        self._ready_since = {entry: self._since(entry) for entry in self._runtime.batcher._ready}
         self._to_withdraw = {
             request: life
             for request, life in self._lives.items()
             if life.sent and not life.questions
         }
         self._lost = {question for question in self.questions if question.lost}
-        self._steps = self._engine.calls["step"]
+        self._steps = self._runtime.engine.calls["step"]
 
     def _since(self, entry: Entry) -> int:
-        """Since which turn this one is ready; what is sent again goes first."""
+        """Return since which turn this one is ready; what is sent again goes first."""
         life = self._lives.get(entry.request)
         is_retried = life is not None and life.is_retried
         return 0 if is_retried else self._ready_since.get(entry, self._turns)
 
     def turned(self) -> None:
-        """The turn is over: what had lost its last waiter before it has been withdrawn."""
+        """Check after a turn that what had lost its last waiter before it has been withdrawn."""
         if self._ending:
-            self.violated(
+            self._violated(
                 f"{list(self._ending)} came out of the engine, and the batcher did nothing"
             )
         for request, life in self._to_withdraw.items():
             if self._lives.get(request) is life and not life.questions:
-                self.violated(f"{request} is not wanted any more, but was not withdrawn")
+                self._violated(f"{request} is not wanted any more, but was not withdrawn")
         is_in_flight = any(life.sent for life in self._lives.values())
-        if is_in_flight and self._engine.calls["step"] == self._steps:
-            self.violated("something is in flight, but the turn made no step")
-        batcher = self._batcher
+        if is_in_flight and self._runtime.engine.calls["step"] == self._steps:
+            self._violated("something is in flight, but the turn made no step")
+        batcher = self._runtime.batcher
         kept = [waiter for entry in batcher._entries.values() for waiter in entry.waiters]
         for waiter in (*kept, *batcher._admission._clients):
             if (question := self._by_requests[id(waiter.requests)]) in self._lost:
-                self.violated(f"{question} still waits, though its loop was closed before the turn")
+                self._violated(
+                    f"{question} still waits, though its loop was closed before the turn"
+                )
 
     def taken(self, flush: Sequence[Request]) -> None:
-        """A flush that the batcher is about to send."""
-        self.trace.append(("taken", *flush))
+        """Check a flush that the batcher is about to send."""
         self._flushes += 1
         self._flush = [*flush]
         self._sent += len(flush)
         for request in flush:
             life = self._lives.get(request)
             if life is None or not life.is_wanted:
-                self.violated(f"{request} was sent, and nobody wants it")
+                self._violated(f"{request} was sent, and nobody wants it")
             if life.sent:
-                self.violated(f"{request} was sent twice")
+                self._violated(f"{request} was sent twice")
             life.sent = True
         sent = set(flush)
         newest = max(
             (since for entry, since in self._ready_since.items() if entry.request in sent),
             default=0,
         )
-        waiting = self._batcher._ready  # one that was withdrawn and asked anew is another entry
+        waiting = (
+            self._runtime.batcher._ready
+        )  # one that was withdrawn and asked anew is another entry
         for entry, since in self._ready_since.items():
             life = self._lives.get(entry.request)
             if entry in waiting and life is not None and life.is_wanted and since < newest:
-                self.violated(f"{entry.request} was passed over by younger ones")
+                self._violated(f"{entry.request} was passed over by younger ones")
 
     def submitted(self, flush: Sequence[Request]) -> None:
-        """A flush that arrives at the engine."""
+        """Check a flush that arrives at the engine."""
         if flush != self._flush:
-            self.violated(f"{self._flush} was taken, but {flush} was sent")
+            self._violated(f"{self._flush} was taken, but {flush} was sent")
 
     def finished(self, ends: Sequence[Finished]) -> None:
-        """What came out of a step."""
+        """Note what came out of a step."""
         if self._closed is not None:
             return
-        self.trace.append(("finished", *(end.request for end in ends)))
         for end in ends:
             life = self._lives.get(end.request)
             if life is None or not life.sent:
-                if end.request not in self._engine.echoed:
-                    self.violated(f"{end.request} is not in progress, but was answered")
+                if end.request not in self._runtime.engine.echoed:
+                    self._violated(f"{end.request} is not in progress, but was answered")
                 continue
-            if end.error is not None and not self._engine.explains(end.request, end.error):
-                self.violated(f"{end.request} ended in {end.error!r}, and nothing explains that")
+            if end.error is not None and not self._runtime.engine.explains(end.request, end.error):
+                self._violated(f"{end.request} ended in {end.error!r}, and nothing explains that")
             self._ending[end.request] = end.error
 
     def submit_failed(self, flush: Sequence[Request], error: Exception) -> None:
-        """The flush was not taken."""
+        """Note that the flush was not taken."""
         self._check_raised(error)
         if self._closed is None:
-            self.trace.append(("submit failed", error))
             self._ending |= dict.fromkeys(flush, failure(error))
 
     def step_failed(self, error: Exception) -> None:
-        """Nothing is in progress any more."""
+        """Note that nothing is in progress any more."""
         self._check_raised(error)
         if self._closed is None:
-            self.trace.append(("step failed", error))
             failed = [request for request, life in self._lives.items() if life.sent]
             self._ending |= dict.fromkeys(failed, failure(error))
 
     def _check_raised(self, error: Exception) -> None:
-        if not self._engine.raised(error):
-            self.violated(f"{error!r} came from no engine")
+        if not self._runtime.engine.raised(error):
+            self._violated(f"{error!r} came from no engine")
 
-    def restarted(self, engine: SimulatedEngine) -> None:
-        """Another engine has taken the place of one that died, and gets what that one had."""
-        self.trace.append(("restarted",))
-        self._engine = engine
+    def died(self, error: BaseException) -> None:
+        """Check what a turn raised."""
+        if not self._runtime.engine.raised(error):
+            self._violated(f"a turn ended in {error!r}, which no engine raised")
+
+    def resumed(self) -> None:
+        """Note that another engine has taken the place of one that died, and gets what that one had."""
         self._ending.clear()
         self._send_again([request for request, life in self._lives.items() if life.sent])
 
     def _send_again(self, requests: Sequence[Request]) -> None:
         for request in requests:
             life = self._lives[request]
-            is_swept = not life.is_wanted and request not in self._batcher._entries
+            is_swept = not life.is_wanted and request not in self._runtime.batcher._entries
             if is_swept or not life.questions:
                 del self._lives[request]
                 continue
@@ -360,8 +352,8 @@ class Ledger:
             self._retried += 1
 
     def settling(self) -> None:
-        """The batcher is about to end what came out of the engine; but what ran out of memory with others
-        in flight is first queued again."""
+        """Note that the batcher is about to end what came out of the engine; what ran out of memory with
+        others in flight is queued again before that."""
         short = [each for each, error in self._ending.items() if isinstance(error, OutOfMemory)]
         if short and sum(life.sent for life in self._lives.values()) > 1:
             for request in short:
@@ -369,38 +361,31 @@ class Ledger:
             self._send_again(short)
 
     def settled(self) -> None:
-        """The rows are cached: what came out of the engine ends."""
+        """Note that the rows are cached: what came out of the engine ends."""
         ending, self._ending = self._ending, {}
         for request, error in ending.items():
             self._finish(request, error)
 
     def withdrawn(self, requests: Sequence[Request]) -> None:
-        """What the batcher is about to have the engine forget."""
-        self.trace.append(("withdrawn", *requests))
+        """Check what the batcher is about to have the engine forget."""
         for request in requests:
             if request in self._withdrawing:
                 self._withdrawing.remove(request)
                 continue
             life = self._lives.get(request)
             if life is None or not life.sent or life.is_wanted:
-                self.violated(f"{request} was withdrawn, but it is wanted")
+                self._violated(f"{request} was withdrawn, but it is wanted")
             del self._lives[request]
 
     def cancelling(self, requests: Sequence[Request]) -> None:
-        """What the engine is told to forget: nothing that somebody waits for, unless it failed."""
+        """Check that the engine is told to forget nothing that somebody waits for, unless it failed."""
         for request in requests:
             life = self._lives.get(request)
             if life is not None and life.sent and life.is_wanted and request not in self._ending:
-                self.violated(f"{request} was cancelled, but it is wanted")
-
-    def cancelled(self) -> None:
-        """The engine was told, and may have raised all the same."""
-        if self._engine.unforgotten:
-            self.trace.append(("cancel failed", *self._engine.unforgotten))
+                self._violated(f"{request} was cancelled, but it is wanted")
 
     def closed(self, reason: GenrtError) -> None:
-        """The batcher was closed: every question ends in this, the later ones too."""
-        self.trace.append(("closed", reason))
+        """Note that the batcher is closed: every question ends in this, the later ones too."""
         self._closed = self._closed or reason
         for question in self.questions:
             if question.is_waiting and not question.has_left:
@@ -409,10 +394,8 @@ class Ledger:
         self._lives.clear()
         self._ending.clear()
 
-    def reopened(self, engine: SimulatedEngine) -> None:
-        """The batcher takes questions again, for another engine."""
-        self.trace.append(("reopened",))
-        self._engine = engine
+    def reopened(self) -> None:
+        """Note that the batcher takes questions again, for another engine."""
         self._closed = None
 
     def _finish(self, request: Request, error: GenrtError | None) -> None:
@@ -441,14 +424,14 @@ class Ledger:
     # -- at the end ---------------------------------------------------------------------------
 
     def unanswered(self) -> list[Question]:
-        """Who has heard nothing yet, and still could."""
+        """Return the questions that have heard nothing yet, and still could."""
         return [question for question in self.questions if not question.ended and not question.lost]
 
     def check_counters(self) -> None:
-        """The batcher counted what happened; of the waiters of closed loops as many as it came by."""
+        """Check that the batcher counted what happened; of waiters of closed loops, those it came by."""
         for request in list(self._lives):
             self._find_swept(request)
-        s = self._batcher.statistics()
+        s = self._runtime.batcher.statistics()
         lost = sum(question.lost for question in self.questions)
         counted = (
             s.questions,
@@ -469,23 +452,26 @@ class Ledger:
             self._failed,
         )
         if counted != expected:
-            self.violated(
+            self._violated(
                 "questions, cached, deduplicated, flushes, retried, answered, failed: "
                 f"{counted}, not {expected}"
             )
         if not self._cancelled <= s.cancelled <= self._cancelled + lost:
-            self.violated(f"{s.cancelled} cancelled, not {self._cancelled} (and {lost} lost)")
+            self._violated(f"{s.cancelled} cancelled, not {self._cancelled} (and {lost} lost)")
         if s.questions != s.cached + s.deduplicated + self._entered:
-            self.violated(f"{self._entered} requests entered the queue, but {s}")
+            self._violated(f"{self._entered} requests entered the queue, but {s}")
         if self._entered != self._sent + self._dropped + s.queued:
-            self.violated(
+            self._violated(
                 f"{self._entered} entered, {self._sent} were sent, {self._dropped} dropped: {s}"
             )
 
     def check_nothing_is_left(self) -> None:
-        """Neither batcher nor engine have anything to do, once nobody waits any more."""
-        s = self._batcher.statistics()
+        """Check that neither batcher nor engine have anything to do, once nobody waits any more."""
+        s = self._runtime.batcher.statistics()
         if s.queued + s.in_flight + s.waiting:
-            self.violated(f"nobody waits, but there is something to do: {self._batcher}")
-        if left := self._engine.in_progress.keys() - self._engine.unforgotten.keys():
-            self.violated(f"nobody waits, but in progress is {left}")
+            self._violated(f"nobody waits, but there is something to do: {self._runtime.batcher}")
+        if (
+            left := self._runtime.engine.in_progress.keys()
+            - self._runtime.engine.unforgotten.keys()
+        ):
+            self._violated(f"nobody waits, but in progress is {left}")

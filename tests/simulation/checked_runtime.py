@@ -1,0 +1,195 @@
+"""A simulated runtime that keeps a ledger, over an engine that keeps resident sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genrt.engines.protocol import EngineStatistics
+from genrt.errors import GenrtError, NotFinite
+from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, Request
+from genrt.runtime.cache import RowCache
+from genrt.testing.record import Violation
+from genrt.testing.simulated_engine import SimulatedEngine
+from genrt.testing.simulated_runtime import BusyCache, SimulatedRuntime, coroutine_of
+from genrt.testing.virtual_loop import VirtualLoop
+from tests.simulation.checked_residents import CheckedResidents
+from tests.simulation.ledger import Ledger
+from tests.simulation.watching import WatchedBatcher
+
+
+class CheckedEngine(SimulatedEngine):
+    """A simulated engine with resident sequences, whose rows can be destroyed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._residents = CheckedResidents(self._random, self._random.choice([1, 3, 8]))
+        self._blocks: list[Tensor] = []
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        self._residents.forget(adapter)
+        super().remove_adapter(adapter)
+
+    def statistics(self) -> EngineStatistics:
+        return dataclasses.replace(
+            super().statistics(),
+            extended=self._residents.extended,
+            forked=self._residents.forked,
+            evicted=self._residents.evicted,
+            resident=len(self._residents),
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._residents.clear()
+
+    def overwrite(self) -> None:
+        """Destroy the rows of all steps so far: whoever kept one and did not copy it is found out. To be
+        called when nobody waits for a part of an answer any more."""
+        for block in self._blocks:
+            block.fill_(torch.nan)
+        self._blocks.clear()
+
+    def explains(self, request: Request, error: GenrtError) -> bool:
+        """Return whether a request ends in this error alone: as its own, or because the engine could not
+        forget it when it was cancelled before."""
+        if isinstance(error, NotFinite):
+            return self._is_poisoned(request)
+        held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)
+        return held is not None and held in (error, error.__cause__)
+
+    def _begin(self, request: LogprobsRequest) -> None:
+        self._residents.start(request.adapter, request.packed)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._residents.clear()
+
+    def _block(self, rows: int) -> Tensor:
+        self._blocks.append(super()._block(rows))
+        return self._blocks[-1]
+
+
+class CheckedRuntime(SimulatedRuntime):
+    """A simulated runtime with a ledger."""
+
+    batcher: WatchedBatcher
+    engine: CheckedEngine
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Every question, and what must become of it."""
+        return Ledger(self)
+
+    def make_cache(self, max_bytes: int) -> RowCache:
+        return _CheckedCache(max_bytes, self)
+
+    def make_batcher(self, cache: RowCache, **options: Any) -> WatchedBatcher:
+        return WatchedBatcher(cache, self.ledger, **options)
+
+    def make_engine(self) -> CheckedEngine:
+        return CheckedEngine(
+            self.random,
+            self.model,
+            self.faults,
+            self.record,
+            meanwhile=self.meanwhile,
+            spend=self.spend,
+        )
+
+    def close_loop(self, loop: VirtualLoop) -> None:
+        """Close a loop, whatever is pending on it. What was cancelled there and can't run any more may be
+        collected at any moment: it is, where that is worst, while the batcher's lock is held."""
+        tasks = asyncio.all_tasks(loop)
+        super().close_loop(loop)
+        with self.batcher.held():
+            for task in tasks:
+                if task.cancelling():
+                    coroutine_of(task).close()
+
+    def forget_loop(self, loop: VirtualLoop) -> None:
+        super().forget_loop(loop)
+        self.ledger.loop_closed(loop)
+
+    def check_rest(self) -> None:
+        """Check that everyone was told, and everything counted, once nothing can happen any more.
+
+        Raises:
+            Violation: it is not so.
+        """
+        waiting = [each for each in self.ledger.unanswered() if each.loop not in self.stopped]
+        if waiting:
+            raise Violation(f"nothing can happen any more, but nobody told {waiting}")
+        for loop in self.loops:
+            self.check_reports(loop)
+        self.engine.overwrite()
+        self.ledger.check_counters()
+        self._check_cache()
+
+    def check_nothing_is_left(self) -> None:
+        """``check_rest``, and nothing is kept for anyone, once every loop that was left alone is closed.
+
+        Raises:
+            Violation: it is not so.
+        """
+        self.check_rest()
+        bound = set(self.lm._adapters.values())
+        if self.thread.alive and bound != set(self.engine.adapters):
+            raise Violation(f"bound are {bound}, but {list(self.engine.adapters)} are loaded")
+        self.ledger.check_nothing_is_left()
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Check that nothing is kept for who waited, and that a thread that ended closed its engine."""
+        loop, batcher = self.thread._loop, self.batcher
+        answering = loop.answering
+        kept = (answering._readers, answering._asked, answering._cached, answering._refused)
+        if any(kept):
+            raise Violation(f"nobody waits, but the answers keep {kept}")
+        held = (
+            batcher._entries,
+            batcher._gatherings,
+            batcher._ready,
+            batcher._flight,
+            batcher._flight._withdrawn,
+            batcher._admission,
+            batcher._on_loops._waiters,
+            batcher._bindings._bound,
+            batcher._bindings if self.thread.alive else (),
+        )
+        if any(held):
+            raise Violation(f"nobody waits, but the batcher holds {held}: {batcher}")
+        if loop._calls:
+            raise Violation(f"{len(loop._calls)} calls were never made")
+        if not self.rounds.is_alive() and not self.engine.closed:
+            raise Violation("the thread has ended, but the engine is open")
+
+    def _check_cache(self) -> None:
+        """Check that what is cached is right, of adapters that are loaded, and as large as it says."""
+        rows = dict(self.cache._rows)
+        for request, row in rows.items():
+            if not torch.equal(row, self.model.row(request)):
+                raise Violation(f"the cached row of {request} is {row}")
+            if request.adapter is not None and request.adapter not in self.engine.adapters:
+                raise Violation(f"{request} is cached, but its adapter is gone")
+        s = self.cache.statistics()
+        held = sum(row.untyped_storage().nbytes() for row in rows.values())
+        if not s.bytes == held <= s.max_bytes or s.rows != len(rows):
+            raise Violation(f"{held} bytes are held in {len(rows)} rows, but {s}")
+
+
+class _CheckedCache(BusyCache):
+    """Rows by request; the ledger is told before and after some are put."""
+
+    runtime: CheckedRuntime
+
+    def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:
+        self.runtime.ledger.settling()
+        errors = super().put_all(rows)
+        self.runtime.ledger.settled()
+        return errors

@@ -1,0 +1,139 @@
+"""A batcher and an engine, with the ledger told of everything that passes between callers, batcher and
+engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+from genrt.engines.protocol import Finished
+from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
+from genrt.questions.values import Request, Result
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.cache import RowCache
+from genrt.runtime.waiters import Waiter
+from genrt.testing.record import Record, Violation
+from genrt.testing.simulated_batcher import SimulatedBatcher
+from tests.simulation.ledger import Ledger
+
+
+class WatchedBatcher(SimulatedBatcher):
+    """A batcher that tells the ledger what its callers, its thread and its own parts do."""
+
+    def __init__(self, cache: RowCache, ledger: Ledger, *, record: Record, **options: Any) -> None:
+        lock = cast("threading.RLock", CheckedLock(record))
+        super().__init__(cache, record=record, lock=lock, **options)
+        self._ledger = ledger
+
+    def held(self) -> AbstractContextManager[object]:
+        """Return the batcher's lock."""
+        return self._lock
+
+    async def ask(
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
+    ) -> list[Result]:
+        question = self._ledger.asked(requests, stacked, timeout)
+        try:
+            results = await super().ask(question.requests, stacked=stacked, timeout=timeout)
+        except BaseException as error:
+            self._ledger.left(question, error)
+            raise
+        self._ledger.answered(question, results)
+        return results
+
+    def turn(self, engine: AnsweringEngine) -> None:
+        self._ledger.turning()
+        try:
+            super().turn(cast("AnsweringEngine", _WatchedEngine(engine, self._ledger)))
+        except Violation:
+            raise
+        except BaseException as error:
+            self._ledger.died(error)
+            raise
+        self._ledger.turned()
+
+    def close(self, reason: GenrtError | None = None) -> bool:
+        if not self.is_closed and not self._lock._is_owned():  # type: ignore[attr-defined]
+            self._ledger.closed(reason or Closed(WAS_CLOSED))
+        return super().close(reason)
+
+    def reopen(self) -> None:
+        self._ledger.reopened()
+        super().reopen()
+
+    def resume(self) -> None:
+        super().resume()
+        self._ledger.resumed()
+
+    def registering(self, waiter: Waiter) -> None:
+        self._ledger.registering(waiter)
+
+    def leaving(self, waiter: Waiter) -> None:
+        self._ledger.leaving(waiter)
+
+    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
+        super().taken(flush, withdrawn)
+        if withdrawn:
+            self._ledger.withdrawn(withdrawn)
+        if flush:
+            self._ledger.taken(flush)
+
+
+class _WatchedEngine:
+    """An engine as the batcher sees it in a turn."""
+
+    def __init__(self, engine: AnsweringEngine, ledger: Ledger) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self.remove_adapter = engine.remove_adapter
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._ledger.submitted(requests)
+        try:
+            self._engine.submit(requests)
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._ledger.submit_failed(requests, error)
+            raise
+
+    def ready(self) -> list[Finished]:
+        ends = self._engine.ready()
+        self._ledger.finished(ends)
+        return ends
+
+    def step(self) -> list[Finished]:
+        try:
+            finished = self._engine.step()
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._ledger.step_failed(error)
+            raise
+        self._ledger.finished(finished)
+        return finished
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._ledger.cancelling(requests)
+        self._engine.cancel(requests)
+
+
+class CheckedLock:
+    """A lock of the only thread there is: whoever finds it held would wait for ever."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        if self._is_held:
+            self._record.violated("the batcher's lock is taken by who holds it: a deadlock")
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+    def _is_owned(self) -> bool:
+        return self._is_held
