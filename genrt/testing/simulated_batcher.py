@@ -168,8 +168,10 @@ class SimulatedRounds(Rounds):
     # -- as a thread --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take the round that opens the engine: whoever starts a thread blocks until that is done."""
-        self.go_round()
+        """Open the engine, as whoever starts a thread blocks until that is done, and go to sleep."""
+        self._is_awake = True
+        while self._is_awake:
+            self.go_round()
 
     def wake(self) -> None:
         """Be due."""

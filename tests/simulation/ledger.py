@@ -72,22 +72,23 @@ class Ledger:
     def __init__(self, runtime: CheckedRuntime) -> None:
         self.questions: list[Question] = []
         self._runtime = runtime  # whose batcher, cache and engine do not exist yet
+        self._by_requests: dict[int, Question] = {}  # by the identity of the list, which is kept
         self._lives: dict[Request, _Life] = {}
-        self._ready_since: dict[Entry, int] = {}
-        self._to_withdraw: dict[Request, _Life] = {}
-        self._lost: set[Question] = set()
-        self._steps = 0
-        self._ending: dict[Request, GenrtError | None] = {}
+        self._flush: list[Request] = []
+        self._ending: dict[Request, GenrtError | None] = {}  # what came out, and has not ended yet
         self._withdrawing: set[Request] = set()
-        self._turns = 0
         self._closed: GenrtError | None = None
         self._errors: dict[int, BaseException] = {}
         self._decided: dict[Request, Draw] = {}
-        self._asked = self._cached = self._deduplicated = self._entered = 0
-        self._retried = self._answered = 0
-        self._flush: list[Request] = []
-        self._by_requests: dict[int, Question] = {}
-        self._sent = self._dropped = self._flushes = self._cancelled = self._failed = 0
+        # What was so when the present turn began.
+        self._turns = self._steps = 0
+        self._ready_since: dict[Entry, int] = {}
+        self._to_withdraw: dict[Request, _Life] = {}
+        self._lost: set[Question] = set()
+        # What the batcher should have counted.
+        self._asked = self._cached = self._deduplicated = self._entered = self._sent = 0
+        self._flushes = self._retried = self._dropped = self._cancelled = 0
+        self._answered = self._failed = 0
 
     def _violated(self, message: str) -> NoReturn:
         self._runtime.record.violated(message)
@@ -433,29 +434,18 @@ class Ledger:
             self._find_swept(request)
         s = self._runtime.batcher.statistics()
         lost = sum(question.lost for question in self.questions)
-        counted = (
-            s.questions,
-            s.cached,
-            s.deduplicated,
-            s.flushes,
-            s.retried,
-            s.answered,
-            s.failed,
-        )
-        expected = (
-            self._asked,
-            self._cached,
-            self._deduplicated,
-            self._flushes,
-            self._retried,
-            self._answered,
-            self._failed,
-        )
+        expected = {
+            "questions": self._asked,
+            "cached": self._cached,
+            "deduplicated": self._deduplicated,
+            "flushes": self._flushes,
+            "retried": self._retried,
+            "answered": self._answered,
+            "failed": self._failed,
+        }
+        counted = {name: getattr(s, name) for name in expected}
         if counted != expected:
-            self._violated(
-                "questions, cached, deduplicated, flushes, retried, answered, failed: "
-                f"{counted}, not {expected}"
-            )
+            self._violated(f"the batcher counted {counted}, not {expected}")
         if not self._cancelled <= s.cancelled <= self._cancelled + lost:
             self._violated(f"{s.cancelled} cancelled, not {self._cancelled} (and {lost} lost)")
         if s.questions != s.cached + s.deduplicated + self._entered:
