@@ -227,7 +227,7 @@ def test_a_sampler_can_be_cancelled_at_every_moment() -> None:
     ended = cancelled = 0
     for moment in range(120):
         try:
-            run_simulated(particles, seed=1, model=MODEL, cancel_after=moment)
+            run_simulated(particles, seed=4, model=MODEL, cancel_after=moment)
             ended += 1
         except asyncio.CancelledError:
             cancelled += 1
