@@ -155,7 +155,7 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.promise(number=14)
 @pytest.mark.promise(number=30)
-@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+@pytest.mark.parametrize("cache_bytes", [2**20, pytest.param(0, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("becomes", [overwrite, delete, spoil])
 def test_an_adapter_survives_a_restart_whatever_becomes_of_its_folder(
     load: Load,

@@ -273,6 +273,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.proof
 @pytest.mark.vllm
 def test_the_process_is_left_as_it_was() -> None:
     """Where vLLM is imported already, which sets some of its own."""

@@ -766,6 +766,7 @@ def test_a_closed_engine_is_idle_and_frees_its_requests(llama: Path) -> None:
 # -- the embedded model ---------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 @pytest.mark.embedded
 def test_the_embedded_model_has_transformers_rows_and_knows_paris() -> None:
     from transformers import AutoModelForCausalLM
