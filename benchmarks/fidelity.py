@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             statistics_after = lm.statistics().engine
             reads_worst, bytes_per_draw = reads(lm, prompts[:32])
             ratio = sample_ratio(lm, prompts, arguments.sample_tokens, arguments.repeats)
-            engine = lm._engine
+            engine = lm._thread.engine
             rows = rows.cpu()
             device = str(lm.device)
         reference = reference_rows(model, prompts, device)

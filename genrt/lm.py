@@ -1,51 +1,42 @@
 """AsyncLM: what users hold; asks its engine every kind of question and owns its lifetime.
 
-A request's way, from here down: this file, with the part of it that is in ``reads.py``, checks the
-question and makes the request; ``runtime/batcher.py`` finds it in the cache, joins it to an equal one or
-queues it; ``thread.py`` there turns the crank; ``answers.py`` reads from rows; ``engines/`` compute.
+A request's way, from here down: a method here checks the question and makes its requests, by its kind in
+``questions/``; ``runtime/batcher.py`` finds them in the cache, joins them to equal ones or queues them;
+``thread.py`` there turns the crank; ``answers.py`` reads from rows; ``engines/`` compute.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self, TypeAlias, Unpack, cast
+from typing import Any, NoReturn, Self, TypeAlias, Unpack, cast
 
+import numpy as np
 import torch
 
-from genrt.engines.adapters import check_adapter_directory
 from genrt.engines.protocol import Engine
 from genrt.errors import InvalidRequest
-from genrt.numbers import named
-from genrt.questions.checks import (
-    Limits,
-    SampleOptions,
-    TokenIds,
-    check_contexts,
-    check_options,
-    must_move,
-)
-from genrt.questions.values import (
-    Adapter,
-    HostRow,
-    LogprobsRequest,
-    ReadRequest,
-    Result,
-    SampleRequest,
-)
-from genrt.reads import Reads
+from genrt.questions.candidates import candidates_request
+from genrt.questions.contexts import Limits, check_contexts
+from genrt.questions.draws import batch_draw, draw_request, draw_requests
+from genrt.questions.host_rows import host_row, must_move
+from genrt.questions.masks import Mask, Masks
+from genrt.questions.rows import row_request
+from genrt.questions.samples import SampleOptions, check_options, sample_request, sample_requests
+from genrt.questions.scores import joined, score_requests
+from genrt.questions.token_ids import TokenIds
+from genrt.questions.tops import top_request
+from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.ask import Asker, blocking
 from genrt.runtime.cache import RowCache
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.thread import EngineThread, aside
 from genrt.tokens import encoding, vocabulary
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
 __all__ = ["AsyncLM"]
 
@@ -53,7 +44,7 @@ Device: TypeAlias = str | torch.device
 """A device or its name, as torch takes it."""
 
 
-class AsyncLM(Reads):
+class AsyncLM:
     """A language model that answers many concurrent questions in few engine calls.
 
     Made by ``load`` or ``aload``. Every ``await`` works on any event loop, in any thread, and every
@@ -70,11 +61,23 @@ class AsyncLM(Reads):
     def __init__(
         self, thread: EngineThread, cache: RowCache, engine: Engine, *, seed: int | None = None
     ) -> None:
-        super().__init__(thread, Limits(engine.vocab_size, engine.max_model_len), seed)
+        self._thread = thread
+        self._limits = Limits(engine.vocab_size, engine.max_model_len)
+        self._adapters = AdapterNames(thread)
+        asker = Asker(thread, self._adapters)
+        self._ask, self._ask_sync = asker.ask, asker.ask_sync
+        # What is asked without a seed is drawn from its nonce. Each of these sequences begins somewhere
+        # among 2**62 numbers, so that no two runtimes share one, nor one with the seeds that users give.
+        [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+        self._nonces = itertools.count(int(first) >> 2)
         self._cache = cache
-        self._adapters_lock = threading.Lock()
-        self._versions = itertools.count(1)
         self._finalizer = self._watched()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a runtime cannot be copied or pickled, since it owns an engine and its thread: hand it on "
+            "as it is, and load another one in another process"
+        )
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -91,7 +94,7 @@ class AsyncLM(Reads):
     @property
     def device(self) -> torch.device:
         """Where rows are computed, cached and returned."""
-        return self._engine.device
+        return self._thread.engine.device
 
     @property
     def tokenizer(self) -> Any:
@@ -100,11 +103,11 @@ class AsyncLM(Reads):
         Raises:
             InvalidRequest: the model was loaded without one.
         """
-        if self._engine.tokenizer is None:
+        if self._thread.engine.tokenizer is None:
             raise InvalidRequest(
                 "this model has no tokenizer: ask with token ids, or load a checkpoint that has one"
             )
-        return self._engine.tokenizer
+        return self._thread.engine.tokenizer
 
     @cached_property
     def byte_vocab(self) -> list[bytes]:
@@ -183,21 +186,10 @@ class AsyncLM(Reads):
             TimedOut: there was no answer within ``timeout`` seconds.
             Closed: the runtime is closed.
         """
-        request = self._row_request(token_ids, device, self._bound(adapter))
-        [row] = await self._ask(timeout, (request,))
-        return cast("torch.Tensor", row)
-
-    def next_token_logprobs_sync(
-        self,
-        token_ids: TokenIds,
-        *,
-        device: Device | None = None,
-        adapter: str | None = None,
-        timeout: float | None = None,
-    ) -> torch.Tensor:
-        """``next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        request = self._row_request(token_ids, device, self._bound(adapter))
-        return cast("torch.Tensor", self._ask_sync(timeout, (request,))[0])
+        row = row_request(self._limits, token_ids, self._adapters.bound(adapter))
+        request = host_row(row) if must_move(device, self.device) else row
+        [found] = await self._ask(timeout, (request,))
+        return cast("torch.Tensor", found)
 
     async def batch_next_token_logprobs(
         self,
@@ -212,22 +204,112 @@ class AsyncLM(Reads):
         One question with one future, however many contexts; raises and cancels as
         ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too.
         """
-        requests = self._row_requests(contexts, device, adapter)
+        bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
+        rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
+        requests = [host_row(row) for row in rows] if moves else rows
         found = await self._ask(timeout, requests, stacked=bool(requests))
-        return self._stack(found, device)
+        if found:
+            return cast("torch.Tensor", found[0])
+        return torch.empty(0, self.vocab_size, device="cpu" if moves else self.device)
 
-    def batch_next_token_logprobs_sync(
+    # -- what is read from rows, without moving or keeping them -------------------------------
+
+    async def draw(
+        self,
+        token_ids: TokenIds,
+        *,
+        mask: Mask | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> Draw:
+        """One token from the row after ``token_ids``, restricted to ``mask``, with its weight.
+
+        The result's ``logprob`` is the log-probability with which the token was drawn, and ``log_mass``
+        is ``logsumexp(row[mask])``, of the row itself whatever the temperature: at temperature 1 the
+        incremental log importance weight. At another, the weight is ``row[token_id] - logprob``. No mass
+        under the mask is a dead end and no error: token -1, ``log_mass`` -inf.
+
+        Concurrent draws are batched, on the engine's device, and those after equal contexts share a row.
+        A row that is in the cache is used; one computed for a draw is not put there.
+
+        Args:
+            mask: what may be drawn: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
+                packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes.
+                ``None`` is all, and integers of any other type are refused.
+            temperature: 0 is greedy.
+            seed: makes the draw reproducible, whatever else is in the batch; draws of equal seeds share
+                their randomness, so give each one of its own. Without one, calls are independent.
+
+        Raises:
+            InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
+        """
+        bound, nonce = self._adapters.bound(adapter), next(self._nonces)
+        request = draw_request(self._limits, token_ids, bound, nonce, mask, temperature, seed)
+        return cast("Draw", (await self._ask(timeout, (request,)))[0])
+
+    async def batch_draw(
         self,
         contexts: Sequence[TokenIds],
         *,
-        device: Device | None = None,
+        masks: Masks | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> BatchDraw:
+        """One ``draw`` after each of ``contexts``, in order, as one question; tensors on the host.
+
+        ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
+        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``.
+        """
+        bound, nonces = self._adapters.bound(adapter), self._nonces
+        requests = draw_requests(self._limits, contexts, bound, nonces, masks, temperature, seed)
+        return batch_draw(await self._ask(timeout, requests))
+
+    async def token_logprobs(
+        self,
+        token_ids: TokenIds,
+        candidates: TokenIds,
+        *,
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """``batch_next_token_logprobs``, blocking. An interrupt withdraws the question."""
-        requests = self._row_requests(contexts, device, adapter)
-        found = self._ask_sync(timeout, requests, stacked=bool(requests))
-        return self._stack(found, device)
+        """The row's entries for ``candidates``: float32 ``[len(candidates)]`` on the host."""
+        bound = self._adapters.bound(adapter)
+        request = candidates_request(self._limits, token_ids, candidates, bound)
+        return cast("torch.Tensor", (await self._ask(timeout, (request,)))[0])
+
+    async def top_logprobs(
+        self,
+        token_ids: TokenIds,
+        k: int,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> TopLogprobs:
+        """The ``k`` likeliest tokens, likeliest first: ``(token_ids, logprobs)``, ``[k]`` on the host."""
+        request = top_request(self._limits, token_ids, k, self._adapters.bound(adapter))
+        return cast("TopLogprobs", (await self._ask(timeout, (request,)))[0])
+
+    async def score(
+        self,
+        token_ids: TokenIds,
+        continuation: TokenIds,
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """The log-probability of each token of ``continuation``, given those before it: float32
+        ``[len(continuation)]`` on the host; their sum is the continuation's.
+
+        It takes a row for each token, all in one question; the engine's prefix cache makes each cost
+        little more than its own token.
+        """
+        bound = self._adapters.bound(adapter)
+        requests = score_requests(self._limits, token_ids, continuation, bound)
+        return joined(await self._ask(timeout, requests))
 
     # -- samples ------------------------------------------------------------------------------
 
@@ -261,8 +343,11 @@ class AsyncLM(Reads):
             InvalidRequest: a parameter is out of range; ContextTooLong when the context and
                 ``max_tokens`` exceed ``max_model_len`` together; else as ``next_token_logprobs``.
         """
-        request = self._sample_request(
+        request = sample_request(
+            self._limits,
             token_ids,
+            self._adapters.bound(adapter),
+            next(self._nonces),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             temperature=temperature,
@@ -270,16 +355,8 @@ class AsyncLM(Reads):
             top_k=top_k,
             min_p=min_p,
             seed=seed,
-            adapter=adapter,
         )
-        return _lists(await self._ask(timeout, (request,)))[0]
-
-    def sample_sync(
-        self, token_ids: TokenIds, *, timeout: float | None = None, **options: Unpack[SampleOptions]
-    ) -> list[int]:
-        """``sample``, blocking. An interrupt withdraws the question."""
-        check_options("sample_sync", options)
-        return _lists(self._ask_sync(timeout, (self._sample_request(token_ids, **options),)))[0]
+        return list((await self._ask(timeout, (request,)))[0])
 
     async def batch_sample(
         self,
@@ -293,26 +370,30 @@ class AsyncLM(Reads):
         With a ``seed``, context ``i`` is drawn with seed ``seed + i``: equal contexts give independent
         samples, and each equals ``sample`` with that seed.
         """
-        requests = self._sample_requests("batch_sample", contexts, options)
-        return _lists(await self._ask(timeout, requests))
+        check_options("batch_sample", options)
+        parameters: dict[str, Any] = {**options}
+        bound = self._adapters.bound(parameters.pop("adapter", None))
+        requests = sample_requests(self._limits, contexts, bound, self._nonces, **parameters)
+        return [list(each) for each in await self._ask(timeout, requests)]
 
-    def batch_sample_sync(
-        self,
-        contexts: Sequence[TokenIds],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[SampleOptions],
-    ) -> list[list[int]]:
-        """``batch_sample``, blocking. An interrupt withdraws the question."""
-        requests = self._sample_requests("batch_sample_sync", contexts, options)
-        return _lists(self._ask_sync(timeout, requests))
+    # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
+
+    next_token_logprobs_sync = blocking(next_token_logprobs)
+    batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs)
+    draw_sync = blocking(draw)
+    batch_draw_sync = blocking(batch_draw)
+    token_logprobs_sync = blocking(token_logprobs)
+    top_logprobs_sync = blocking(top_logprobs)
+    score_sync = blocking(score)
+    sample_sync = blocking(sample)
+    batch_sample_sync = blocking(batch_sample)
 
     # -- adapters -----------------------------------------------------------------------------
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names that ``adapter=`` takes."""
-        return self._loaded_names()
+        return self._adapters.loaded()
 
     async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
@@ -325,43 +406,16 @@ class AsyncLM(Reads):
             InvalidAdapter: the directory holds no safetensors adapter, it does not fit the model, or
                 the engine was opened without adapters.
         """
-        await asyncio.wrap_future(self._adding(name, path))
+        await asyncio.wrap_future(self._adapters.add(name, path))
 
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
         """``add_adapter``, blocking."""
-        self._adding(name, path).result()
+        self._adapters.add(name, path).result()
 
     def remove_adapter(self, name: str) -> None:
         """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before
         are answered; then its weights and its cached rows go. Returns at once."""
-        batcher = self._batcher
-        with self._adapters_lock:
-            adapter = self._bound(name)
-            if adapter is None:
-                raise InvalidRequest("the base model is no adapter: give the name of one")
-            del self._adapters[adapter.name]
-        batcher.retire(adapter)
-
-    def _adding(self, name: str, path: str | os.PathLike[str]) -> concurrent.futures.Future[None]:
-        """Loads and binds on the engine thread, so that the last call wins, and an adapter whose caller
-        left meanwhile is bound or was never loaded."""
-        if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"an adapter's name must be a non-empty str, got {named(name)}")
-        if not isinstance(path, str | os.PathLike):
-            raise InvalidRequest(f"an adapter's path must be a str or a Path, got {named(path)}")
-        directory = Path(path).expanduser()
-        check_adapter_directory(directory)
-        adapter = Adapter(name, next(self._versions))
-
-        def load_and_bind(engine: Engine) -> None:
-            engine.add_adapter(adapter, directory)
-            with self._adapters_lock:
-                previous = self._adapters.get(name)
-                self._adapters[name] = adapter
-            if previous is not None and previous not in self._thread.adapters.lost:
-                self._batcher.retire(previous)
-
-        return self._thread.call(load_and_bind)
+        self._adapters.remove(name)
 
     # -- the runtime --------------------------------------------------------------------------
 
@@ -371,10 +425,6 @@ class AsyncLM(Reads):
         finalizer = weakref.finalize(self, self._thread.abandon)
         finalizer.atexit = False
         return finalizer
-
-    @property
-    def _engine(self) -> Engine:
-        return self._thread.engine
 
     def clear_cache(self) -> None:
         """Drop every cached row; counters stay."""
@@ -439,62 +489,9 @@ class AsyncLM(Reads):
 
     def __repr__(self) -> str:
         if not self._thread.alive:
-            return f"AsyncLM(closed, {type(self._engine).__name__}, vocab_size={self.vocab_size})"
+            return f"AsyncLM(closed, {type(self._thread.engine).__name__}, vocab_size={self.vocab_size})"
         return (
-            f"AsyncLM(open, {type(self._engine).__name__}, vocab_size={self.vocab_size}, "
-            f"max_model_len={self.max_model_len}, adapters={list(self._adapters)}, "
+            f"AsyncLM(open, {type(self._thread.engine).__name__}, vocab_size={self.vocab_size}, "
+            f"max_model_len={self.max_model_len}, adapters={list(self._adapters.by_name)}, "
             f"{self._thread.batcher!r}, {self._cache!r})"
         )
-
-    # -- from arguments to requests -----------------------------------------------------------
-
-    def _row_request(
-        self, token_ids: TokenIds, device: Device | None, adapter: Adapter | None
-    ) -> LogprobsRequest | ReadRequest:
-        row = self._limits.logprobs_request(token_ids, adapter)
-        return ReadRequest(row, HostRow()) if self._leaves(device) else row
-
-    def _row_requests(
-        self, contexts: Sequence[TokenIds], device: Device | None, adapter: str | None
-    ) -> list[LogprobsRequest | ReadRequest]:
-        bound = self._bound(adapter)
-        self._leaves(device)  # raises, where there are no contexts too
-        return [self._row_request(ids, device, bound) for ids in check_contexts(contexts)]
-
-    def _leaves(self, device: Device | None) -> bool:
-        """Return whether rows for this device are moved to the host. Raises InvalidRequest if they can't
-        be on it."""
-        return device is not None and must_move(device, self.device)
-
-    def _stack(self, found: list[Result], device: Device | None) -> torch.Tensor:
-        """Return the stack of rows that was found for a batch; if that is empty, one of no rows."""
-        if found:
-            return cast("torch.Tensor", found[0])
-        return torch.empty(
-            0, self.vocab_size, device="cpu" if self._leaves(device) else self.device
-        )
-
-    def _sample_request(
-        self, token_ids: TokenIds, *, adapter: str | None = None, **options: Any
-    ) -> SampleRequest:
-        return self._limits.sample_request(
-            token_ids, self._bound(adapter), next(self._nonces), **options
-        )
-
-    def _sample_requests(
-        self, method: str, contexts: Sequence[TokenIds], options: SampleOptions
-    ) -> list[SampleRequest]:
-        check_options(method, options)
-        if len(check_contexts(contexts)) == 0:
-            self._sample_request([0], **options)  # raises what is wrong with the options
-        requests: list[SampleRequest] = []
-        for number, token_ids in enumerate(contexts):
-            request = self._sample_request(token_ids, **options)
-            if request.seed is not None:
-                request = replace(request, seed=(request.seed + number) % 2**63)
-            requests.append(request)
-        return requests
-
-
-def _lists(samples: list[Result]) -> list[list[int]]:
-    return [list(cast("tuple[int, ...]", sample)) for sample in samples]

@@ -15,8 +15,7 @@ from genrt.engines import check_choice, open_engine
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, named, shown
-from genrt.questions.checks import check_float, check_int
+from genrt.numbers import check_bool, check_float, check_int, named, shown
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread, aside
 

@@ -11,7 +11,15 @@ import torch
 
 from genrt.errors import InvalidRequest
 
-__all__ = ["check_bool", "check_float", "check_int", "is_truth_value", "named", "shown"]
+__all__ = [
+    "check_bool",
+    "check_float",
+    "check_int",
+    "check_timeout",
+    "is_truth_value",
+    "named",
+    "shown",
+]
 
 _LONG = 10**40
 """Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
@@ -59,6 +67,15 @@ def check_float(name: str, value: object, low: float = -math.inf, high: float = 
         bound = "finite" if math.isinf(low) else bound
         raise InvalidRequest(f"{name} must be {bound}, got {shown(value)}")
     return number
+
+
+def check_timeout(seconds: float | None) -> float | None:
+    """Return a timeout as a Python float, or ``None``. Raises InvalidRequest unless it is a finite number
+    of at least 0."""
+    if seconds is None:
+        return None
+    check_float("timeout", seconds, 0.0, math.inf)
+    return float(seconds)  # what numpy's narrow floats are added to loses its precision
 
 
 def is_truth_value(value: object) -> bool:

@@ -296,9 +296,9 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "_copy",
+            "_own",
             "who asked for the same likeliest tokens share their tensors",
-            Instead("return result"),
+            Swap("request.owned(result)", "result"),
         ),
         (
             "deliver",
@@ -335,16 +335,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "AnsweringEngine.cancel",
             "the last who reads from a row takes it from who asked for it",
             Swap("request.row not in self._asked", "True"),
-        ),
-        (
-            "_uniforms",
-            "the draws of a step share their randomness",
-            Swap("[seed_of(each) for each in asked]", "[seed_of(asked[0]) for each in asked]"),
-        ),
-        (
-            "_masks",
-            "beside masked draws those without a mask may draw nothing",
-            Swap(r"b'\xff'", r"b'\x00'"),
         ),
         (
             "AnsweringEngine.step",
@@ -390,14 +380,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "lm",
         "test_lm.py",
         (
-            "AsyncLM._sample_request",
+            "AsyncLM.sample",
             "samples without a seed share one draw",
             Swap("next(self._nonces)", "0"),
         ),
+    ),
+    *breaks(
+        "runtime.adapter_names",
+        "test_lm.py",
         (
-            "AsyncLM._adding",
+            "AdapterNames.add",
             "weights that were loaded over stay in the engine",
-            Drop("self._batcher.retire"),
+            Drop("self._thread.batcher.retire"),
         ),
     ),
     *breaks(
@@ -406,17 +400,35 @@ MUTANTS: tuple[Mutant, ...] = (
         ("check_int", "True is the number 1", Swap("is_truth_value(value)", "False")),
     ),
     *breaks(
-        "questions.values",
+        "questions.draws",
+        "test_answers.py test_draw.py",
+        (
+            "_drawn",
+            "the draws of a step share their randomness",
+            Swap("[seed_of(each) for each in asked]", "[seed_of(asked[0]) for each in asked]"),
+        ),
+        (
+            "_masks",
+            "beside masked draws those without a mask may draw nothing",
+            Swap(r"b'\xff'", r"b'\x00'"),
+        ),
+    ),
+    *breaks(
+        "questions.draws",
+        "test_engine.py",
+        (
+            "DrawToken.__eq__",
+            "draws under different masks are one",
+            Swap("self.mask == other.mask", "True"),
+        ),
+    ),
+    *breaks(
+        "questions.contexts",
         "test_engine.py",
         (
             "Adapter",
             "the version of an adapter's weights is no part of the key",
             Swap("version: int", "version: int = field(compare=False)"),
-        ),
-        (
-            "DrawToken.__eq__",
-            "draws under different masks are one",
-            Swap("self.mask == other.mask", "True"),
         ),
         ("abbreviated", "messages hold whole prompts", Swap("4", "4096")),
     ),
@@ -442,15 +454,19 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "questions.checks",
-        "test_arguments.py test_lm.py test_draw.py",
+        "questions.rows",
+        "test_arguments.py test_lm.py",
         (
-            "Limits.logprobs_request",
+            "row_request",
             "the longest context is refused",
-            Swap("len(ids) > self.max_model_len", "len(ids) >= self.max_model_len"),
+            Swap("len(ids) > limits.max_model_len", "len(ids) >= limits.max_model_len"),
         ),
+    ),
+    *breaks(
+        "questions.scores",
+        "test_arguments.py test_draw.py",
         (
-            "Limits.score_requests",
+            "score_requests",
             "a score sees the token that it scores",
             Swap("start + TOKEN_BYTES * count", "start + TOKEN_BYTES * (count + 1)"),
         ),

@@ -36,7 +36,6 @@ ROOMS = (
     "interop",
     "loading.py",
     "lm.py",
-    "reads.py",
     "runtime",
     "engines",
     "questions",

@@ -28,8 +28,8 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.checks import SampleOptions
-from genrt.questions.values import LogprobsRequest, Request, SampleRequest
+from genrt.questions.request import Request
+from genrt.questions.samples import SampleOptions, SampleRequest
 from genrt.runtime.gathering import MOST_AT_ONCE
 from tests.scripted import ScriptedEngine, logprobs, passes
 
@@ -241,12 +241,12 @@ OF_BATCHES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         for options, error, message in WRONG_OPTIONS
         if error is not TypeError
     ),
-    ("batch_sample", {}, TypeError, r"^{method}\(\) missing .* 'max_tokens'"),
+    ("batch_sample", {}, TypeError, r"^batch_sample\(\) missing .* 'max_tokens'"),
     (
         "batch_sample",
         {"max_tokens": 1, "nonce": 3},
         TypeError,
-        r"^{method}\(\) got an unexpected keyword argument 'nonce'",
+        r"^batch_sample\(\) got an unexpected keyword argument 'nonce'",
     ),
 ]
 """What is wrong with a batch, whatever is in it."""
@@ -296,8 +296,7 @@ def wrong_calls() -> Iterator[tuple[str, Call, type[Exception], str]]:
         for suffix in ("", "_sync"):
             for batch in ([], [[1]], np.zeros((0, 3), int)):
                 call = lambda lm, n=name + suffix, b=batch, o=options: getattr(lm, n)(b, **o)  # type: ignore[misc]
-                said = message.format(method=name + suffix)
-                yield f"{name}{suffix}({batch}, {options})", call, error, said
+                yield f"{name}{suffix}({batch}, {options})", call, error, message
     others: list[tuple[Call, type[Exception], str]] = [
         (lambda lm: lm.encode(3), InvalidRequest, "takes a str"),
         (lambda lm: lm.decode([99]), InvalidRequest, "from 0 to 11"),
@@ -834,14 +833,12 @@ def test_every_default_is_keyword_only() -> None:
 
 
 def test_requests_are_bound_to_versions_not_names(lm: AsyncLM, adapters: dict[str, Path]) -> None:
-    asked: list[LogprobsRequest] = []
+    bound = []
     for _ in range(2):
         lm.add_adapter_sync("x", adapters["a"])
-        [request] = lm._row_requests([[1]], None, "x")
-        assert isinstance(request, LogprobsRequest)
-        asked.append(request)
-    assert len(set(asked)) == 2
-    assert [request.adapter.name for request in asked if request.adapter] == ["x", "x"]
+        bound.append(lm._adapters.bound("x"))
+    assert len(set(bound)) == 2
+    assert [adapter.name for adapter in bound if adapter] == ["x", "x"]
 
 
 def engine_of_ones_own() -> Engine:

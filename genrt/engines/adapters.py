@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
-from genrt.questions.values import Adapter
+from genrt.questions.contexts import Adapter
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

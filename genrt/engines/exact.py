@@ -14,7 +14,8 @@ from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.stepping import Stepper
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
-from genrt.questions.values import Adapter, Request
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
 from genrt.tokens.vocabulary import BytesTokenizer
 
 _FILE_NAME = "ngram.safetensors"

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, OutOfMemory
-from genrt.questions.values import Adapter, LogprobsRequest, Request, Result
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from genrt.questions.values import TOKEN_BYTES, Adapter
+from genrt.questions.contexts import TOKEN_BYTES, Adapter
 
 __all__ = ["Residents"]
 

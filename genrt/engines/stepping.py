@@ -28,7 +28,9 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.values import Adapter, Request, Result, SampleRequest, seed_of
+from genrt.questions.contexts import Adapter, seed_of
+from genrt.questions.request import Request, Result
+from genrt.questions.samples import SampleRequest
 from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
 
 Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]

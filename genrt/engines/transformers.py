@@ -28,7 +28,8 @@ from genrt.errors import (
     ModelNotFound,
     OutOfMemory,
 )
-from genrt.questions.values import Adapter, Request
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

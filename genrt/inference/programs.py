@@ -58,7 +58,8 @@ from genrt.tokens.texts import decoded
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
-    from genrt.questions.checks import Mask, TokenIds
+    from genrt.questions.masks import Mask
+    from genrt.questions.token_ids import TokenIds
 
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ import torch
 from genrt.errors import InvalidRequest
 from genrt.interop.foreign import importing
 from genrt.lm import AsyncLM
-from genrt.questions.checks import TokenIds
+from genrt.questions.token_ids import TokenIds
 from genrt.tokens import vocabulary
 
 with importing("genlm"):

@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from genrt.questions.values import Adapter, Request
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
 from genrt.runtime.waiters import Entry, Waiter
 
 __all__ = ["Admission", "Ready"]

@@ -16,10 +16,10 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,35 +27,14 @@ from torch import Tensor
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine, EngineStatistics, Finished, Speculating, survived
 from genrt.errors import EngineDied, GenrtError, InvalidAdapter
-from genrt.questions.values import (
-    Adapter,
-    Candidates,
-    DrawToken,
-    HostRow,
-    LogprobsRequest,
-    ReadRequest,
-    Request,
-    Result,
-    SampleRequest,
-    TopTokens,
-    seed_of,
-)
+from genrt.questions.contexts import Adapter
+from genrt.questions.reads import Read, ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
 from genrt.runtime.cache import RowCache
-from genrt.tokens.rows import Leaving, together
-from genrt.tokens.sampling import Draw, TopLogprobs, drawn, rows_at_once, seeded_uniforms
 
 __all__ = ["AnsweringEngine"]
-
-
-class _Read(NamedTuple):
-    """One thing to read, and the row ``[vocab_size]`` to read it from, which others may share."""
-
-    request: ReadRequest
-    row: Tensor
-
-
-_Answer: TypeAlias = Callable[[Sequence[_Read]], Iterator[Result]]
-"""How one kind of read is answered: the results of reads, in their order."""
 
 
 class AnsweringEngine:
@@ -149,7 +128,7 @@ class AnsweringEngine:
         requests that the engine can't take."""
         cached, self._cached = self._cached, {}
         refused, self._refused = self._refused, []
-        return refused + self._answered([_Read(each, row) for each, row in cached.items()])
+        return refused + self._answered([Read(each, row) for each, row in cached.items()])
 
     def step(self) -> list[Finished]:
         """As in the Engine protocol."""
@@ -166,7 +145,7 @@ class AnsweringEngine:
             self._asked.difference_update([end.request for end in ends])
             return ends
         finished: list[Finished] = []
-        reads: list[_Read] = []
+        reads: list[Read] = []
         for end in ends:
             readers = self._readers.pop(cast("LogprobsRequest", end.request), None)
             if readers is None or end.request in self._asked:
@@ -177,7 +156,7 @@ class AnsweringEngine:
             if end.error is not None:
                 finished += [Finished(request, error=end.error) for request in readers]
             else:
-                reads += [_Read(request, cast("Tensor", end.result)) for request in readers]
+                reads += [Read(request, cast("Tensor", end.result)) for request in readers]
         return finished + self._answered(reads)
 
     def cancel(self, requests: Sequence[Request]) -> None:
@@ -276,16 +255,28 @@ class AnsweringEngine:
         if unasked:
             self._cancel(unasked)
 
-    def _answered(self, reads: Sequence[_Read]) -> list[Finished]:
-        """The ends of reads whose rows are there. A kind that fails, for want of memory say, fails
-        alone."""
-        by_kind: dict[_Answer, list[_Read]] = {}
+    def expect(self, reads: Sequence[Read], token_ids: Tensor) -> None:
+        """Tell the engine which tokens were drawn from these rows, if no two draws share one."""
+        if self._speculating is not None:
+            rows = dict.fromkeys(read.request.row for read in reads)
+            if len(rows) == len(reads):
+                self._speculating.expect(list(rows), token_ids)
+
+    def keep(self, read: Read) -> None:
+        """Keep a copy of a read's row in the cache."""
+        if read.request.row not in self._cache:
+            self._cache.put(read.request.row, read.row)
+
+    def _answered(self, reads: Sequence[Read]) -> list[Finished]:
+        """Return the ends of reads whose rows are there. A group that fails, as when it runs out of
+        memory, fails alone."""
+        groups: dict[Hashable, list[Read]] = {}
         for read in reads:
-            by_kind.setdefault(self._answer(read.request), []).append(read)
+            groups.setdefault(read.request.wanted.group, []).append(read)
         finished: list[Finished] = []
-        for answer, group in by_kind.items():
+        for group in groups.values():
             try:
-                results = list(answer(group))
+                results = list(group[0].request.wanted.answer(group, self))
             except Exception as error:
                 failed = survived(error)
                 finished += [Finished(read.request, error=failed) for read in group]
@@ -298,152 +289,10 @@ class AnsweringEngine:
                 self._bytes_to_host += sum(map(_bytes, results))
         return finished
 
-    def _answer(self, request: ReadRequest) -> _Answer:
-        match request.wanted:
-            case DrawToken(temperature=1.0):
-                return self._draws
-            case DrawToken():
-                return self._tempered_draws
-            case TopTokens():
-                return _tops
-            case Candidates():
-                return _candidates
-            case HostRow():
-                return self._host_rows
 
-    def _draws(self, reads: Sequence[_Read]) -> Iterator[Result]:
-        """One draw for each, all of them at temperature 1."""
-        return self._on_host(reads, [_drawn(part, None) for part in _parts(reads)])
-
-    def _tempered_draws(self, reads: Sequence[_Read]) -> Iterator[Result]:
-        """One draw for each."""
-        parts = []
-        for part in _parts(reads):
-            row = part[0].row
-            asked: list[DrawToken] = _wanted(part)
-            heat = torch.tensor([[each.temperature] for each in asked], dtype=torch.float64)
-            parts.append(_drawn(part, _moved(heat, row.device)))
-        return self._on_host(reads, parts)
-
-    def _on_host(self, reads: Sequence[_Read], parts: Sequence[Tensor]) -> Iterator[Draw]:
-        """The draws in these, by one copy; logprob and log mass are float32 numbers. The engine is told
-        before anything waits for them."""
-        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        on_host = Leaving(whole)
-        if self._speculating is not None:
-            rows = dict.fromkeys(read.request.row for read in reads)
-            if len(rows) == len(reads):
-                self._speculating.expect(list(rows), whole[:, 0])
-        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
-        found = zip(
-            token_ids.long().tolist(),
-            logprobs.float().tolist(),
-            log_mass.float().tolist(),
-            strict=True,
-        )
-        return map(Draw._make, found)
-
-    def _host_rows(self, reads: Sequence[_Read]) -> Iterator[Result]:
-        """The rows on the host, as views of one block of pinned memory: who keeps one copies it."""
-        first = reads[0].row
-        on_device = first.device.type != "cpu"
-        block = torch.empty(len(reads), len(first), dtype=first.dtype, pin_memory=on_device)
-        for part, places in zip(
-            _parts(reads), torch.split(block, rows_at_once(first)), strict=True
-        ):
-            places.copy_(_rows(part), non_blocking=True)
-        if on_device:
-            torch.cuda.current_stream(first.device).synchronize()
-        for read in reads:
-            if read.request.row not in self._cache:
-                self._cache.put(read.request.row, read.row)
-        yield from block
-
-
-def _parts(reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
-    """As many reads at a time as are best worked on."""
-    size = rows_at_once(reads[0].row)
-    for start in range(0, len(reads), size):
-        yield reads[start : start + size]
-
-
-def _rows(reads: Sequence[_Read]) -> Tensor:
-    """``[n, vocab_size]``, not to be written to."""
-    return together([read.row for read in reads])
-
-
-def _wanted(reads: Sequence[_Read]) -> list[Any]:
-    return [read.request.wanted for read in reads]
-
-
-def _drawn(reads: Sequence[_Read], heat: Tensor | None) -> Tensor:
-    """As ``sampling.drawn`` returns them. Masks and random numbers are on their way before the rows are
-    touched, which may still be computed."""
-    row = reads[0].row
-    asked: list[DrawToken] = _wanted(reads)
-    numbers = _moved(_uniforms(asked), row.device)
-    return drawn(_rows(reads), numbers, mask=_masks(asked, row), heat=heat)
-
-
-def _uniforms(asked: Sequence[DrawToken]) -> Tensor:
-    """The random numbers of these draws, ``[n, 2]`` as ``sampling.draw`` takes them, on the host."""
-    return seeded_uniforms([seed_of(each) for each in asked])
-
-
-def _masks(asked: Sequence[DrawToken], row: Tensor) -> Tensor | None:
-    """Packed as ``sampling.draw`` takes them, on the row's device; ``None`` if nothing is masked."""
-    masks = [each.mask for each in asked]
-    if not any(mask is not None for mask in masks):
-        return None
-    size = -(-len(row) // 32) * 4
-    everything = b"\xff" * size
-    packed = torch.empty(len(asked), size, dtype=torch.uint8, pin_memory=row.is_cuda)
-    places = packed.view(-1).numpy().data
-    for start, mask in zip(range(0, len(places), size), masks, strict=True):
-        places[start : start + size] = everything if mask is None else mask
-    return packed.to(row.device, non_blocking=True)
-
-
-def _moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on the device, without a wait for what the device is at."""
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
-
-
-def _tops(reads: Sequence[_Read]) -> Iterator[Result]:
-    """The likeliest tokens, each asker's share of the longest list that was asked for; of equally likely
-    ones those with the lower ids first, so that a share does not depend on the list."""
-    for part in _parts(reads):
-        rows = _rows(part)
-        asked: list[TopTokens] = _wanted(part)
-        # The bits of a float as a number that orders as it does, with the token id to break ties.
-        bits = rows.view(torch.int32)
-        order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
-        order += torch.arange(2**32 - 1, 2**32 - 1 - rows.shape[-1], -1, device=rows.device)
-        keys = order.topk(max(each.k for each in asked), dim=-1).values
-        token_ids = 2**32 - 1 - (keys & (2**32 - 1))
-        logprobs = rows.gather(-1, token_ids)
-        for each, ids, values in zip(asked, token_ids.cpu(), logprobs.cpu(), strict=True):
-            yield TopLogprobs(ids[: each.k].clone(), values[: each.k].clone())
-
-
-def _candidates(reads: Sequence[_Read]) -> Iterator[Result]:
-    """Entries of the rows, read with one index over all of them."""
-    asked: list[Candidates] = _wanted(reads)
-    counts = [len(each.token_ids) for each in asked]
-    index = torch.tensor(
-        [token_id for each in asked for token_id in each.token_ids], dtype=torch.int64
-    )
-    index = index.to(reads[0].row.device)
-    parts = zip(reads, torch.split(index, counts), strict=True)
-    entries = torch.cat([read.row[ids] for read, ids in parts]).cpu()
-    for each in torch.split(entries, counts):
-        yield each.clone()
-
-
-def _bytes(result: Result) -> int:
-    """How much of a result came from the device."""
+def _bytes(result: object) -> int:
+    """Return how much of a result came from the device: its tensors, and 8 bytes for each number."""
     if isinstance(result, Tensor):
         return int(result.nbytes)
-    return sum(int(part.nbytes) if isinstance(part, Tensor) else 8 for part in result)
+    parts = result if isinstance(result, tuple) else (result,)
+    return sum(int(part.nbytes) if isinstance(part, Tensor) else 8 for part in parts)

@@ -34,7 +34,9 @@ from typing import cast
 
 from genrt.engines.protocol import Finished, survived
 from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
-from genrt.questions.values import Adapter, LogprobsRequest, Request, Result
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.admission import Admission, Ready
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.bindings import Bindings
@@ -110,8 +112,7 @@ class Batcher:
         """The results in order, each in storage of its own; equal requests may appear more than once.
         With ``stacked``, the only result is the stack of the rows, of which there is at least one.
 
-        Cancelling the await withdraws this caller alone. Any running loop will do; it goes round now and
-        then, however many questions the cache answers.
+        Cancelling the await withdraws this caller alone. Questions that the cache answers let others run.
 
         Raises:
             EngineFailed: the step of one of the requests failed; the question's others are withdrawn.
@@ -374,8 +375,7 @@ class Batcher:
                 if entry is None or not entry.in_flight:
                     continue
                 self._end(entry)
-                if no_room and error is None:
-                    error = no_room.get(request)
+                error = error or no_room.get(request)
                 self._counted["answered" if error is None else "failed"] += 1
                 for waiter in entry.waiters:
                     if error is not None:

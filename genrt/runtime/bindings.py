@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from genrt.questions.values import Adapter, Request
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
 
 __all__ = ["Bindings"]
 

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from genrt.engines.protocol import Finished, failure
 from genrt.errors import GenrtError
-from genrt.questions.values import Adapter, LogprobsRequest, Request
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
 from genrt.tokens.rows import apart
 
 __all__ = ["CacheStatistics", "RowCache"]

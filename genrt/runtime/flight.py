@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from genrt.questions.values import Request
+from genrt.questions.request import Request
 from genrt.runtime.waiters import Entry
 
 __all__ = ["Flight", "Window"]

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from genrt.engines.protocol import failure
 from genrt.errors import GenrtError, TimedOut
-from genrt.questions.values import Request, Result
+from genrt.questions.request import Request, Result
 from genrt.tokens.rows import apart, stacked
-from genrt.tokens.sampling import TopLogprobs
 
 __all__ = [
     "TOLD_AT_ONCE",
@@ -145,7 +144,8 @@ def outcome_of(waiter: Waiter) -> list[Result]:
 
 
 def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
-    """What each found, in storage of its own: one stack of the rows for who wants that."""
+    """Yield what each found, in storage of its own: one stack of the rows where that is wanted. All
+    tensors are copied at once; the kind of a request knows what to copy of any other result."""
     found = [waiter.results() for waiter in waiters]
     apiece = [
         result
@@ -156,13 +156,12 @@ def _own(waiters: Sequence[Waiter]) -> Iterator[list[Result]]:
     copies = iter(apart([result for result in apiece if isinstance(result, Tensor)]))
     for waiter, results in zip(waiters, found, strict=True):
         if waiter.stacked:
-            yield [stacked(cast("list[Tensor]", results))]
+            yield [stacked(results)]
         else:
-            yield [next(copies) if isinstance(each, Tensor) else _copy(each) for each in results]
-
-
-def _copy(result: Result) -> Result:
-    return TopLogprobs(*apart(result)) if isinstance(result, TopLogprobs) else result
+            yield [
+                next(copies) if isinstance(result, Tensor) else request.owned(result)
+                for request, result in zip(waiter.requests, results, strict=True)
+            ]
 
 
 def hand_out(answered: Sequence[Waiter]) -> None:

@@ -12,7 +12,9 @@ import torch
 
 from genrt.engines.protocol import Engine
 from genrt.errors import GenrtError
-from genrt.questions.values import LogprobsRequest, Request, Result, SampleRequest
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache

@@ -12,7 +12,7 @@ import torch
 
 from genrt.errors import GenrtError
 from genrt.lm import AsyncLM
-from genrt.questions.values import LogprobsRequest
+from genrt.questions.rows import LogprobsRequest
 from genrt.testing.record import Violation
 from genrt.testing.simulated_model import Model
 

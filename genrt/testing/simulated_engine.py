@@ -23,7 +23,10 @@ from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.errors import EngineDied, EngineFailed, NotFinite, OutOfMemory
-from genrt.questions.values import Adapter, LogprobsRequest, Request, SampleRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
 from genrt.testing.record import Record
 from genrt.testing.simulated_model import Model, share_of
 

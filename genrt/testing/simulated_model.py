@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Engine
-from genrt.questions.values import Adapter, LogprobsRequest, Request, Result, SampleRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
 from genrt.testing.witness import row_in, tokens_in
 
 VOCAB_SIZE = 8

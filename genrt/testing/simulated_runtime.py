@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from genrt.lm import AsyncLM
-from genrt.questions.values import LogprobsRequest
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread
 from genrt.testing.record import Record, Violation

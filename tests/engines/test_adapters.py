@@ -21,7 +21,7 @@ from genrt.engines.adapters import check_adapter_directory
 from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
-from genrt.questions.values import Adapter
+from genrt.questions.contexts import Adapter
 from tests.scripted import Gate, ScriptedEngine, passes
 
 

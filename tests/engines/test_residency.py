@@ -248,7 +248,7 @@ def test_one_who_is_always_mistaken_is_seldom_speculated_for(
 
     monkeypatch.setattr(OpenRequests, "__init__", init)
     with load(llama, blocks=400, max_num_seqs=16) as lm:
-        engine: Any = lm._engine
+        engine: Any = lm._thread.engine
         runs = 0
         run = engine._open._runner.run
 
@@ -276,7 +276,7 @@ def test_a_forward_that_fails_before_anybody_asked_is_told_to_who_asks(
     llama: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(llama, blocks=400, max_num_seqs=16) as lm:
-        engine: Any = lm._engine
+        engine: Any = lm._thread.engine
         particles = [[number, *range(50)] for number in range(6)]
         drawn = lm.batch_draw_sync(particles, temperature=0.0)
 
@@ -324,7 +324,7 @@ def test_the_runner_always_has_a_slot(
 
     monkeypatch.setattr(open_scheduler, "MOST_RECORDS", 8)
     with load(llama, blocks=400, max_num_seqs=8) as lm:
-        runner: Any = lm._engine
+        runner: Any = lm._thread.engine
         runner = runner._core.engine_core.model_executor.driver_worker.worker.model_runner
         execute, most = runner.execute_model, 0
 
@@ -359,7 +359,7 @@ async def test_what_happens_between_two_steps_takes_a_held_one_back(
     options = OPTIONS | {"kv_cache_memory_bytes": 400 * BLOCK, "max_num_seqs": 16}
     options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     async with await genrt.aload(str(llama), engine_options=options, cache_bytes=0) as lm:
-        engine: Any = lm._engine
+        engine: Any = lm._thread.engine
         particles = [[n, *range(50)] for n in range(5)]
 
         async def steps(count: int) -> None:
@@ -459,7 +459,7 @@ async def test_a_cancelled_extension_and_a_failed_step_leave_no_wrong_residents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with load(llama, blocks=200, max_num_seqs=16) as lm:
-        engine: Any = lm._engine
+        engine: Any = lm._thread.engine
         contexts = [[n, *range(40)] for n in range(8)]
         await lm.batch_next_token_logprobs(contexts)
         tasks = [asyncio.create_task(lm.next_token_logprobs([*c, 7])) for c in contexts]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from genrt.engines.residency import PIECE, Residents
-from genrt.questions.values import Adapter, LogprobsRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.rows import LogprobsRequest
 
 ADAPTERS = [None, Adapter("a", 1), Adapter("a", 2)]
 

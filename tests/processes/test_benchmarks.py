@@ -27,7 +27,7 @@ from benchmarks import fidelity, overheads, plots, pressure, step, two_runtimes
 from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packed_masks
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
-from genrt.questions.values import Request
+from genrt.questions.request import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"

@@ -21,11 +21,11 @@ stepping = threading.Semaphore(0)
 def load():
     options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
     lm = genrt.load(model, engine_options=options)
-    step = lm._engine.step
+    step = lm._thread.engine.step
     def counted():
         stepping.release()
         return step()
-    lm._engine.step = counted
+    lm._thread.engine.step = counted
     return lm
 
 def ask_long(lm):

@@ -35,7 +35,7 @@ PROGRAMS = {
             examination = interrupts.Examination(lm)
             choose = random.Random(0)
             lines = interrupts.at_line
-            steps = functools.partial(interrupts.at_step, lm._engine)
+            steps = functools.partial(interrupts.at_step, lm._thread.engine)
             for name, program in interrupts.PROGRAMS.items():
                 for kind, count in ((lines, 13), (steps, 4)):
                     last = examination.moments(program, kind(0))

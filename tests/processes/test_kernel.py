@@ -51,7 +51,7 @@ CHECK = """
 again = await lm.next_token_logprobs([1, 2, 3])
 same = float((again - row).abs().max()) < 5e-4
 same &= float((lm.next_token_logprobs_sync([1, 2, 3]) - row).abs().max()) < 5e-4
-working = lm._thread.call(lambda _: len(lm._engine._in_progress)).result()
+working = lm._thread.call(lambda _: len(lm._thread.engine._in_progress)).result()
 s = lm.statistics().batcher
 print(same, s.queued, s.in_flight, working)
 """
@@ -145,7 +145,7 @@ while True:
 
 NOTHING_LEFT = """
 s = lm.statistics()
-working = lm._thread.call(lambda _: len(lm._engine._in_progress)).result()
+working = lm._thread.call(lambda _: len(lm._thread.engine._in_progress)).result()
 print(s.batcher.queued, s.batcher.in_flight, working)
 """
 

@@ -20,7 +20,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, ModelNotFound
 from genrt.lm import AsyncLM
-from genrt.questions.checks import SampleOptions
+from genrt.questions.samples import SampleOptions
 from tests import children
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=25)]
@@ -112,12 +112,13 @@ TELLS = """
 import asyncio, json, logging, traceback
 logging.basicConfig(level=logging.DEBUG)
 import genrt
-from genrt.questions.values import LogprobsRequest, SampleRequest
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
 from genrt.engines.vllm.capture import RowStore
 
 options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
 lm = genrt.load(model, engine_options=options)
-engine = lm._engine
+engine = lm._thread.engine
 runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
 errors = []
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.questions.checks import Limits, check_contexts
-from genrt.questions.values import Adapter, SampleRequest
+from genrt.questions.contexts import Adapter, Limits, check_contexts
+from genrt.questions.rows import row_request
+from genrt.questions.samples import SampleRequest, sample_request
 
 masked: Any = np.ma.array
 """Not annotated by NumPy."""
@@ -157,14 +158,14 @@ def test_the_vocabulary_is_the_bound(token_ids: list[int], form: Callable[[Any],
 @pytest.mark.promise(number=13)
 def test_a_context_may_be_as_long_as_the_model_takes() -> None:
     adapter = Adapter("a", 1)
-    request = LIMITS.logprobs_request([1] * 8, adapter)
+    request = row_request(LIMITS, [1] * 8, adapter)
     assert (request.token_ids, request.adapter) == ((1,) * 8, adapter)
     with pytest.raises(ContextTooLong, match=r"9 tokens is over max_model_len=8.*max_model_len"):
-        LIMITS.logprobs_request([1] * 9, None)
+        row_request(LIMITS, [1] * 9, None)
 
 
 def request(**options: Any) -> SampleRequest:
-    return LIMITS.sample_request([1, 2], None, 77, **{"max_tokens": 3, **options})
+    return sample_request(LIMITS, [1, 2], None, 77, **{"max_tokens": 3, **options})
 
 
 def test_a_sample_request_holds_what_was_asked_in_plain_types() -> None:
@@ -225,7 +226,7 @@ def test_context_and_new_tokens_fit_together() -> None:
         request(max_tokens=7)
     for length in (8, 9):
         with pytest.raises(ContextTooLong, match="shorten the context"):
-            LIMITS.sample_request([1] * length, None, 1, max_tokens=1)
+            sample_request(LIMITS, [1] * length, None, 1, max_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 import genrt
 from genrt.errors import Closed, EngineFailed, InvalidRequest, NotFinite, TimedOut
-from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, Request, TopTokens
+from genrt.questions.contexts import Adapter
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.tops import TopTokens
 from genrt.runtime.admission import Admission
 from genrt.runtime.flight import GOOD_STEPS, Window
 from genrt.runtime.waiters import Waiter

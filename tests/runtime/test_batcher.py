@@ -15,7 +15,11 @@ import torch
 
 from genrt.engines.protocol import Finished
 from genrt.errors import Closed, EngineDied, EngineFailed, NotFinite, OutOfMemory
-from genrt.questions.values import Adapter, DrawToken, LogprobsRequest, ReadRequest, Request, Result
+from genrt.questions.contexts import Adapter
+from genrt.questions.draws import DrawToken
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
@@ -758,12 +762,12 @@ async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
     assert torch.equal(stack, step[[2, 0, 2]])
     assert stack.untyped_storage().nbytes() == 3 * step[0].nbytes
     stack.zero_()
-    rows[0].zero_()  # type: ignore[union-attr]
+    rows[0].zero_()
     assert torch.equal(step[0], expected_row(A))
     again = asyncio.create_task(hand.batcher.ask([A, A], stacked=True))
     await passes()
     await hand.finish()
-    assert torch.equal((await again)[0], step[[0, 0]])  # type: ignore[arg-type]
+    assert torch.equal((await again)[0], step[[0, 0]])
 
 
 async def test_no_memory_to_cache_a_row_fails_that_request_alone(by_hand: Make) -> None:

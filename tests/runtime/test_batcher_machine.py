@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 )
 
 from genrt.errors import EngineFailed
-from genrt.questions.values import LogprobsRequest, Request, Result
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache

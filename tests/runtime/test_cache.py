@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.questions.values import Adapter, LogprobsRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.tokens.rows import apart
 from tests.scripted import logprobs

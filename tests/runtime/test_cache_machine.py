@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from genrt.questions.values import Adapter, LogprobsRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from tests.scripted import logprobs
 

@@ -27,7 +27,8 @@ import genrt
 from genrt.engines.protocol import Engine, Finished
 from genrt.errors import Closed, EngineDied, EngineFailed, EngineUnsupported
 from genrt.lm import AsyncLM
-from genrt.questions.values import LogprobsRequest, Request
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime import thread as engine_thread
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache

@@ -17,16 +17,25 @@ import pytest
 import genrt
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
-from genrt.questions.checks import Limits
-from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, TopTokens
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.draws import draw_request
+from genrt.questions.reads import ReadRequest
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.tops import TopTokens
 from genrt.runtime.admission import Admission
 from genrt.runtime.waiters import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, sample
 
 PACKAGE = Path(genrt.__file__).parent
 COUNTED = {
-    str(PACKAGE / "runtime" / f"{name}.py")
-    for name in ("batcher", "bindings", "admission", "flight", "gathering", "waiters", "cache")
+    str(PACKAGE / f"{name}.py")
+    for name in (
+        *(
+            f"runtime/{name}"
+            for name in ("batcher", "bindings", "admission", "gathering", "flight")
+        ),
+        *("runtime/waiters", "runtime/cache", "questions/rows", "questions/draws"),
+    )
 }
 FEW, MANY = 100, 800
 SLACK = 1.25
@@ -145,17 +154,14 @@ async def one_sample_is_in_flight_all_the_time(count: int) -> None:
 async def greedy_draws_under_many_masks(count: int) -> None:
     hand, limits = ByHand(), Limits(count, 64)
     draws = [
-        limits.draw_request([1], None, number, mask=[number], temperature=0.0)
-        for number in range(count)
+        draw_request(limits, [1], None, number, [number], 0.0, None) for number in range(count)
     ]
     await hand.queued(*draws)
 
 
 async def seeded_draws_under_many_masks(count: int) -> None:
     hand, limits = ByHand(), Limits(count, 64)
-    draws = [
-        limits.draw_request([1], None, number, mask=[number], seed=5) for number in range(count)
-    ]
+    draws = [draw_request(limits, [1], None, number, [number], 1.0, 5) for number in range(count)]
     await hand.queued(*draws)
 
 

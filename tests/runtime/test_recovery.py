@@ -22,7 +22,8 @@ from genrt.errors import (
     InvalidRequest,
     OutOfMemory,
 )
-from genrt.questions.values import Adapter, Request, Result
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request, Result
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 from genrt.engines.residency import PIECE, Residents
-from genrt.questions.values import TOKEN_BYTES, Adapter
+from genrt.questions.contexts import TOKEN_BYTES, Adapter
 from genrt.testing.record import Violation
 
 

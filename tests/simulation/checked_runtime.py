@@ -12,7 +12,10 @@ from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics
 from genrt.errors import GenrtError, NotFinite
-from genrt.questions.values import Adapter, LogprobsRequest, ReadRequest, Request
+from genrt.questions.contexts import Adapter
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.testing.record import Violation
 from genrt.testing.simulated_engine import SimulatedEngine
@@ -138,7 +141,7 @@ class CheckedRuntime(SimulatedRuntime):
             Violation: it is not so.
         """
         self.check_rest()
-        bound = set(self.lm._adapters.values())
+        bound = set(self.lm._adapters.by_name.values())
         if self.thread.alive and bound != set(self.engine.adapters):
             raise Violation(f"bound are {bound}, but {list(self.engine.adapters)} are loaded")
         self.ledger.check_nothing_is_left()

@@ -19,7 +19,9 @@ import torch
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.errors import GenrtError, UnknownAdapter
-from genrt.questions.values import HostRow, LogprobsRequest, ReadRequest
+from genrt.questions.host_rows import HostRow
+from genrt.questions.reads import ReadRequest
+from genrt.questions.rows import LogprobsRequest
 from genrt.testing.record import Violation
 from genrt.testing.virtual_loop import VirtualLoop
 from tests.simulation.checked_runtime import CheckedRuntime
@@ -285,7 +287,7 @@ class SimulatedClients:
         ]
 
     async def _row(self, context: list[int], name: str | None) -> None:
-        adapter = self._lm._adapters.get(name) if name is not None else None
+        adapter = self._lm._adapters.by_name.get(name) if name is not None else None
         request = LogprobsRequest(context, adapter)
         timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
         row = await self._lm.next_token_logprobs(context, adapter=name, timeout=timeout)
@@ -298,7 +300,9 @@ class SimulatedClients:
         (await self._lm.batch_next_token_logprobs(contexts, adapter=name)).fill_(5.0)
 
     async def _host_row(self, context: list[int], name: str | None) -> None:
-        row = LogprobsRequest(context, self._lm._adapters.get(name) if name is not None else None)
+        row = LogprobsRequest(
+            context, self._lm._adapters.by_name.get(name) if name is not None else None
+        )
         [found] = await self._runtime.batcher.ask([ReadRequest(row, HostRow())])
         if isinstance(found, torch.Tensor):
             self._have(row, found)

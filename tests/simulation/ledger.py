@@ -19,7 +19,8 @@ from torch import Tensor
 
 from genrt.engines.protocol import Finished, failure
 from genrt.errors import GenrtError, OutOfMemory, TimedOut
-from genrt.questions.values import LogprobsRequest, Request, Result
+from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.waiters import Entry, Waiter
 from genrt.tokens.sampling import Draw
 from tests.simulation.answer_laws import is_random, is_right, owns_storage

@@ -30,7 +30,9 @@ from genrt.engines.protocol import Finished
 from genrt.engines.residency import Residents
 from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.lm import AsyncLM
-from genrt.questions.values import LogprobsRequest, ReadRequest, Request
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.bindings import Bindings

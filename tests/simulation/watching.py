@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from genrt.engines.protocol import Finished
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
-from genrt.questions.values import Request, Result
+from genrt.questions.request import Request, Result
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.runtime.waiters import Waiter

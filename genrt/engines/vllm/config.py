@@ -31,7 +31,8 @@ from genrt.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from genrt.questions.values import SampleRequest, seed_of
+from genrt.questions.contexts import seed_of
+from genrt.questions.samples import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [

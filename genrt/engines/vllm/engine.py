@@ -42,7 +42,10 @@ from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.vllm.runners import runner_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
-from genrt.questions.values import Adapter, LogprobsRequest, Request, SampleRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
 
 __all__ = ["VLLMEngine"]
 

@@ -26,7 +26,8 @@ from vllm.lora.request import LoRARequest
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_directory
 from genrt.errors import EngineUnsupported, InvalidAdapter, UnknownAdapter
-from genrt.questions.values import Adapter, LogprobsRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.rows import LogprobsRequest
 
 __all__ = ["VLLMAdapters"]
 

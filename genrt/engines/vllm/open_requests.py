@@ -27,7 +27,8 @@ import torch
 from genrt.engines.residency import Residents
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.runners import Held, Next, Runner, Seat
-from genrt.questions.values import Adapter, LogprobsRequest
+from genrt.questions.contexts import Adapter
+from genrt.questions.rows import LogprobsRequest
 from genrt.tokens.rows import Leaving
 
 __all__ = ["OpenRequests"]

@@ -14,7 +14,7 @@ import torch
 
 from genrt.engines.protocol import EngineStatistics
 from genrt.errors import EngineUnsupported, GenrtError, NotFinite
-from genrt.questions.values import LogprobsRequest
+from genrt.questions.rows import LogprobsRequest
 
 __all__ = ["self_test"]
 

@@ -146,7 +146,7 @@ def test_when_the_engines_thread_dies_everyone_gets_the_reason(llama: Path, wher
         raise Fatal("the thread is gone")
 
     with load(llama) as lm, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        engine: Any = lm._engine
+        engine: Any = lm._thread.engine
         assert len(lm.sample_sync([1], max_tokens=2)) == 2
         dying = None
         if where == "in a step":
@@ -222,7 +222,7 @@ def test_two_runtimes_work_at_once_and_one_outlives_the_others_close(
         assert right(oracle, mine, both[0].result(PATIENCE_SECONDS))
         assert right(oracle, theirs, both[1].result(PATIENCE_SECONDS))
 
-        engine: Any = other._engine
+        engine: Any = other._thread.engine
         step = engine.step
 
         def held() -> Any:
@@ -252,9 +252,9 @@ def tensors_of(engine: Engine) -> list[weakref.ref[torch.Tensor]]:
 def test_a_closed_runtimes_weights_and_blocks_are_free(llama: Path, tight: AsyncLM) -> None:
     with load(llama) as lm:
         lm.batch_next_token_logprobs_sync(contexts(10, 50, seed=6))
-        held = tensors_of(lm._engine)
+        held = tensors_of(lm._thread.engine)
         assert len(held) > 10
         assert all(reference() is not None for reference in held)
     gc.collect()
     assert [reference() for reference in held if reference() is not None] == []
-    assert all(reference() is not None for reference in tensors_of(tight._engine))
+    assert all(reference() is not None for reference in tensors_of(tight._thread.engine))

@@ -25,7 +25,8 @@ from genrt.errors import (
     NotFinite,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.values import LogprobsRequest, SampleRequest
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
 from genrt.tokens import sampling
 
 pytestmark = pytest.mark.vllm
@@ -73,7 +74,7 @@ def worst(rows: Sequence[torch.Tensor] | torch.Tensor, expected: Sequence[torch.
 
 
 def engine_of(lm: AsyncLM) -> Any:
-    return lm._engine
+    return lm._thread.engine
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -572,7 +573,7 @@ def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
 
 async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:
     wrong, right = (SampleRequest((1, 2), 3, top_p=top_p, nonce=1) for top_p in (1.5, 0.5))
-    bad, good = (asyncio.create_task(lm._batcher.ask([each])) for each in (wrong, right))
+    bad, good = (asyncio.create_task(lm._thread.batcher.ask([each])) for each in (wrong, right))
     row = await lm.next_token_logprobs([1, 2])
     with pytest.raises(InvalidRequest, match="top_p"):
         await bad

@@ -39,7 +39,7 @@ def shared(llama: Path) -> Iterator[AsyncLM]:
 
 
 def vllm_runner(lm: AsyncLM) -> Any:
-    engine: Any = lm._engine
+    engine: Any = lm._thread.engine
     return engine._core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
@@ -115,7 +115,7 @@ async def test_a_vllm_that_cannot_go_on_is_replaced(
         await lm.add_adapter("a", loras[0])
         tuned = await lm.next_token_logprobs([1, 2, 3], adapter="a")
         await ask(lm, [[1, 2], [3, 4]], oracle)
-        engine: Any = lm._engine
+        engine: Any = lm._thread.engine
         runner = vllm_runner(lm)
 
         def fails(*_: Any, **__: Any) -> None:
@@ -129,7 +129,7 @@ async def test_a_vllm_that_cannot_go_on_is_replaced(
                     await lm.next_token_logprobs([5, 6])
             await lm.arestart()
         await ask(lm, [[5, 6], [1, 2, 3]], oracle)
-        assert lm._engine is not engine
+        assert lm._thread.engine is not engine
         again = await lm.next_token_logprobs([1, 2, 3], adapter="a")
         assert float((again - tuned).abs().max()) < TOLERANCE
         assert lm.statistics().batcher.failed == 0

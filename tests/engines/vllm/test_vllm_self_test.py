@@ -12,7 +12,7 @@ import torch
 from genrt.engines.protocol import EngineStatistics
 from genrt.engines.vllm.self_check import self_test
 from genrt.errors import EngineUnsupported
-from genrt.questions.values import LogprobsRequest
+from genrt.questions.rows import LogprobsRequest
 
 VOCAB_SIZE = 50
 FLOAT32, BFLOAT16 = 2.0**-23, 2.0**-7

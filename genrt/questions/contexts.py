@@ -1,0 +1,126 @@
+"""What every question is about, a context and an adapter, and what a model can be asked.
+
+Nothing here touches an engine. A request that is made in this folder can be computed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_int
+from genrt.questions.token_ids import TokenIds, advice_for, host_array, id_words
+
+__all__ = [
+    "LAST_SEED",
+    "TOKEN_BYTES",
+    "Adapter",
+    "Drawn",
+    "Limits",
+    "abbreviated",
+    "check_contexts",
+    "check_seed",
+    "seed_of",
+]
+
+TOKEN_BYTES = array("I").itemsize
+"""What a token id takes in a packed context."""
+
+LAST_SEED = 2**63 - 1
+"""The largest seed of a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as a request binds it: its name and which loading of that name.
+
+    ``version`` grows with every ``add_adapter`` of the name, so a request never meets, and a cache
+    never returns, the weights that the name stood for before.
+    """
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model can be asked: token ids below ``vocab_size``, contexts up to ``max_model_len``."""
+
+    vocab_size: int
+    max_model_len: int
+
+    def token_ids(
+        self, token_ids: TokenIds, *, allow_empty: bool = False, name: str = "token ids"
+    ) -> tuple[int, ...]:
+        """Return token ids as a tuple of int; messages call them ``name``.
+
+        Raises:
+            InvalidRequest: they are no flat sequence of ints in the vocabulary, or empty.
+        """
+        return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
+
+
+def check_contexts(contexts: Sequence[TokenIds]) -> Sequence[TokenIds]:
+    """Return the contexts, each of which is still to be checked. Raises InvalidRequest if these are no
+    contexts in a sequence."""
+    given: object = contexts
+    if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
+        contexts = given = list(host_array(given, "contexts"))
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise InvalidRequest(
+            "contexts must be a sequence of token-id sequences, "
+            f"got {type(contexts).__name__}{advice_for(given)}"
+        )
+    if len(given) and isinstance(given[0], int | np.number):
+        raise InvalidRequest(
+            "contexts must be a sequence of token-id sequences, got one of them: give [token_ids]"
+        )
+    return contexts
+
+
+def abbreviated(token_ids: Sequence[int]) -> str:
+    """Return token ids for messages: their number and the last few, since prompts may be private."""
+    if len(token_ids) <= 4:
+        return repr(list(token_ids))
+    return f"[… {len(token_ids) - 2} tokens, {token_ids[-2]}, {token_ids[-1]}]"
+
+
+class Drawn(Protocol):
+    """A question whose answer is drawn."""
+
+    @property
+    def seed(self) -> int | None:
+        """What fixes the draws, whatever else is in the batch."""
+        ...
+
+    @property
+    def nonce(self) -> int | None:
+        """What sets apart equal questions without a seed, whose answers are independent."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """The temperature; 0 is greedy."""
+        ...
+
+
+def check_seed(seed: int | None) -> int | None:
+    """Return the seed of a question as an int, if there is one. Raises InvalidRequest otherwise."""
+    return None if seed is None else check_int("seed", seed, 0, LAST_SEED)
+
+
+def seed_of(asked: Drawn) -> int:
+    """Return what decides the draws: the seed; without one the nonce; with neither a number from the
+    system."""
+    if asked.seed is not None:
+        return asked.seed
+    if asked.nonce is not None:
+        return asked.nonce
+    return 0 if asked.temperature == 0.0 else secrets.randbits(62)

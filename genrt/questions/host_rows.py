@@ -1,0 +1,83 @@
+"""Host rows: rows that are moved to the host's memory, all those of a step together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from genrt.errors import InvalidRequest
+from genrt.numbers import named
+from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of, rows_of
+from genrt.questions.rows import LogprobsRequest, is_row
+from genrt.tokens.sampling import rows_at_once
+
+__all__ = ["HostRow", "host_row", "must_move"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow(Wanted):
+    """Wanted of a row: all of it, in the host's memory; the answer is a tensor ``[vocab_size]``."""
+
+    @staticmethod
+    def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
+        """Yield the rows as views of one block, pinned if they come from a GPU: who keeps one copies it.
+        They are put into the cache, as rows that were asked for."""
+        first = reads[0].row
+        on_device = first.device.type != "cpu"
+        block = torch.empty(len(reads), len(first), dtype=first.dtype, pin_memory=on_device)
+        for part, places in zip(
+            parts_of(reads), torch.split(block, rows_at_once(first)), strict=True
+        ):
+            places.copy_(rows_of(part), non_blocking=True)
+        if on_device:
+            torch.cuda.current_stream(first.device).synchronize()
+        for read in reads:
+            engine.keep(read)
+        yield from block
+
+    def is_answer(self, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
+        """Return whether this is the row, on the host."""
+        return (
+            isinstance(result, Tensor)
+            and result.device.type == "cpu"
+            and is_row(row, result, tolerance=tolerance)
+        )
+
+    @classmethod
+    def examples(cls, vocab_size: int, generator: torch.Generator) -> list[Self]:
+        """Return the only one there is."""
+        return [cls()]
+
+
+def host_row(row: LogprobsRequest) -> ReadRequest:
+    """Return the request for a row on the host."""
+    return ReadRequest(row, HostRow())
+
+
+def must_move(device: str | torch.device | None, own: torch.device) -> bool:
+    """Return whether rows on ``own`` have to be moved to the host to be where they are wanted.
+
+    Raises:
+        InvalidRequest: it is neither the rows' device nor the host.
+    """
+    if device is None:
+        return False
+    advice = f"device is {named(device)}: give " + " or ".join(
+        dict.fromkeys([repr(str(own)), "'cpu'"])
+    )
+    given: object = device
+    if not isinstance(given, str | int | torch.device):  # or torch's error would show what it is
+        raise InvalidRequest(advice)
+    try:
+        wanted = torch.device(given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequest(advice) from error
+    if wanted.type == own.type and wanted.index in (None, own.index):
+        return False
+    if wanted.type != "cpu":
+        raise InvalidRequest(f"device is {device!r}: rows are on {own}; give 'cpu' to move them")
+    return True

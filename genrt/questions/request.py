@@ -1,0 +1,22 @@
+"""One question to the model, of any kind.
+
+A request is a frozen value and holds the whole question, so that equal requests have equal answers:
+it is the key by which questions are deduplicated, rows are cached and results come back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from genrt.questions.reads import ReadRequest
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
+
+__all__ = ["Request", "Result"]
+
+Request: TypeAlias = LogprobsRequest | SampleRequest | ReadRequest
+"""One question to the model. An engine computes rows and samples; what is read from rows is answered
+beside it."""
+
+Result: TypeAlias = Any
+"""What answers a request; the kinds say of what type."""

@@ -1,0 +1,172 @@
+"""Samples: tokens drawn one after another by the engine's own decode loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Required, TypedDict, cast
+
+from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.numbers import check_float, check_int, shown
+from genrt.questions.contexts import (
+    LAST_SEED,
+    TOKEN_BYTES,
+    Adapter,
+    Limits,
+    abbreviated,
+    check_contexts,
+    check_seed,
+)
+from genrt.questions.token_ids import TokenIds
+
+__all__ = ["SampleOptions", "SampleRequest", "check_options", "sample_request", "sample_requests"]
+
+LEAST_TOP_P = 2.0**-126
+"""The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
+the likeliest token's probability, which is at least 1 / vocab_size, any keeps that token alone."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SampleRequest:
+    """Up to ``max_tokens`` tokens drawn one after another after ``token_ids``. The answer is a tuple of
+    token ids.
+
+    Attributes:
+        max_tokens: how many at most, at least 1.
+        stop_token_ids: drawing any of these ends the sample; it is not part of the result.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: the likeliest tokens that have this probability together are kept; 1.0 is off.
+        top_k: so many of the likeliest tokens are kept; 0 is off.
+        min_p: tokens of at least this share of the likeliest one's probability are kept; 0.0 is off.
+        seed: fixes the draws, whatever else is in the batch.
+        nonce: sets apart the requests whose answers are independent draws (those with no seed), and is
+            what they are drawn from: see ``seed_of``. ``None`` where equal requests have equal answers.
+    """
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    adapter: Adapter | None = None
+    nonce: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the context takes, packed."""
+        return len(self.token_ids) * TOKEN_BYTES
+
+    def bound_to(self, adapter: Adapter | None) -> SampleRequest:
+        """Return the same question to another adapter."""
+        return replace(self, adapter=adapter)
+
+    def owned(self, result: object) -> object:
+        """Return the token ids, which nobody can change."""
+        return result
+
+    def __repr__(self) -> str:
+        return (
+            f"SampleRequest({abbreviated(self.token_ids)}, max_tokens={self.max_tokens}, "
+            f"temperature={self.temperature}, seed={self.seed}, adapter={self.adapter})"
+        )
+
+
+class SampleOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.sample``, which documents them."""
+
+    max_tokens: Required[int]
+    stop_token_ids: Collection[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    adapter: str | None
+
+
+def check_options(method: str, options: SampleOptions) -> None:
+    """Raise TypeError, as Python does for ``method``, if one is unknown or ``max_tokens`` is missing."""
+    for name in options:
+        if name not in SampleOptions.__annotations__:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+    if "max_tokens" not in options:
+        raise TypeError(f"{method}() missing a required keyword argument: 'max_tokens'")
+
+
+def sample_request(
+    limits: Limits,
+    token_ids: TokenIds,
+    adapter: Adapter | None,
+    nonce: int,
+    *,
+    max_tokens: int,
+    stop_token_ids: Collection[int] = (),
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+) -> SampleRequest:
+    """Return the request for a sample; ``nonce`` sets it apart unless greedy decoding or a seed decide
+    its answer.
+
+    Raises:
+        InvalidRequest: a parameter is of the wrong type or out of range.
+        ContextTooLong: context and ``max_tokens`` are too long together.
+    """
+    ids = limits.token_ids(token_ids)
+    max_tokens = check_int("max_tokens", max_tokens, 1)
+    temperature = check_float("temperature", temperature, 0.0, math.inf)
+    top_p = check_float("top_p", top_p, 0.0, 1.0)
+    min_p = check_float("min_p", min_p, 0.0, 1.0)
+    top_k = check_int("top_k", top_k, 0)
+    if top_p == 0.0:
+        raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
+    seed = check_seed(seed)
+    room = limits.max_model_len - len(ids)
+    if max_tokens > room:
+        advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
+        raise ContextTooLong(
+            f"a context of {len(ids)} tokens and max_tokens={shown(max_tokens)} are over "
+            f"max_model_len={limits.max_model_len} together: {advice}"
+        )
+    if isinstance(stop_token_ids, Set):
+        stop_token_ids = tuple(stop_token_ids)
+    stops = cast("TokenIds", stop_token_ids)
+    decided = temperature == 0.0 or seed is not None
+    return SampleRequest(
+        ids,
+        max_tokens,
+        frozenset(limits.token_ids(stops, allow_empty=True, name="stop_token_ids")),
+        temperature,
+        max(top_p, LEAST_TOP_P),
+        top_k if top_k < limits.vocab_size else 0,
+        min_p,
+        seed if temperature > 0.0 else None,
+        adapter,
+        nonce=None if decided else nonce,
+    )
+
+
+def sample_requests(
+    limits: Limits,
+    contexts: Sequence[TokenIds],
+    adapter: Adapter | None,
+    nonces: Iterator[int],
+    **options: Any,
+) -> list[SampleRequest]:
+    """Return a request for each context; context ``i`` is drawn with seed ``seed + i``. Wrong options
+    raise for no contexts too."""
+    if len(check_contexts(contexts)) == 0:
+        sample_request(limits, [0], adapter, 0, **options)
+    requests: list[SampleRequest] = []
+    for place, token_ids in enumerate(contexts):
+        request = sample_request(limits, token_ids, adapter, next(nonces), **options)
+        if request.seed is not None:
+            request = replace(request, seed=(request.seed + place) % (LAST_SEED + 1))
+        requests.append(request)
+    return requests

@@ -1,0 +1,111 @@
+"""The names of a runtime's adapters, and which loading of each name questions are bound to."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from genrt.engines.adapters import check_adapter_directory
+from genrt.engines.protocol import Engine
+from genrt.errors import InvalidRequest, UnknownAdapter
+from genrt.numbers import named
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
+from genrt.runtime.thread import EngineThread
+
+__all__ = ["AdapterNames"]
+
+
+class AdapterNames:
+    """What each name stands for now. Safe from any thread.
+
+    Attributes:
+        by_name: the adapters by their names, those too that a restart has lost.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.by_name: dict[str, Adapter] = {}
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._versions = itertools.count(1)
+
+    def loaded(self) -> tuple[str, ...]:
+        """Return the names that questions may use."""
+        lost = self._thread.adapters.lost
+        return tuple(name for name, adapter in list(self.by_name.items()) if adapter not in lost)
+
+    def bound(self, name: str | None) -> Adapter | None:
+        """Return the adapter that a name stands for; ``None`` is the base model.
+
+        Raises:
+            UnknownAdapter: nothing is loaded under this name, or a restart has lost it.
+        """
+        if name is None:
+            return None
+        adapter = self.by_name.get(name) if isinstance(name, str) else None
+        lost = self._thread.adapters.lost
+        if adapter in lost:
+            raise lost[adapter].fresh()
+        if adapter is None:
+            loaded = ", ".join(map(repr, self.loaded())) or "none"
+            raise UnknownAdapter(
+                f"no adapter is named {named(name)} (loaded: {loaded}); load it with add_adapter first"
+            )
+        return adapter
+
+    def rebound(self, requests: Sequence[Request], error: UnknownAdapter) -> list[Request]:
+        """Return requests whose adapter the engine does not know, bound to what its name stands for now:
+        another thread has loaded or removed it while they were made.
+
+        Raises:
+            UnknownAdapter: nothing is loaded under the name; ``error``, if it is the same adapter.
+        """
+        before = requests[0].adapter
+        adapter = self.bound(before.name) if before is not None else None
+        if adapter == before:
+            raise error
+        return [request.bound_to(adapter) for request in requests]
+
+    def add(self, name: str, path: str | os.PathLike[str]) -> concurrent.futures.Future[None]:
+        """Load an adapter and bind its name, both on the engine's thread: so the last call wins, and an
+        adapter whose caller left meanwhile is bound or was never loaded.
+
+        Raises:
+            InvalidRequest: the name or the path is none. InvalidAdapter: no adapter is there.
+        """
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"an adapter's name must be a non-empty str, got {named(name)}")
+        if not isinstance(path, str | os.PathLike):
+            raise InvalidRequest(f"an adapter's path must be a str or a Path, got {named(path)}")
+        directory = Path(path).expanduser()
+        check_adapter_directory(directory)
+        adapter = Adapter(name, next(self._versions))
+
+        def load_and_bind(engine: Engine) -> None:
+            engine.add_adapter(adapter, directory)
+            with self._lock:
+                previous = self.by_name.get(name)
+                self.by_name[name] = adapter
+            if previous is not None and previous not in self._thread.adapters.lost:
+                self._thread.batcher.retire(previous)
+
+        return self._thread.call(load_and_bind)
+
+    def remove(self, name: str) -> None:
+        """Unbind a name. Questions that are bound to its adapter are answered first.
+
+        Raises:
+            UnknownAdapter, InvalidRequest: it is no adapter's name, or ``None``.
+            Closed: the runtime is closed.
+        """
+        batcher = self._thread.batcher
+        with self._lock:
+            adapter = self.bound(name)
+            if adapter is None:
+                raise InvalidRequest("the base model is no adapter: give the name of one")
+            del self.by_name[adapter.name]
+        batcher.retire(adapter)
