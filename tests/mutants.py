@@ -540,7 +540,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("seeds_of_step", "every step has the same randomness", Swap("(step,)", "()")),
     ),
     *breaks(
-        "inference.text_model",
+        "inference.proposals",
         "test_inference.py test_text_model.py test_stops.py",
         (
             "_drawn",
@@ -548,10 +548,14 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("found.log_mass", "found.logprobs"),
         ),
         (
-            "TextModel._masks",
+            "Proposals._masks",
             "a text may end at the last step where it is not complete",
-            Swap("masks[at_last] &= end", "masks[at_last] = end"),
+            Swap("masks[torch.tensor(at_last)] &= end", "masks[torch.tensor(at_last)] = end"),
         ),
+    ),
+    *breaks(
+        "inference.text_model",
+        "test_inference.py test_text_model.py test_stops.py",
         (
             "TextModel._judged",
             "a twist is never taken off again",

@@ -9,16 +9,15 @@ are sizes that it would work on for many seconds.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from genrt.constraints.formats import FORMATS, LONGEST
 from genrt.constraints.intervals import BOUNDS, mend_bounds
 from genrt.constraints.matching import checked_pattern, may_begin
+from genrt.constraints.multiples import common_multiple, has_numbers, remainders_of
 from genrt.errors import InvalidConstraint
 
 Schema: TypeAlias = dict[str, Any]
@@ -213,7 +212,7 @@ class _Prepared:
             case "array":
                 return all(map(self._lives, _required_items(schema)))
             case "number" | "integer":
-                return _has_numbers(list(self._conjunction(schema)), kind == "integer")
+                return has_numbers(list(self._conjunction(schema)), kind == "integer")
             case _:
                 return True
 
@@ -230,7 +229,7 @@ class _Prepared:
                 left += [*(parts if isinstance(parts, list) else []), self._target(schema)]
 
     def _refuse_too_many_remainders(self, schema: Schema) -> None:
-        remainders = _remainders(_common_multiple(self._conjunction(schema)))
+        remainders = remainders_of(common_multiple(self._conjunction(schema)))
         if remainders > _MOST_REMAINDERS:
             raise InvalidConstraint(
                 f"the JSON schema's multipleOf needs {remainders:,} remainders to be told apart, and "
@@ -284,66 +283,6 @@ def _required_items(schema: Schema) -> Iterator[Any]:
         yield from first[:count]
         if count > len(first):
             yield others
-
-
-def _has_numbers(schemas: list[Schema], integer: bool) -> bool:
-    """Tell whether some number satisfies several schemas. Without a ``multipleOf`` llguidance finds that
-    itself; with one it takes only numbers from 0 on."""
-    step = _common_multiple(schemas)
-    if step is None:
-        return True
-    step = _least_common_multiple(step, Fraction(1)) if integer else step
-    low, high = Fraction(0), None
-    above = below = False
-    for schema in schemas:
-        for key in BOUNDS:
-            bound, strict = _number(schema.get(key)), key.startswith("exclusive")
-            if bound is None:
-                continue
-            # In draft 4, exclusiveMinimum says of minimum that it is.
-            strict = strict or schema.get(f"exclusive{key.capitalize()}") is True
-            if key.endswith("inimum") and (bound, strict) > (low, above):
-                low, above = bound, strict
-            if key.endswith("aximum") and (high is None or (-bound, strict) > (-high, below)):
-                high, below = bound, strict
-    first = step * math.ceil(low / step)
-    first += step if above and first == low else 0
-    return high is None or first < high or (first == high and not below)
-
-
-def _common_multiple(schemas: Iterable[Schema]) -> Fraction | None:
-    """Return the least common multiple of every ``multipleOf``; ``None`` if there is none."""
-    common: Fraction | None = None
-    for schema in schemas:
-        step = _number(schema.get("multipleOf"))
-        if step == 0:
-            raise InvalidConstraint("the JSON schema has a multipleOf of 0: give a number above 0")
-        if step is not None:
-            common = abs(step) if common is None else _least_common_multiple(common, abs(step))
-    return common
-
-
-def _least_common_multiple(one: Fraction, other: Fraction) -> Fraction:
-    scale = math.lcm(one.denominator, other.denominator)
-    return Fraction(math.lcm(int(one * scale), int(other * scale)), scale)
-
-
-def _remainders(step: Fraction | None) -> int:
-    """Return how many remainders an automaton for the decimal multiples of a number has to tell apart."""
-    if step is None:
-        return 1
-    while step.denominator != 1:
-        step *= 10
-    count = step.numerator
-    while count % 10 == 0:
-        count //= 10
-    return count
-
-
-def _number(value: object) -> Fraction | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return Fraction(repr(value))
 
 
 def _refuse_what_is_too_large(schema: Schema) -> None:

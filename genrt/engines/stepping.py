@@ -31,7 +31,8 @@ from genrt.numbers import check_int
 from genrt.questions.contexts import Adapter, seed_of
 from genrt.questions.request import Request, Result
 from genrt.questions.samples import SampleRequest
-from genrt.tokens.sampling import check_parameters, draw, mixed, truncate
+from genrt.tokens.parameters import check_parameters
+from genrt.tokens.sampling import draw, mixed, truncate
 
 Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]
 """Contexts, none empty, and the adapter they share -> the logits after each, ``[n, vocab_size]``."""

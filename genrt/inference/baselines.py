@@ -109,11 +109,8 @@ class Rejection:
         return self._model
 
     def init(self, seed: int) -> Kept:
-        """Return the state before the first batch.
-
-        Raises:
-            InvalidRequest: the seed is not an integer of at least 0.
-        """
+        """Return the state before the first batch. Raises InvalidRequest unless the seed is an integer
+        from 0 on."""
         return Kept((), 0, 0, check_int("seed", seed, 0))
 
     def is_done(self, state: Kept) -> bool:
@@ -241,11 +238,8 @@ class BestOfN:
         return self._model
 
     def init(self, seed: int) -> Ranked:
-        """Return the state before any text.
-
-        Raises:
-            InvalidRequest: the seed is not an integer of at least 0.
-        """
+        """Return the state before any text. Raises InvalidRequest unless the seed is an integer from 0
+        on."""
         return Ranked((), (), 0, check_int("seed", seed, 0))
 
     async def step(self, state: Ranked) -> tuple[Ranked, tuple[Drawn, ...]]:

@@ -1,7 +1,8 @@
 """Weights and ancestors: resampling schemes of one signature, effective sample size, mean weight.
 
-All of them are unbiased: what the children of index i weigh is its own weight in expectation. But for
+All schemes are unbiased: in expectation the children of index i together weigh as much as i. Except with
 ``partial`` all children weigh the same, so index i has N w_i / sum_j w_j of them in expectation.
+All raise InvalidRequest if no weight is positive, or one is NaN or +inf.
 """
 
 from __future__ import annotations
@@ -31,40 +32,24 @@ BAND = 2.0
 
 
 def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """Draw N independent ancestors: the simplest scheme, and the most random (Gordon et al. 1993).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
+    """Draw N independent ancestors: the simplest scheme, and the most random (Gordon et al. 1993)."""
     return _inverse(normalised(log_weights), np.sort(rng.random(len(log_weights))))
 
 
 def stratified(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """Draw one uniform in each of N equal strata of the cumulative weights (Kitagawa 1996).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
+    """Draw one uniform in each of N equal strata of the cumulative weights (Kitagawa 1996)."""
     return _by_strata(log_weights, rng.random(len(log_weights)))
 
 
 def systematic(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     """Draw one uniform and shift it into each of N equal strata: an ancestor of normalised weight w has
-    ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
+    ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005)."""
     return _by_strata(log_weights, rng.random())
 
 
 def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
     """Give ``floor(N w)`` children for certain, the rest multinomially by the remainders (Liu & Chen
-    1998).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
+    1998)."""
     expected = _expected(log_weights)
     certain = np.floor(expected)
     ancestors = np.repeat(np.arange(len(expected)), certain.astype(np.int64))
@@ -78,11 +63,7 @@ def residual(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
 def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, Floats]:
     """Keep weights from half the mean to twice the mean, and resample the others among themselves,
     systematically, each child with their mean weight: less randomness than resampling all, and fewer
-    forks (Bolić, Djurić & Hong 2003).
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
+    forks (Bolić, Djurić & Hong 2003)."""
     relative = _expected(log_weights)
     [others] = np.nonzero((_whole(relative * BAND, log_weights) < 1) | (relative > BAND))
     ancestors, weights = np.arange(len(log_weights)), log_weights.copy()
@@ -110,11 +91,7 @@ def log_mean_exp(log_weights: Floats) -> float:
 
 
 def normalised(log_weights: Floats) -> Floats:
-    """Return weights that sum to 1.
-
-    Raises:
-        InvalidRequest: no weight is positive, or one is NaN or +inf.
-    """
+    """Return weights that sum to 1. Raises InvalidRequest as the schemes do."""
     peak = log_weights.max() if len(log_weights) else -math.inf
     if not math.isfinite(peak):
         raise InvalidRequest(

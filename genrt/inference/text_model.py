@@ -42,36 +42,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from genrt.constraints import CheckedState, Constraint, ConstraintState, abitmasks
+from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.together import together
 from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.inference import awrs
 from genrt.inference.checks import adapter_name, constraint_start, prompt_ids, runtime
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
-from genrt.inference.resampling import Floats
+from genrt.inference.proposals import Drawn, Proposal, Proposals, State, packed_tokens
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, check_int
-from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
-
-State: TypeAlias = ConstraintState | CheckedState
-
-Proposal: TypeAlias = Literal["mask", "awrs"]
-
-Drawn: TypeAlias = tuple[int, float]
-"""A token, or ``DEAD``, and the logarithm of the mass it was drawn from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,12 +167,22 @@ class TextModel:
                 'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
                 "this one has masks: leave the proposal out"
             )
-        self._proposal: Proposal = proposal or ("awrs" if dear else "mask")
         self._constraint = constraint
         self._potential = potential
         self._twist = twist
         self._adapter = adapter_name(adapter)
         self._byte_vocab = lm.byte_vocab
+        self._proposals = Proposals(
+            lm,
+            self._prompt,
+            kind=proposal or ("awrs" if dear else "mask"),
+            is_constrained=constraint is not None,
+            ends=self._ends,
+            eos_token_id=self._eos_token_id,
+            max_tokens=self._max_tokens,
+            temperature=self._temperature,
+            adapter=self._adapter,
+        )
 
     def __repr__(self) -> str:
         what = {"constraint": self._constraint, "potential": self._potential, "twist": self._twist}
@@ -275,104 +272,15 @@ class TextModel:
             return await self._judged(
                 particles, await self._ended(particles, [0.0] * len(particles))
             )
-        drawn = await self._draw(particles, seed)
+        drawn = await self._proposals.draw(
+            [particle.token_ids for particle in particles],
+            [particle.constraint_state for particle in particles],
+            seed,
+        )
         grown = await asyncio.to_thread(self._advance, particles, drawn)
         if self._ends.never and self._start is not None:
             grown = await self._settled(grown)
         return await self._judged(particles, grown)
-
-    # -- drawing ------------------------------------------------------------------------------
-
-    def _is_last(self, particle: TextParticle) -> bool:
-        return len(particle.token_ids) + 1 >= self._max_tokens
-
-    async def _draw(self, particles: Sequence[TextParticle], seed: int) -> list[Drawn]:
-        contexts = [self._prompt + particle.token_ids for particle in particles]
-        if self._proposal == "awrs" and self._start is not None:
-            rows = await self._lm.batch_next_token_logprobs(contexts, adapter=self._adapter)
-            return await self._by_rejection(particles, rows, seed)
-        if self._temperature != 1:
-            asking = self._lm.batch_next_token_logprobs(contexts, adapter=self._adapter)
-            rows, masks = await asyncio.gather(asking, self._masks(particles))
-            return await asyncio.to_thread(self._by_masks, rows, masks, seed)
-        masks = await self._masks(particles)
-        found = await self._lm.batch_draw(contexts, masks=masks, seed=seed, adapter=self._adapter)
-        return _drawn(found, masked=masks is not None)
-
-    async def _masks(self, particles: Sequence[TextParticle]) -> Tensor | None:
-        """Return the packed masks of what may follow, int32 ``[n, ceil(V / 32)]``; at the last token, the
-        end alone."""
-        if self._start is None:
-            return None
-        masks = await abitmasks([cast("State", each.constraint_state) for each in particles])
-        end, last = self._bits([cast("int", self._eos_token_id)], masks[0]), self._ends.token_ids
-        if last != {self._eos_token_id}:
-            stops = self._bits(last, masks[0])
-            may_end = (masks & end).any(dim=1)
-            masks &= ~(end | stops)
-            masks[may_end] |= stops
-            end = stops
-        if last:
-            at_last = torch.tensor([self._is_last(particle) for particle in particles])
-            masks[at_last] &= end
-        return masks
-
-    @staticmethod
-    def _bits(token_ids: Iterable[int], like: Tensor) -> Tensor:
-        """Return the packed mask of these tokens."""
-        bits = np.zeros(len(like), np.uint32)
-        for token_id in token_ids:
-            bits[token_id // 32] |= np.uint32(1 << token_id % 32)
-        return torch.from_numpy(bits.view(np.int32))
-
-    def _tempered(self, rows: Tensor) -> Tensor:
-        if self._temperature == 1:
-            return rows
-        return sampling.truncate(rows, temperature=self._temperature)
-
-    def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> list[Drawn]:
-        """Draw from tempered rows, and take the masks' masses under these: as ``batch_draw`` would for a
-        model whose rows they are."""
-        seeds = [(seed + place) % 2**63 for place in range(len(rows))]
-        packed = None if masks is None else masks.view(torch.uint8).to(rows.device)
-        found = sampling.draw(
-            self._tempered(rows),
-            mask=packed,
-            uniforms=sampling.seeded_uniforms(seeds).to(rows.device),
-        )
-        return _drawn(found, masked=masks is not None)
-
-    async def _by_rejection(
-        self, particles: Sequence[TextParticle], rows: Tensor, seed: int
-    ) -> list[Drawn]:
-        weights = await asyncio.to_thread(self._weights, particles, rows)
-        seeds = np.random.SeedSequence(seed).spawn(len(particles))
-        return await together(
-            awrs.draw(
-                row,
-                cast("CheckedState", particle.constraint_state).check,
-                np.random.default_rng(each),
-            )
-            for particle, row, each in zip(particles, weights, seeds, strict=True)
-        )
-
-    def _weights(self, particles: Sequence[TextParticle], rows: Tensor) -> Floats:
-        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint need not be asked."""
-        weights: Floats = self._tempered(rows).cpu().double().exp().numpy()
-        states = [cast("CheckedState", particle.constraint_state) for particle in particles]
-        distinct = {id(state): state for state in states}
-        masks = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
-        stops = sorted(self._ends.token_ids)
-        for particle, state, row in zip(particles, states, weights, strict=True):
-            ending = row[stops].sum()
-            row[stops] = 0.0
-            row[self._eos_token_id] = (
-                ending  # of which the constraint is asked whether a text may end
-            )
-            row[~masks[id(state)]] = 0.0
-            if stops and self._is_last(particle):
-                row[np.arange(len(row)) != self._eos_token_id] = 0.0
-        return weights
 
     # -- what follows from a draw -------------------------------------------------------------
 
@@ -399,7 +307,7 @@ class TextModel:
     def _is_complete(self, state: State) -> bool:
         """Tell whether the constraint lets nothing follow, except the end."""
         words = words_of(state)[0]
-        end = self._bits([cast("int", self._eos_token_id)], torch.from_numpy(words)).numpy()
+        end = packed_tokens([cast("int", self._eos_token_id)], len(words)).numpy()
         return not (words & ~end).any()
 
     async def _settled(self, grown: Sequence[Growth]) -> list[Growth]:
@@ -479,9 +387,3 @@ class TextModel:
             )
             for before, each, value in zip(particles, grown, twisted, strict=True)
         ]
-
-
-def _drawn(found: sampling.BatchDraw, *, masked: bool) -> list[Drawn]:
-    token_ids = found.token_ids.tolist()
-    masses = found.log_mass.double().tolist() if masked else [0.0] * len(token_ids)
-    return list(zip(token_ids, masses, strict=True))

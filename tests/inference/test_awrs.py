@@ -24,7 +24,7 @@ from genrt.engines.exact import NGram
 from genrt.inference import SMC, TextModel, awrs, importance_sampling
 from genrt.inference.awrs import draw, log_mean_rate
 from genrt.inference.model import DEAD
-from genrt.inference.text_model import Proposal
+from genrt.inference.proposals import Proposal
 from genrt.lm import AsyncLM
 from genrt.testing import (
     ExactPosterior,

@@ -159,22 +159,21 @@ def _columns(infos: Sequence[Info], tree: Tree, tokens: Mapping[int, bytes]) -> 
 
 def _axis(infos: Sequence[Info], columns: _Columns, bottom: float) -> list[str]:
     """Draw the numbers of the steps, and a line for each resampling."""
-    parts, free = [], 0.0
-    particles = len(infos[0].ancestors)
+    numbers: list[str] = []
+    lines: list[str] = []
+    free, particles = 0.0, len(infos[0].ancestors)
     for place, (info, left, right) in enumerate(zip(infos, *columns, strict=True)):
         middle = (left + right) / 2
         if middle >= free:
-            parts.append(f'<text x="{middle:.1f}" y="12">{info.step}</text>')
+            numbers.append(f'<text x="{middle:.1f}" y="12">{info.step}</text>')
             free = middle + 30
         if info.resampled:
             x = left - (GUTTER if place == 0 else left - columns.right[place - 1]) / 2
             before = f": ESS {infos[place - 1].ess:.1f} of {particles}" if place else ""
-            parts.append(
+            lines.append(
                 f'<path class="resampling" d="M{x:.1f} 18V{bottom:.0f}" stroke="currentColor" '
                 f'stroke-dasharray="2 3"><title>resampled before step {info.step}{before}</title></path>'
             )
-    numbers = [part for part in parts if part.startswith("<text")]
-    lines = [part for part in parts if not part.startswith("<text")]
     return [
         '<g opacity="0.4">',
         *lines,
