@@ -82,16 +82,16 @@ class Observer(Protocol):
     """Is told what a batcher does at moments of its own choosing; its methods must not block."""
 
     def registering(self, waiter: Waiter) -> None:
-        """Hear, under the lock, that the requests of a question are found, joined or queued next: as it
+        """Note, under the lock, that the requests of a question are found, joined or queued next: as it
         comes, or when there is room for it."""
         ...
 
     def leaving(self, waiter: Waiter) -> None:
-        """Hear that a waiter that leaves by itself is taken off next."""
+        """Note that a waiter that leaves by itself is taken off next."""
         ...
 
     def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
-        """Hear what a turn is about to send to the engine, and to have it forget."""
+        """Note what a turn is about to send to the engine, and to have it forget."""
         ...
 
 

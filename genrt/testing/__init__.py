@@ -52,7 +52,7 @@ def check_engine(
     adapter_paths: Sequence[Path] = (),
     tolerance: float = 5e-4,
 ) -> None:
-    """Hold an engine to the protocol of ``genrt.engines.protocol``; returns if it keeps it.
+    """Check an engine against the protocol of ``genrt.engines.protocol``; return if it keeps it.
 
     One engine is opened, asked everything in turn, and closed twice. Its model must tell contexts
     apart: on one whose rows are all alike a mix-up could not be seen, and the suite says so.

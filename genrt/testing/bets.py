@@ -123,13 +123,13 @@ def on_each_count(observed: Tensor, expected: Tensor) -> Tensor:
 
 
 def _log_ratio(observed: Tensor, prior: Tensor, expected: Tensor) -> Tensor:
-    """Of each category: log Gamma(a + c) - log Gamma(a) - c log p, which is 0 where c is."""
+    """Return log Gamma(a + c) - log Gamma(a) - c log p of each category, which is 0 where c is."""
     logs = torch.lgamma(prior + observed) - torch.lgamma(prior) - observed * expected.log()
     return torch.where(observed > 0, logs, 0.0)
 
 
 def _concentrations(count: int, categories: int) -> list[float]:
-    """From a mixture that makes nothing of the stated probabilities to one whose difference from them is
-    less than so many samples can show."""
+    """Return concentrations from that of a mixture that ignores the stated probabilities to one so close
+    to them that this many samples cannot show the difference."""
     most = max(16.0, 16.0 * count * categories)
     return [4.0**power for power in range(math.ceil(math.log(most, 4)) + 1)]

@@ -25,7 +25,7 @@ from genrt.testing.witness import Witness, bound_to, distance, expect, row_in, t
 
 
 def idle(witness: Witness) -> None:
-    """A step with nothing to do does nothing."""
+    """Check that a step with nothing to do does nothing."""
     before = witness.engine.statistics()
     expect(witness.step() == [], "a step with nothing in progress must return []")
     expect(
@@ -35,7 +35,7 @@ def idle(witness: Witness) -> None:
 
 
 def rows(witness: Witness) -> None:
-    """Rows are float32 log-probabilities on the engine's device, and stay what they are."""
+    """Check that rows are float32 log-probabilities on the engine's device, and stay what they are."""
     asked = witness.questions(4)
     answers = witness.rows_of(asked)
     size = (witness.engine.vocab_size,)
@@ -61,7 +61,7 @@ def rows(witness: Witness) -> None:
 
 
 def identity(witness: Witness) -> None:
-    """A row is its own request's, in whatever company and order, and however many are asked."""
+    """Check that a row is its own request's, whatever the company, order and number of requests."""
     asked = witness.questions(max(16, witness.engine.max_batch_size + 3))
     together = dict(zip(asked, witness.rows_of(asked), strict=True))
     first = together[asked[0]]
@@ -80,7 +80,7 @@ def identity(witness: Witness) -> None:
 
 
 def joining(witness: Witness) -> None:
-    """Requests that join between steps are answered like all others."""
+    """Check that requests that join between steps are answered like all others."""
     early, late = witness.questions(witness.engine.max_batch_size + 1), witness.questions(3)
     witness.submit(early)
     first = {end.request: end.result for end in witness.step()}
@@ -94,7 +94,7 @@ def joining(witness: Witness) -> None:
 
 
 def long_samples(witness: Witness) -> None:
-    """A logprobs request is answered before a long sample that it met in progress ends."""
+    """Check that a logprobs request is answered before a long sample that was in progress ends."""
     long = SampleRequest(witness.context(), max_tokens=witness.many_tokens, seed=1)
     witness.submit([long])
     results = {end.request: end.result for end in witness.step()}
@@ -115,7 +115,7 @@ def long_samples(witness: Witness) -> None:
 
 
 def cancellation(witness: Witness) -> None:
-    """Cancelled means gone: queued or in progress, counted, and free to be asked again."""
+    """Check that what is cancelled is gone, queued or in progress; is counted; and can be asked again."""
     before = witness.engine.statistics().cancelled
     witness.cancel(witness.questions(2))
     expect(
@@ -147,7 +147,7 @@ def cancellation(witness: Witness) -> None:
 
 
 def greedy_samples(witness: Witness) -> None:
-    """Greedy is the likeliest token of each row; stop tokens end a sample and stay out of it."""
+    """Check that greedy is the likeliest token of each row; stop tokens end a sample, outside of it."""
     prompt, count = witness.context(), min(8, witness.many_tokens)
     greedy = SampleRequest(prompt, max_tokens=count, temperature=0.0)
     tokens = witness.sample(greedy)
@@ -173,7 +173,7 @@ def greedy_samples(witness: Witness) -> None:
 
 
 def random_samples(witness: Witness) -> None:
-    """A seed fixes a sample, whatever the batch; without one, samples are independent."""
+    """Check that a seed fixes a sample, whatever the batch; that without one, samples are independent."""
     prompt = witness.context()
     seeded = SampleRequest(prompt, max_tokens=min(12, witness.many_tokens), seed=4)
     alone = witness.sample(seeded)
@@ -204,7 +204,7 @@ def random_samples(witness: Witness) -> None:
 
 
 def longest_context(witness: Witness) -> None:
-    """A context of ``max_model_len`` tokens has a row."""
+    """Check that a context of ``max_model_len`` tokens has a row."""
     request = LogprobsRequest(witness.context(witness.engine.max_model_len))
     [row] = witness.rows_of([request])
     total = float(row.double().logsumexp(-1))
@@ -212,7 +212,7 @@ def longest_context(witness: Witness) -> None:
 
 
 def counting(witness: Witness) -> None:
-    """Statistics are a frozen value, and grow by what was asked."""
+    """Check that statistics are a frozen value, and grow by what was asked."""
     before = witness.engine.statistics()
     try:
         before.steps = -1  # type: ignore[misc]
@@ -252,7 +252,7 @@ def counting(witness: Witness) -> None:
 
 
 def reads(witness: Witness) -> None:
-    """What is read from an engine's rows, where they are, is what the rows say, and shares them."""
+    """Check that what is read from rows on the engine's device is what the rows say, and shares them."""
     requests = witness.questions(3)
     rows = dict(zip(requests, witness.rows_of(requests), strict=True))
     examples = [
@@ -295,7 +295,7 @@ def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, R
 
 
 def adapters(witness: Witness, paths: Sequence[Path]) -> None:
-    """An adapter's rows are its own, alone and mixed, until it is removed and its requests are done."""
+    """Check that an adapter's rows are its own, alone and mixed, until it is removed and unasked."""
     if not paths:
         return
     contexts = [witness.context() for _ in range(4)]

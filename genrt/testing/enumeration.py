@@ -71,7 +71,7 @@ def exact_posterior(
     temperature: float = 1.0,
     max_texts: int = 100_000,
 ) -> ExactPosterior:
-    """What a ``TextModel`` of the same arguments has for a target, by enumeration: with p the model's law
+    """Return the target of a ``TextModel`` of the same arguments, by enumeration: with p the model's law
     of a text x after the prompt, its rows tempered and normalised again,
 
         pi(x) = p(x) 1[x in constraint] exp(potential(x)) / Z.
@@ -213,7 +213,7 @@ class _Walk:
         return b"".join(self._model.vocabulary[token] for token in ids)
 
     def _drawn(self, ended: Weighed, ids: tuple[int, ...], logprob: float) -> bool:
-        """Whether these tokens have spelt a string that ends a text, which is then kept."""
+        """Return whether these tokens have spelt a string that ends a text, which is then kept."""
         said = self._said(ids)
         places = [said.find(each) for each in self._ends.strings if each in said]
         if not places:
@@ -226,7 +226,7 @@ class _Walk:
     async def _allowed(
         self, prefixes: Sequence[Prefix], *, last: bool
     ) -> Sequence[frozenset[int] | None]:
-        """The tokens that the constraint lets follow each prefix; ``None`` without a constraint."""
+        """Return the tokens that the constraint lets follow each prefix, ``None`` without one."""
         eos = self._model.eos_token_id
         states = [state for _, _, state in prefixes if state is not None]
         if eos is None or not states:
@@ -246,7 +246,7 @@ class _Walk:
         return found
 
     def _row(self, ids: tuple[int, ...]) -> list[tuple[int, float]]:
-        """The tokens that may follow, with their log-probabilities."""
+        """Return the tokens that may follow, with their log-probabilities."""
         order = self._model.order
         context = (self._prompt + ids)[-order:] if order else ()
         if context not in self._rows:
@@ -263,12 +263,12 @@ class _Walk:
 
 
 def _cheaply_allowed(state: State) -> set[int]:
-    """The tokens that nothing cheap rules out."""
+    """Return the tokens that nothing cheap rules out."""
     return set(state.mask().nonzero()[:, 0].tolist())
 
 
 def _add(texts: Weighed, text: tuple[tuple[int, ...], bytes], logprob: float) -> None:
-    """A text that ends in several ways has the probability of all of them."""
+    """Add a way in which a text can end: it has the probability of all of them."""
     texts[text] = float(np.logaddexp(texts.get(text, -math.inf), logprob))
 
 

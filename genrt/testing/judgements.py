@@ -39,7 +39,7 @@ class Judgement:
 
 
 class _Asynchronous(Judgement):
-    """The same, which is to be awaited."""
+    """A judgement that is to be awaited."""
 
     async def __call__(self, text: Text) -> Any:
         await asyncio.sleep(0)
@@ -47,51 +47,51 @@ class _Asynchronous(Judgement):
 
 
 def asynchronous(judgement: Judgement) -> Judgement:
-    """The same as a coroutine function."""
+    """Return the same judgement as a coroutine function."""
     return _Asynchronous(f"asynchronous({judgement})", judgement.function)
 
 
 def always() -> Judgement:
-    """The predicate of every text."""
+    """Return the predicate of every text."""
     return Judgement("always()", lambda text: True)
 
 
 def never() -> Judgement:
-    """The predicate of no text, which says so of every prefix."""
+    """Return the predicate of no text, which refuses every prefix."""
     return Judgement("never()", lambda text: False)
 
 
 def never_finished() -> Judgement:
-    """The predicate of no text, which says so only at the end."""
+    """Return the predicate of no text, which refuses only what is finished."""
     return Judgement("never_finished()", lambda text: not text.finished)
 
 
 def even_when_finished() -> Judgement:
-    """The predicate of texts of an even number of bytes."""
+    """Return the predicate of texts of an even number of bytes."""
     return Judgement(
         "even_when_finished()", lambda text: not text.finished or len(text.bytes) % 2 == 0
     )
 
 
 def at_most_tokens(most: int) -> Judgement:
-    """The predicate of texts of so few tokens, which is none of their bytes alone."""
+    """Return the predicate of texts of at most this many tokens: bytes alone do not decide it."""
     return Judgement(f"at_most_tokens({most})", lambda text: len(text.token_ids) <= most)
 
 
 def without(part: str) -> Judgement:
-    """The predicate of texts that don't have this in them."""
+    """Return the predicate of texts without this part."""
     return Judgement(f"without({part!r})", lambda text: part.encode() not in text.bytes)
 
 
 def containing(part: str) -> Judgement:
-    """The predicate of texts that have this in them."""
+    """Return the predicate of texts with this part."""
     return Judgement(
         f"containing({part!r})", lambda text: not text.finished or part.encode() in text.bytes
     )
 
 
 def hashed(divisor: int) -> Judgement:
-    """The predicate of one in so many texts, whichever."""
+    """Return the predicate of one in ``divisor`` texts, chosen by a hash."""
     return Judgement(
         f"hashed({divisor})",
         lambda text: not text.finished or zlib.crc32(text.bytes) % divisor == 0,
@@ -99,7 +99,7 @@ def hashed(divisor: int) -> Judgement:
 
 
 def tabled(*log_weights: float) -> Judgement:
-    """The potential that gives a text one of these, by its bytes and not by its tokens."""
+    """Return the potential that gives a text one of these, by its bytes and not by its tokens."""
     return Judgement(
         f"tabled({', '.join(map(str, log_weights))})",
         lambda text: log_weights[zlib.crc32(text.bytes) % len(log_weights)],

@@ -48,8 +48,8 @@ LOGARITHMS = 690.0
 
 
 class CannotTell(UserWarning):
-    """What was seen has too small a mean, and no bound was given: the sampler may be wrong, or a rare and
-    heavy estimate did not come. ``highest=`` would tell."""
+    """A warning: the mean is too small, and no bound was given. The sampler may be wrong,
+    or a rare and heavy estimate did not come; ``highest=`` would tell which."""
 
 
 def assert_unbiased(
@@ -270,7 +270,7 @@ def assert_weighted_samples_from(
 
 
 def _together(capitals: Sequence[float]) -> float:
-    """One log-capital: half bet on the first mean, the other half on all others."""
+    """Return one log-capital: half bet on the first mean, the other half on all others."""
     return bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
 
 
@@ -363,7 +363,7 @@ def _evidence(log_evidence: float) -> float:
 
 
 def _distribution(probabilities: Mapping[Any, float]) -> dict[Any, float]:
-    """The positive ones, likeliest first, normalised."""
+    """Return the positive ones, likeliest first, normalised."""
     if any(not 0 <= probability < math.inf for probability in probabilities.values()):
         raise InvalidRequest("a probability is negative or no finite number")
     total = math.fsum(probabilities.values())
@@ -386,7 +386,7 @@ def _numbers(name: str, values: Iterable[float] | Floats | Tensor) -> Floats:
 
 
 def _p(log_capital: float) -> str:
-    """The p-value of a capital, also one that is too small for a float."""
+    """Return the p-value of a capital, also one that is too small for a float."""
     if log_capital < 600:
         return f"{min(math.exp(-log_capital), 1.0):.2g}"
     return "0" if log_capital == math.inf else f"1e-{math.floor(log_capital / math.log(10))}"

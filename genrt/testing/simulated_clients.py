@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Clients:
-    """Everyone who asks on one event loop.
+    """The callers on one event loop.
 
     Args:
         lm: what they ask.

@@ -35,7 +35,7 @@ MOST_PREEMPTIONS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What goes wrong with a simulated engine; by default nothing.
+    """Faults of a simulated engine; by default none.
 
     Attributes:
         submit: the probability that a call of ``submit`` raises, for the requests of that flush.
@@ -58,7 +58,7 @@ class Faults:
 
 
 class SuddenDeath(BaseException):
-    """What a dying engine raises that has no time for more."""
+    """Raised by an engine that dies without a word: no ``Exception``."""
 
 
 @dataclass(slots=True)

@@ -32,11 +32,11 @@ LAST_EVENTS = 40
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a simulated run was.
+    """A simulated run, and what became of it.
 
     Attributes:
         seed: what decided it.
-        operations: what its clients did: questions asked, cancellations, …
+        operations: how many things its clients did: questions asked, cancellations, …
         statistics: the runtime's counters at the end.
         trace: what happened, in order.
     """
@@ -68,9 +68,10 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
         seed=abs(seed),
         **any_options(chance),
     )
-    shares = chance.choice([[1.0], [0.5, 0.5], [0.2, 0.3, 0.5]])
+    loops = chance.randint(1, 3)
     clients = [
-        Clients(runtime.lm, runtime.model, chance, round(operations * share)) for share in shares
+        Clients(runtime.lm, runtime.model, chance, len(range(number, operations, loops)))
+        for number in range(loops)
     ]
     with reporting(
         runtime, f"seed {seed}", f"replay with simulate({seed}, operations={operations})"

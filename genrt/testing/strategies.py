@@ -58,14 +58,14 @@ NOTHING, EVERYTHING = "[a&&[^a]]", "(?s:.*)"
 
 
 def seeds() -> SearchStrategy[int]:
-    """Seeds from 0 up, which every source of random numbers takes."""
+    """Draw seeds from 0 up, which every source of random numbers takes."""
     return st.integers(0, 2**32 - 1)
 
 
 def token_sequences(
     vocab_size: int, *, min_size: int = 0, max_size: int = 8
 ) -> SearchStrategy[list[int]]:
-    """Token ids below ``vocab_size``: prompts, contexts. They shrink to few tokens, and to token 0.
+    """Draw token ids below ``vocab_size``: prompts, contexts. They shrink to few tokens, and to token 0.
 
     Raises:
         InvalidRequest: sizes that leave nothing to draw.
@@ -90,7 +90,7 @@ def small_lms(
     duplicates: bool = False,
     split_characters: bool = False,
 ) -> SearchStrategy[NGram]:
-    """Exact models of any distribution: ``genrt.load(model, engine="exact")`` runs them, and
+    """Draw exact models of any distribution: ``genrt.load(model, engine="exact")`` runs them, and
     ``exact_posterior`` knows their every text.
 
     Each row is uniform, arbitrary, or has one token alone. They shrink to two tokens, order 0 and uniform
@@ -143,9 +143,9 @@ def small_lms(
 def constraints(
     lm: AsyncLM, *, predicates: bool = True, max_length: int = 4
 ) -> SearchStrategy[Constraint]:
-    """Constraints over this runtime's texts: finite sets of strings, regular expressions, predicates,
-    and what satisfies two of them. Some are satisfied by nothing, some by everything, some by texts
-    alone that the model's tokens cannot spell. They shrink to few and short parts.
+    """Draw constraints over this runtime's texts: finite sets of strings, regular expressions,
+    predicates, and what satisfies two of them. Some are satisfied by nothing, some by everything,
+    some by texts alone that the model's tokens cannot spell. They shrink to few and short parts.
 
     The runtime must be open, so they are drawn in the body of a test: ``data.draw(constraints(lm))``,
     with ``data=st.data()``.
@@ -172,7 +172,7 @@ def constraints(
 def potentials(
     *, lowest: float = -6.0, highest: float = 0.0, zeros: bool = True
 ) -> SearchStrategy[Potential]:
-    """Log-weights of texts, finished or not, by their bytes: plain functions and coroutine functions.
+    """Draw log-weights of texts, finished or not, by their bytes: plain and coroutine functions.
 
     Args:
         lowest: of the finite ones.
@@ -193,7 +193,7 @@ def potentials(
 
 
 def _rules(alphabet: list[str]) -> SearchStrategy[Judgement]:
-    """Predicates; what one refuses of a prefix it refuses of all that begins with it."""
+    """Draw predicates. If one refuses a prefix, it refuses all that begins with it."""
     characters = st.sampled_from(alphabet)
     return _also_asynchronous(
         st.one_of(
@@ -214,7 +214,7 @@ def _also_asynchronous(plain: SearchStrategy[Judgement]) -> SearchStrategy[Judge
 
 
 def _rows(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[float]]:
-    """Log-weights of one row: uniform, any, or one token alone."""
+    """Draw log-weights of one row: uniform, any, or one token alone."""
     entries = [st.just(0.0), st.floats(-8, 0, width=32)]
     if near_zeros:
         entries.append(st.floats(*NEAR_ZERO, width=32))
@@ -234,7 +234,7 @@ def _rows(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[fl
 
 
 def _possible(row: list[float]) -> list[float]:
-    """The row, or if it has no token that is possible, the first token alone."""
+    """Return the row, or if it has no token that is possible, the first token alone."""
     return row if max(row) > -math.inf else [0.0, *row[1:]]
 
 
@@ -257,7 +257,7 @@ def _vocabularies(
 
 
 def _alphabet(vocabulary: list[bytes]) -> list[str]:
-    """The characters that a token or two spell, the first tokens' first, and one that none does."""
+    """Return the characters that a token or two spell, the first tokens' first, and one that is new."""
     found: dict[str, None] = {}
     for first, second in product(vocabulary[:32], [b"", *vocabulary[:32]]):
         try:
@@ -269,7 +269,7 @@ def _alphabet(vocabulary: list[bytes]) -> list[str]:
 
 
 def _patterns(alphabet: list[str]) -> SearchStrategy[str]:
-    """Regular expressions, mostly short."""
+    """Draw regular expressions, mostly short."""
     characters = st.sampled_from([*map(_escaped, alphabet), "(?s:.)"])
 
     def larger(inner: SearchStrategy[str]) -> SearchStrategy[str]:
@@ -285,5 +285,5 @@ def _patterns(alphabet: list[str]) -> SearchStrategy[str]:
 
 
 def _escaped(text: str) -> str:
-    """The pattern that matches this text alone."""
+    """Return the pattern that matches this text alone."""
     return "".join(f"\\{each}" if each in r"\.+*?()|[]{}^$#&-~/" else each for each in text)

@@ -32,11 +32,11 @@ class VirtualClock:
         self.now = 0.0
 
     def time(self) -> float:
-        """The time, in seconds."""
+        """Return the time, in seconds."""
         return self.now
 
     def pass_until(self, moment: float) -> None:
-        """Go on to a moment; one that is over changes nothing."""
+        """Pass the time until a moment; one that is over changes nothing."""
         self.now = max(self.now, moment)
 
 

@@ -20,7 +20,7 @@ _PATIENCE = 10_000
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raises AssertionError with the message unless the condition holds, also under ``python -O``."""
+    """Raise AssertionError with the message unless the condition holds, also under ``python -O``."""
     if not condition:
         raise AssertionError(message)
 
@@ -50,17 +50,17 @@ class Witness:
         self.many_tokens = min(40, engine.max_model_len - self.longest_prompt)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """A flush of requests, none of them in progress."""
+        """Submit a flush of requests, none of them in progress."""
         self.in_progress |= set(requests)
         self.engine.submit(requests)
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """From now on none of these may come back."""
+        """Cancel these: from now on none of them may come back."""
         self.in_progress -= set(requests)
         self.engine.cancel(requests)
 
     def step(self) -> list[Finished]:
-        """One step; each end must be one that is due, a result, and no counter may have shrunk."""
+        """Return the ends of one step: each must be due, and a result, and no counter may have shrunk."""
         finished = self.engine.step()
         for end in finished:
             expect(
@@ -85,7 +85,7 @@ class Witness:
         return finished
 
     def drain(self) -> dict[Request, Result]:
-        """Step until nothing is left; what was finished on the way."""
+        """Step until nothing is left; return what was finished on the way."""
         results: dict[Request, Result] = {}
         idle_steps = 0
         while self.in_progress:
@@ -100,21 +100,21 @@ class Witness:
         return results
 
     def ask(self, requests: Sequence[Request]) -> list[Result]:
-        """The results of one flush, in the order of the requests."""
+        """Return the results of one flush, in the order of the requests."""
         self.submit(requests)
         results = self.drain()
         return [results[request] for request in requests]
 
     def rows_of(self, requests: Sequence[LogprobsRequest]) -> list[Tensor]:
-        """The rows of one flush, in the order of the requests."""
+        """Return the rows of one flush, in the order of the requests."""
         return [row_in(result) for result in self.ask(requests)]
 
     def sample(self, request: SampleRequest) -> tuple[int, ...]:
-        """The tokens of one sample, asked alone."""
+        """Return the tokens of one sample, asked alone."""
         return tokens_in(self.ask([request])[0])
 
     def context(self, length: int | None = None) -> tuple[int, ...]:
-        """Token ids that no check has used so far, as far as the vocabulary allows."""
+        """Return token ids that no check has used so far, as far as the vocabulary allows."""
         for _ in range(100):
             size = length or int(
                 torch.randint(1, self.longest_prompt + 1, (), generator=self.random)
@@ -126,12 +126,12 @@ class Witness:
         return tuple(ids)
 
     def questions(self, count: int) -> list[LogprobsRequest]:
-        """``count`` distinct logprobs requests of mixed lengths."""
+        """Return ``count`` distinct logprobs requests of mixed lengths."""
         made = [LogprobsRequest(self.context()) for _ in range(count)]
         return list(dict.fromkeys(made))
 
     def expect_equal(self, row: Tensor, other: Tensor, what: str) -> None:
-        """The two may be apart by rounding only."""
+        """Expect the two to be apart by rounding only."""
         apart = distance(row, other)
         expect(
             apart <= self.tolerance, f"{what}: rows are {apart:.2g} apart, not ≤ {self.tolerance}"
@@ -144,7 +144,7 @@ class Witness:
         what: str,
         adapter: Adapter | None = None,
     ) -> None:
-        """Each token must be as likely as the likeliest of its row, up to rounding."""
+        """Expect each token to be as likely as the likeliest of its row, up to rounding."""
         contexts = [prompt + tokens[:index] for index in range(len(tokens))]
         for row, token in zip(self.rows_of(bound_to(contexts, adapter)), tokens, strict=True):
             gap = float(row.max() - row[token])
@@ -155,18 +155,18 @@ class Witness:
 
 
 def bound_to(contexts: Sequence[tuple[int, ...]], adapter: Adapter | None) -> list[LogprobsRequest]:
-    """One logprobs request for each context, with this adapter."""
+    """Return one logprobs request for each context, with this adapter."""
     return [LogprobsRequest(context, adapter) for context in contexts]
 
 
 def distance(row: Tensor, other: Tensor) -> float:
-    """The largest difference of two entries; infinite where only one of the two is -inf."""
+    """Return the largest difference of two entries; infinite where only one of the two is -inf."""
     one, two = row.double().cpu(), other.double().cpu()
     return float((one - two).abs().masked_fill(one == two, 0.0).max())
 
 
 def row_in(result: Result | None) -> Tensor:
-    """The row that a logprobs request must have ended in."""
+    """Return the row that a logprobs request must have ended in."""
     if not isinstance(result, Tensor):
         raise AssertionError(
             f"a logprobs request must end in a tensor, not {type(result).__name__}"
@@ -175,7 +175,7 @@ def row_in(result: Result | None) -> Tensor:
 
 
 def tokens_in(result: Result | None) -> tuple[int, ...]:
-    """The token ids that a sample request must have ended in."""
+    """Return the token ids that a sample request must have ended in."""
     if not isinstance(result, tuple) or isinstance(result, Draw | TopLogprobs):
         raise AssertionError(f"a sample must end in a tuple of ids, not {type(result).__name__}")
     return result

@@ -23,7 +23,7 @@ def is_right(model: Model, request: Request, result: Result) -> bool:
 
 
 def owns_storage(result: Result) -> bool:
-    """Whether every tensor in this result has storage that holds nothing else."""
+    """Return whether every tensor in this result has storage that holds nothing else."""
     parts = result if isinstance(result, TopLogprobs) else (result,)
     return all(
         part.untyped_storage().nbytes() == part.nbytes for part in parts if isinstance(part, Tensor)
@@ -31,7 +31,7 @@ def owns_storage(result: Result) -> bool:
 
 
 def is_random(request: Request) -> bool:
-    """Whether the answer is a draw that nothing decides."""
+    """Return whether the answer is a draw that nothing decides."""
     match request:
         case ReadRequest(wanted=DrawToken(seed=None, temperature=temperature)):
             return temperature > 0.0

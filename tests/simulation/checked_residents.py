@@ -30,7 +30,7 @@ class CheckedResidents:
         return len(self._plain)
 
     def start(self, adapter: Adapter | None, context: bytes) -> None:
-        """Have a context computed: from its parent or the nearest sequence, if there is one."""
+        """Compute a context: from its parent or the nearest sequence, if there is one."""
         parent, nearest = self._parent(adapter, context), self._nearest(adapter, context)
         if parent is not None and self._random.random() < 0.6:
             self.extended += 1
@@ -44,7 +44,7 @@ class CheckedResidents:
         self._compare_names()
 
     def forget(self, adapter: Adapter | None) -> None:
-        """An adapter's sequences are resident no more."""
+        """Remove an adapter's sequences."""
         bound = [name for name, (other, _) in self._plain.items() if other == adapter]
         found = self._residents.bound_to(adapter)
         if sorted(found) != sorted(bound):
@@ -54,7 +54,7 @@ class CheckedResidents:
         self._compare_names()
 
     def clear(self) -> None:
-        """No sequence is resident any more."""
+        """Remove every sequence."""
         for name in list(self._plain):
             self._remove(name)
         self._compare_names()
@@ -102,7 +102,7 @@ class CheckedResidents:
 
 
 def _shared(one: bytes, other: bytes) -> int:
-    """How many tokens two contexts begin with together."""
+    """Return how many tokens two contexts begin with together."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most // TOKEN_BYTES

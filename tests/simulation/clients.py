@@ -37,7 +37,7 @@ _Question: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 class SimulatedClients:
-    """Everyone who asks one runtime.
+    """The callers of one runtime.
 
     Args:
         runtime: what they ask.
@@ -62,7 +62,7 @@ class SimulatedClients:
         self._open_loops = [runtime.open_loop() for _ in range(self._random.randint(1, 3))]
 
     def run(self) -> None:
-        """Do all operations, with the runtime going on between them, and let it come to rest."""
+        """Run all operations, and the runtime between and after them until it rests."""
         while self.done < self._operations:
             if self._random.random() >= self._haste:
                 if self._runtime.step():
@@ -72,7 +72,7 @@ class SimulatedClients:
         self._runtime.settle()
 
     def check_kept(self) -> None:
-        """The rows that were not edited by those who got them are as they were."""
+        """Check that rows that their owners did not edit are as they were."""
         for request, row in self._kept:
             if not torch.equal(row, self._runtime.engine.model.row(request)):
                 raise Violation(f"the row of {request} has changed in its owner's hands: {row}")
@@ -113,16 +113,16 @@ class SimulatedClients:
         self._start(self._asked[-1]())
 
     def _particle(self) -> None:
-        """One that goes on from the answer."""
+        """Start a caller that goes on from each answer."""
         self._start(self._grow(list(self._context()), self._random.randint(2, 6)))
 
     def _crowd(self) -> None:
-        """Several that ask the same at once."""
+        """Start several callers that ask the same at once."""
         question = self._any_question(self._context())
         self._start(self._together(question, self._random.randint(2, 4)))
 
     def _ask_again(self) -> None:
-        """Somebody asks what somebody else has just asked."""
+        """Ask what somebody else has just asked."""
         if self._asked:
             self._start(self._random.choice(self._asked)())
 
@@ -133,7 +133,7 @@ class SimulatedClients:
             self._random.choice(pending).cancel()
 
     def _change_mind(self) -> None:
-        """Somebody asks, goes on for a while, leaves, and asks the same again."""
+        """Ask, cancel that after a while, and ask the same again."""
         question = self._any_question(self._context())
         loop = self._loop()
         task = self._start(question(), loop)
@@ -156,12 +156,12 @@ class SimulatedClients:
         self._lm.clear_cache()
 
     def _interrupt(self) -> None:
-        """An interrupt between two callbacks of a loop."""
+        """Interrupt a loop between two callbacks."""
         self.done += 1
         self._loop().call_soon(_interrupt)
 
     def _leave_loop(self) -> None:
-        """A loop ends with work on it: closed, or never taken on again."""
+        """Leave a loop with work on it: closed, or never taken on again."""
         self.done += 1
         loop = self._loop()
         if len(self._open_loops) == 1:
@@ -178,7 +178,7 @@ class SimulatedClients:
             self._open_loops.append(self._runtime.open_loop())
 
     def _close(self) -> None:
-        """The runtime is closed, or collected in the middle of a question, and may be started again."""
+        """Close the runtime, perhaps as a finalizer within a question does; perhaps restart it."""
         self.done += 1
         if self._random.random() < 0.5:
             self._lm.close()
@@ -191,13 +191,13 @@ class SimulatedClients:
             self._lm.restart()
 
     def _restart(self) -> None:
-        """The runtime is started again, whether it was closed, has died, or goes on."""
+        """Restart the runtime, whether it was closed, has died, or goes on."""
         self.done += 1
         self._lm.restart()
 
     def _interrupted(self, loop: VirtualLoop) -> None:
-        """What follows an interrupt: the loop goes on, as a notebook's; or everything on it is cancelled
-        and it is closed, as by ``asyncio.run``; or it is closed as it is."""
+        """Do what may follow an interrupt: let the loop go on, as a notebook does; or cancel everything
+        on it and close it, as ``asyncio.run`` does; or close it as it is."""
         what = self._random.choice(["go on", "go on", "cancel", "close"])
         if what == "go on":
             return
@@ -231,7 +231,7 @@ class SimulatedClients:
         return task
 
     def _check(self, task: asyncio.Task[None]) -> None:
-        """A client ends well, cancelled, or in an error of the runtime's; which, the ledger knows."""
+        """Check that a client ended well, cancelled, or in an error of the runtime's."""
         if not task.done() or task.cancelled():
             return
         error = task.exception()
@@ -255,7 +255,7 @@ class SimulatedClients:
         await self._lm.add_adapter(name, self._directory)
 
     def _any_question(self, context: list[int]) -> _Question:
-        """Something about a context, by name of an adapter that may not be there."""
+        """Return some question about a context, with the name of an adapter that may not be there."""
         name = self._random.choice([None, None, *ADAPTERS])
         return partial(self._question, self._random.choice(self._kinds), [*context], name)
 
@@ -336,7 +336,7 @@ class SimulatedClients:
         await self._lm.sample(context, max_tokens=3, seed=seed, adapter=name)
 
     def _have(self, request: LogprobsRequest, row: torch.Tensor) -> None:
-        """Do something with a row that is one's own: edit it, or look at it again in the end."""
+        """Edit a row that is one's own, or keep it to be compared in the end."""
         if self._random.random() < 0.5:
             row.fill_(5.0)
         else:
@@ -348,7 +348,7 @@ class SimulatedClients:
         return self._random.randrange(self._runtime.engine.vocab_size)
 
     def _context(self) -> list[int]:
-        """A context that was asked before, or one made of it: longer by a token, cut back, edited."""
+        """Return a context that was asked before, or one made of it: longer, cut back, edited."""
         context = list(self._random.choice(self._contexts))
         what = self._random.random()
         if what < 0.3:
@@ -372,7 +372,7 @@ def _interrupt() -> None:
 
 @contextlib.contextmanager
 def adapter_directory() -> Iterator[Path]:
-    """A directory that may be loaded as an adapter, with nothing in it."""
+    """Make a directory that may be loaded as an adapter, with nothing in it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         (path / CONFIG_NAME).write_text("{}", encoding="utf-8")
