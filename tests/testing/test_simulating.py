@@ -163,7 +163,7 @@ def test_what_a_sampler_raises_comes_out() -> None:
 
 
 def simulate_many() -> list[Report]:
-    return [simulate(seed) for seed in range(100)]
+    return [simulate(seed) for seed in range(40)]
 
 
 def test_the_runtime_stands_up_to_a_simulation() -> None:
