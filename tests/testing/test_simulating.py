@@ -168,9 +168,7 @@ def simulate_many() -> list[Report]:
 
 def test_the_runtime_stands_up_to_a_simulation() -> None:
     reports = simulate_many()
-    assert [(report.seed, report.operations) for report in reports] == [
-        (s, 100) for s in range(100)
-    ]
+    assert [(report.seed, report.operations) for report in reports] == [(s, 100) for s in range(40)]
     assert simulate(3) == simulate(3)
     assert simulate(3).trace != simulate(4).trace
 
