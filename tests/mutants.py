@@ -207,11 +207,6 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         ("Batcher._sweep", "what a closed loop left behind is sent", Drop("self._cancel")),
-        (
-            "Batcher.close",
-            "who closes in the middle of a question goes on in it",
-            Swap("self._lock._is_owned()", "False"),
-        ),
         ("Batcher._leave", "the engine is not told of a withdrawn request", Drop("self._wake")),
         (
             "Batcher._stepped",
@@ -236,6 +231,15 @@ MUTANTS: tuple[Mutant, ...] = (
             "Batcher._requeue",
             "what was cancelled is sent again after running out of memory",
             Swap("entry in withdrawn", "False"),
+        ),
+    ),
+    *breaks(
+        "runtime.batcher",
+        "test_engine_thread.py",
+        (
+            "Batcher.close",
+            "who closes in the middle of a question goes on in it",
+            Swap("self._lock._is_owned()", "False"),
         ),
     ),
     *breaks(
@@ -554,24 +558,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "inference.text_model",
-        "test_inference.py test_text_model.py test_stops.py",
-        (
-            "TextModel._judged",
-            "a twist is never taken off again",
-            Swap("each.log_weight + value - before.log_twist", "each.log_weight + value"),
-        ),
-    ),
-    *breaks(
-        "inference.infilling",
-        "test_infilling.py",
-        (
-            "infilling",
-            "the mass of what may follow stays in the weight",
-            Swap("p.observe(-going)", "pass"),
-        ),
-    ),
-    *breaks(
         "inference.blocking",
         "test_blocking.py",
         (
@@ -584,11 +570,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "inference.awrs",
         "test_awrs.py",
         ("draw", "one accepted token is enough", Swap("len(accepted) < 2", "len(accepted) < 1")),
-        (
-            "_Inversion.leave_out",
-            "rejected tokens still count in the rates",
-            Swap("self.rate -= weight", "pass"),
-        ),
     ),
     *breaks(
         "inference.programs",
@@ -612,15 +593,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "_log_ratio",
             "lengths do not count in the ratio",
             Swap("math.log(len(chain.growths) / len(new))", "0.0"),
-        ),
-    ),
-    *breaks(
-        "inference.baselines",
-        "test_baselines.py",
-        (
-            "Rejection.step",
-            "texts are kept whatever the bound is",
-            Swap("log_weight - self._bound", "log_weight"),
         ),
     ),
     *breaks(
@@ -649,15 +621,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "_meet",
             "one factor of a product is enough",
             Swap("np.bitwise_and", "np.bitwise_or"),
-        ),
-    ),
-    *breaks(
-        "constraints.productive",
-        "test_productive.py",
-        (
-            "_Rules._matches",
-            "a terminal always matches something",
-            Swap("self._is_empty(item.terminal)", "False"),
         ),
     ),
     *breaks(
@@ -771,16 +734,6 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("request.lora_request != donor.lora_request", "False"),
         ),
         only="adapters",
-    ),
-    *breaks(
-        "testing.bets",
-        "test_laws.py",
-        (
-            "on_smaller_mean",
-            "rounding is a bias",
-            Swap("highest - mean + slack", "highest - mean"),
-        ),
-        only="found or constant or bound",
     ),
     *breaks(
         "interop.foreign",
