@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         if arguments[:1] == ["demo"]:
-            # Only now: the demo needs what info reports as missing.
+            # Not earlier: the demo needs packages that info may report as missing.
             program = importlib.import_module("genrt.demo")
             program.add_arguments(demo)
             demo.set_defaults(run=program.run)
@@ -104,7 +104,7 @@ class Report:
 
 def _info(options: argparse.Namespace) -> int:
     report = Report()
-    # What vLLM and its kin print has no place in the report, which others may want to parse.
+    # The report may be parsed: prints of vLLM and others go to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         _versions(report)
         _engines(report)

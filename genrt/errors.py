@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 WAS_CLOSED = "the runtime was closed: restart it, or load it again"
-"""What is told to whoever asks, or still waited, when the runtime's user has closed it."""
+"""The message for everyone who asks or still waits after the runtime's user has closed it."""
 
 
 class GenrtError(Exception):

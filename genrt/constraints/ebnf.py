@@ -94,7 +94,7 @@ def _lark(text: str, position: int, kind: str, part: str) -> str:
 def _class(text: str, position: int, part: str) -> str:
     negated = part.startswith("[^")
     inside = part[1 + negated : -1]
-    # Which hyphens stand between two ends is seen before the escapes are gone.
+    # Before escapes are resolved: an escaped hyphen makes no range.
     signs = [match[0] for match in _CHARACTER.finditer(inside)]
     letters = _characters(text, position + 1 + negated, inside)
     ranges, index = [], 0

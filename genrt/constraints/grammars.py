@@ -52,7 +52,7 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     if not isinstance(given, str):
         raise InvalidConstraint(f"the pattern is {pattern!r}; give a regular expression as str")
     name = f"regular expression {pattern[:60]!r}{'…' if len(pattern) > 60 else ''}"
-    # llguidance drops a last, lone backslash without a word.
+    # llguidance silently drops a last, lone backslash.
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise InvalidConstraint(f"the {name} ends in a lone backslash")
     from llguidance import regex_to_lark
@@ -192,7 +192,7 @@ def _inlined(schema: object) -> str:
     return schema_text(schema, _WHITESPACE["spaced"])
 
 
-# The parts of a Lark grammar in which anything may stand, and what is looked for outside of them.
+# Literals, regular expressions and comments of a Lark grammar, and what is searched for outside of them.
 _LARK = re.compile(
     r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|\#[^\n]*'
     r"|(?P<special><[^<>\s]+>)|\b(?P<option>stop|max_tokens|temperature)\s*="
@@ -273,7 +273,7 @@ class _Grammar:
             raise InvalidConstraint(f"the {name} does not compile: {brief(matcher.get_error())}")
         self.tokens = vocabulary.tokens
         self._start = GrammarState(vocabulary, matcher, name)
-        # What is too complex mostly is so from the start: say it here, not in the midst of a run.
+        # A grammar that is too complex mostly is so from the start: raise here, not during a run.
         vocabulary.fill([self._start])
 
     def start(self) -> GrammarState:
@@ -320,7 +320,7 @@ class GrammarState:
             matcher = self.matcher.deep_copy()
             if matcher.consume_token(token_id):
                 return GrammarState(self.vocabulary, matcher, self.name)
-        # A matcher refuses a token in the same words where a limit is what stops it; a mask tells.
+        # A matcher's refusal does not tell whether it met a limit; the mask does.
         if self.packed()[token_id // 32] >> (token_id % 32) & 1:
             raise self.too_complex(matcher.get_error())
         raise self.vocabulary.tokens.refused(token_id)

@@ -14,7 +14,7 @@ from typing import Any
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 _LEAST = 1e-30
-"""Stands for the least number above 0: the least float has more digits than llguidance can tell apart."""
+"""Used as the least number above 0: the least float has more digits than llguidance can tell apart."""
 
 _WHOLE = 2.0**52
 """From here on floats are whole numbers."""

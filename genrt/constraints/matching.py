@@ -12,14 +12,14 @@ from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint
 
 _LONGEST_TOKEN = 1024
-"""Bytes; llguidance aborts on a vocabulary with longer ones."""
+"""In bytes; llguidance aborts on a vocabulary with longer tokens."""
 
 _MOST_REPETITIONS = 10_000
 
 _LIMITS: dict[str, Any] = {
-    # What is large and not ambiguous fits: an object of many properties, a choice of many words.
+    # Enough for large unambiguous grammars: an object of many properties, a choice of many words.
     "max_items_in_row": 200_000,
-    # A mask takes some 0.1 s where this is spent, and some 2 s where ambiguity spends step_max_items.
+    # A mask takes some 0.1 s when it uses this up, and some 2 s when ambiguity uses up step_max_items.
     "step_lexer_fuel": 1_000_000,
     "verbose_errors": False,
 }
@@ -63,7 +63,7 @@ def new_matcher(tokenizer: Any, lark: str) -> Any:
     """Return a matcher at the start of a grammar; one that does not compile is in an error state."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # Options merge, and the last ones hold: after the text, where lines keep their numbers.
+    # The last options win, so they come after the text, whose lines so keep their numbers.
     grammar = LLMatcher.grammar_from_lark(f'{lark}\n%llguidance {{"no_forcing": true}}')
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
 

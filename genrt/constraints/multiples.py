@@ -25,7 +25,7 @@ def has_numbers(schemas: list[dict[str, Any]], integer: bool) -> bool:
             bound, strict = _number(schema.get(key)), key.startswith("exclusive")
             if bound is None:
                 continue
-            # In draft 4, exclusiveMinimum says of minimum that it is.
+            # In draft 4, exclusiveMinimum is a flag of minimum.
             strict = strict or schema.get(f"exclusive{key.capitalize()}") is True
             if key.endswith("inimum") and (bound, strict) > (low, above):
                 low, above = bound, strict

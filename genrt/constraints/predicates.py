@@ -156,7 +156,7 @@ class _Asked:
         return bool(answer)
 
 
-# What a thread could not do itself: raise an error, or await an answer.
+# Left to the event loop by a thread: an error to raise, or an answer to await.
 _Left: TypeAlias = BaseException | tuple[int, Awaitable[Any]] | None
 
 
@@ -179,7 +179,7 @@ class PredicateState:
         self._token_ids = token_ids
         self._bytes = data
         self._answers: dict[int, bool] = {}
-        # The tokens that somebody is asking about now, and what is done once they have stopped.
+        # Tokens being asked about, each with a future that is done when that check has ended.
         self._turns: dict[int, concurrent.futures.Future[None]] = {}
         self._lock = threading.Lock()
         self._children: Children[PredicateState] = Children()
@@ -215,7 +215,7 @@ class PredicateState:
                             del self._turns[token_id]
                     turn.set_result(None)
             if others:
-                # Whoever waits here outlives the cancellation of those who ask, and asks then.
+                # If another check is cancelled, the next round here asks its tokens.
                 await asyncio.wait([asyncio.wrap_future(other) for other in others])
             else:
                 break

@@ -29,7 +29,7 @@ _NOTHING = r"/[^\s\S]/"
 _MOST_PARTS = 200_000
 _MOST_LEVELS = 1_000  # llguidance's stack overflows, which ends the process, at some 2,500
 _NAMES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|\b_?[A-Z][_A-Z0-9\-]*')
-# Whatever has none of these in it matches something.
+# A terminal without any of these matches something.
 _MAY_BE_EMPTY = re.compile(r"\[\^|&|~|--|\\[PDSW]|\\p\{\^")
 
 
@@ -68,12 +68,12 @@ def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, 
     edits = [(start, end, _NOTHING) for start, end in rules.dead_ends()]
     for token in tokens:
         if token.text == "%json":
-            # The lines that follow keep their numbers, for messages.
+            # Keep the numbers of the lines after it, for messages.
             lines = "\n" * lark.count("\n", token.start, token.end)
             edits.append((token.start, token.end, f"%json{lines} {inlined(token.value)}"))
     parts, position = [], 0
     for start, end, part in sorted(edits):
-        if start >= position:  # otherwise within what is gone
+        if start >= position:  # otherwise inside a part that is gone
             parts += [lark[position:start], part]
             position = end
     return "".join([*parts, lark[position:]])
@@ -93,7 +93,7 @@ class _Rules:
         before = -1
         while before < len(self._alive):
             before = len(self._alive)
-            # A rule comes after those that it needs, but for cycles: few rounds will do.
+            # A rule comes after those that it needs, except in cycles: few rounds suffice.
             for name in self._reached:
                 if name not in self._alive and self._ends(grammar.rules[name]):
                     self._alive.add(name)

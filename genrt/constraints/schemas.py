@@ -55,7 +55,7 @@ def schema_text(schema: object, options: Schema) -> str:
 
 def _object_of(schema: object) -> Schema:
     """Return a schema as an object of its own, read from its JSON text."""
-    if hasattr(schema, "model_json_schema"):  # pydantic's
+    if hasattr(schema, "model_json_schema"):  # a pydantic model
         name = (schema if isinstance(schema, type) else type(schema)).__name__
         raise InvalidConstraint(f"the JSON schema is {name}: give {name}.model_json_schema()")
     if not isinstance(schema, str | dict | bool):

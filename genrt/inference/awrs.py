@@ -33,14 +33,14 @@ from genrt.inference.model import DEAD
 from genrt.inference.resampling import Floats
 
 STEP = 0.25
-"""In the logarithm of u. The integrand is analytic within pi of the real line, so that the trapezium
+"""The trapezium rule's step, in log u. The integrand is analytic within pi of the real line, so the
 rule's error is about exp(-2 pi^2 / STEP): far below the precision of a float."""
 
 TAIL = 40.0
 """How far beyond the smallest and largest rate, in logarithms, the integrand still counts."""
 
 AT_ONCE = 1024
-"""Rates whose terms are in memory together: there may be as many as tokens."""
+"""How many rates have their terms in memory together: there may be as many rates as tokens."""
 
 
 async def draw(
@@ -97,7 +97,7 @@ def _ahead(
     unknown = 0
     while drawn.total > 0 and unknown < most:
         token_id = drawn.token(rng)
-        if left[token_id] == 0:  # rejected since the sums were made: its arrival is not seen
+        if left[token_id] == 0:  # rejected since the sums were made: skip its arrival
             continue
         ahead.append((token_id, drawn.rate))
         if answers.get(token_id, False):

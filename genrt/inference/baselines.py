@@ -301,7 +301,7 @@ class _Plain:
             max_tokens=model.max_steps,
             stop_token_ids=sorted(model.ends.token_ids),
             temperature=model.temperature,
-            seed=seed >> 1,  # leaves room for the places that are added to it
+            seed=seed >> 1,  # leaves room for the index that batch_sample adds
             adapter=model.adapter,
         )
         return [self._text(token_ids) for token_ids in sampled]
@@ -323,7 +323,7 @@ class _Plain:
         """Return what the potential gives each text; -inf for those that don't satisfy the constraint."""
         log_weights = [0.0] * len(texts)
         if self._indicator is not None:
-            # One that was cut at max_tokens has not ended, and is no text of the constraint.
+            # A text cut at max_tokens has not ended, so it is not one of the constraint's.
             ended = [len(text.token_ids) < self._model.max_steps for text in texts]
             asked = [text for text, whole in zip(texts, ended, strict=True) if whole]
             answers = iter(await evaluated("constraint", self._indicator, asked))

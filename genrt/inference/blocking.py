@@ -93,7 +93,7 @@ class _Run(Generic[T]):
         if self.claimed.acquire(blocking=False):
             self.coroutine.close()
             return
-        with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             self.stop()
         self.ended.wait()
 

@@ -79,7 +79,7 @@ def log_weight(value: Any) -> float:
     if is_truth_value(value):
         raise InvalidRequest("give a log-weight, for a condition 0.0 or -math.inf")
     try:
-        # ``item`` is there in what other libraries compute, which may hold more than one number.
+        # Other libraries' numbers have ``item``, which raises if they hold more than one.
         number = float(value.item() if hasattr(value, "item") else value)
         if isinstance(value, str | bytes):
             raise TypeError("a string is no number")

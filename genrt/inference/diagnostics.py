@@ -45,13 +45,13 @@ from genrt.inference.display.legible import label
 from genrt.inference.resampling import Floats
 
 INDICATED = 10
-"""Of so many of the commonest values it is diagnosed how often chains are at them."""
+"""For this many of the commonest values, how often chains are at each is diagnosed."""
 
 FEWEST_STEPS = 4
-"""A half of fewer steps has no autocorrelation."""
+"""With fewer steps a half has no autocorrelation."""
 
 MANY_CHAINS, LONG = 4, 100
-"""Fewer chains than these have to be as long as that for anything to be known of them."""
+"""Fewer chains than ``MANY_CHAINS`` need at least ``LONG`` steps for a diagnosis."""
 
 
 @dataclass(frozen=True, slots=True)

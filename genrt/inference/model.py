@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from genrt.errors import InvalidRequest
 
 DEAD = -1
-"""In place of a token: none could be drawn."""
+"""The token id that means: no token could be drawn."""
 
 
 @runtime_checkable

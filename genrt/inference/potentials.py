@@ -35,9 +35,8 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
             stop.set()
         if error is not None:
             raise error
-        if answers and inspect.isawaitable(
-            answers[-1]
-        ):  # then all that were not asked yet are, too
+        # If one answer is to be awaited, so are those of the texts that were not asked yet.
+        if answers and inspect.isawaitable(answers[-1]):
             rest, first = distinct[len(answers) :], answers.pop()
             answers += await together(
                 [_awaited(first), *(_asked(potential, text) for text in rest)]

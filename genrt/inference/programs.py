@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
-"""Log-weights of one's own, on any device."""
+"""A user's own log-weights, on any device."""
 
 
 class _Choice(NamedTuple):
@@ -89,7 +89,7 @@ class Execution:
         self._to_replay = len(choices)
         self._replayed = 0
         self._pause = pause
-        """For what it paused, and goes on again; ``None`` before the first pause."""
+        """The question at which it paused, and continues; ``None`` before the first pause."""
         self._is_live = pause is None
         self._questions = Questions()
         self._task: asyncio.Task[Any] | None = None
@@ -101,7 +101,7 @@ class Execution:
         self._has_sampled = False
         self._has_drawn = False
         self._has_weighed = False
-        """Since something was drawn in this step."""
+        """Whether the weight has changed since the last draw of this step."""
         self._log_weight = 0.0
         self._drawn = DEAD
 
@@ -212,7 +212,7 @@ class Execution:
                 f"choice got a {type(values).__name__}: give the values in a list, in a fixed order"
             )
         if self._is_live and self._log_weight == -math.inf:
-            await _Pause()  # for ever: weights of its own have no sum
+            await _Pause()  # for ever: a dead particle's own weights may have no sum
         count = len(values)
         shares = None if log_weights is None else _shares(log_weights, count)
         if not count:
@@ -381,12 +381,14 @@ class Program:
         try:
             finished, value = await _UntilPause(coroutine)
         except (AttributeError, TypeError, ValueError) as error:
-            # What a coroutine raises where a value is wanted.
+            # A forgotten await: a coroutine was used as a value.
             if (forgotten := execution._questions.forgotten()) is not None:
                 raise forgotten from error
             raise
         finally:
-            execution._task = None  # which will hold what comes of it, and so itself
+            execution._task = (
+                None  # breaks the cycle: the task holds the result, which holds the execution
+            )
         log_weight, token_id = execution._log_weight, execution._drawn
         if log_weight == -math.inf:
             coroutine.close()

@@ -45,7 +45,7 @@ class Progress:
         # A notebook's bar keeps a total of its own, and knows no errors before it has one.
         widget = getattr(self._bar, "container", None)
         if kind is None:
-            self._bar.total = self._bar.n  # texts may end before they have to
+            self._bar.total = self._bar.n  # texts may end before max_tokens
             if widget is not None:
                 widget.children[1].max = max(self._bar.n, 1)
             self._bar.refresh()

@@ -28,7 +28,7 @@ expectation. Weights of 0 have no children that weigh anything."""
 EPSILON = float(np.finfo(np.float64).eps)
 
 BAND = 2.0
-"""``partial`` keeps a weight that is at most so many times more, or less, than the mean."""
+"""``partial`` keeps weights within this factor of the mean."""
 
 
 def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 LINEAGES = 24
-"""How many a genealogy shows, unless asked for more."""
+"""How many lineages a genealogy shows by default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -60,7 +60,7 @@ class Result:
     statistics: Statistics | None = None
     chains: ChainStatistics | None = None
     _tokens: Mapping[int, bytes] = field(default_factory=dict)
-    """What each of the drawn tokens says."""
+    """The bytes of each drawn token."""
 
     @property
     def ess(self) -> float:

@@ -267,7 +267,7 @@ class TextModel:
             self._ends.never
             and self._start is not None
             and not particles[0].token_ids
-            and self._is_complete(self._start)  # the empty text is all there is
+            and self._is_complete(self._start)  # the empty text is the only one
         ):
             return await self._judged(
                 particles, await self._ended(particles, [0.0] * len(particles))
@@ -294,7 +294,7 @@ class TextModel:
                 continue
             state = particle.constraint_state
             if self._ends.token_ids and self._start is not None and token_id == self._eos_token_id:
-                token_id = min(self._ends.token_ids)  # which of them, a rejection does not say
+                token_id = min(self._ends.token_ids)  # a rejection does not tell which stop token
             text = self.extended(particle.generated, token_id)
             if state is not None and not text.finished:
                 key = (id(state), token_id)

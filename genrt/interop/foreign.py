@@ -13,8 +13,9 @@ from genrt.errors import EngineNotInstalled
 __all__ = ["importing"]
 
 PREFIX = "VLLM_"
-"""Of the environment variables that vLLM reads whenever it is opened. genlm-backend sets three of them,
-for its own vLLM; what vLLM sets for itself when it is first imported has other names, and stays."""
+"""The prefix of the environment variables that vLLM reads whenever it is opened. genlm-backend sets three
+of them for its own vLLM. Variables that vLLM sets when it is first imported have other names, and
+stay."""
 
 
 @contextmanager

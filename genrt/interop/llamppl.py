@@ -46,13 +46,13 @@ def as_llamppl(lm: AsyncLM) -> Any:
         raise InvalidRequest(
             "llamppl calls methods that transformers' tokenizers have: load a checkpoint that has one"
         )
-    # Its constructor accepts four backends by their classes, and does no more than this.
+    # The constructor only accepts four classes of backends; it does no more than the lines below.
     made = CachedCausalLM.__new__(CachedCausalLM)
     made.backend = "vllm"
     made.model = model
     made.tokenizer = model.tokenizer
     made.byte_vocab = model.byte_vocab
-    # Its masks look at a token's first character; an id that stands for nothing has none.
+    # llamppl's masks look at a token's first character, which an id without text lacks.
     made.str_vocab = [text or "\N{REPLACEMENT CHARACTER}" for text in model.str_vocab]
     made.masks = Masks(made)
     return made

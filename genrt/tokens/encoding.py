@@ -13,10 +13,10 @@ from genrt.numbers import check_bool, named
 from genrt.tokens.vocabulary import BytesTokenizer, all_tokens, checked_utf8
 
 SHOWN = 5
-"""How many of the characters that a tokenizer loses a message names."""
+"""The most lost characters that a message names."""
 
 MOST_ASKED = 2000
-"""How many different characters of a lost text are looked at one by one."""
+"""The most distinct characters of a lost text that are tried one by one."""
 
 WHITE = r"[^\S\x1c-\x1f]*"
 """White space to the tokenizers library, in a regular expression."""
@@ -101,7 +101,7 @@ def encode_chat(
     def applied(**kind: bool) -> Any:
         try:
             return tokenizer.apply_chat_template(list(messages), **options, **kind)
-        except Exception as error:  # templates are programs: theirs can be anything
+        except Exception as error:  # a template is a program and may raise anything
             if "chat_template" not in options and not getattr(tokenizer, "chat_template", None):
                 raise InvalidRequest(
                     "the model has no chat template, so it was hardly made for chats: write the "
@@ -148,12 +148,12 @@ def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
     if _is_same(text, decode(tokenizer, token_ids)):
         return True
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:  # such decode bytes as they are written
+    if fast is None:  # slow tokenizers decode bytes as they are written
         with contextlib.suppress(EngineUnsupported):
             tokens = all_tokens(tokenizer)
             return _is_same(text, b"".join(tokens[i] for i in token_ids).decode(errors="replace"))
         return False
-    if fast.decoder is None:  # such decode texts into pieces, and what is lost cannot be seen
+    if fast.decoder is None:  # without a decoder a loss cannot be seen
         return True
     known = tokenizer.added_tokens_decoder.items()
     added = {i: token for i, token in known if token.content in text}

@@ -18,7 +18,7 @@ _RANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "top_p": (lambda x: (x > 0) & (x <= 1), "a number above 0 and at most 1, where 1 is off"),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "a number between 0 and 1, where 0 is off"),
 }
-"""Of each parameter which values are in range, and how a message says so."""
+"""For each parameter: a test whether values are in range, and the range in words."""
 
 
 def check_parameters(

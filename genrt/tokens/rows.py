@@ -36,9 +36,8 @@ def together(rows: Sequence[Tensor]) -> Tensor:
     stride = math.gcd(*(offset - start for offset in offsets)) or width
     places = [(offset - start) // stride for offset in offsets]
     table = first.as_strided((max(places) + 1, width), (stride, 1), start)
-    index = torch.tensor(
-        places, pin_memory=first.is_cuda
-    )  # pageable memory would wait for the device
+    # A copy from pageable memory would wait for the device.
+    index = torch.tensor(places, pin_memory=first.is_cuda)
     return table.index_select(0, index.to(first.device, non_blocking=True))
 
 

@@ -26,11 +26,11 @@ BLOCK = 128
 padding, and is near enough to the square root of it that both stages are short."""
 
 LARGEST = 1.0 - 2.0**-52
-"""The largest uniform number that is used: its share of any total is less than the total."""
+"""The largest uniform number in use: its share of any total is less than the total."""
 
 CPU_CHUNK, CHUNK = 2**20, 2**25
-"""How many entries of the rows are worked on at once: what a CPU's caches hold, and what leaves room in a
-GPU's memory."""
+"""How many entries of the rows are processed at once: as many as a CPU's caches hold, or as leave room in
+a GPU's memory."""
 
 
 ADDING = ("cpu",)
@@ -295,7 +295,7 @@ def _masked(batch: Tensor, mask: Tensor) -> Tensor:
 
 
 _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-"""For each byte its bits, lowest first."""
+"""The bits of each byte, lowest first."""
 
 
 @functools.lru_cache

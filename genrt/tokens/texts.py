@@ -12,7 +12,7 @@ from genrt.errors import InvalidRequest
 __all__ = ["Potential", "Predicate", "Text", "decoded"]
 
 Bytes: TypeAlias = bytes
-"""``bytes``, where a property of that name hides it."""
+"""``bytes``, for a class in which a property hides that name."""
 
 
 class Text(str):
@@ -93,7 +93,7 @@ class Text(str):
 
 
 UNDECODABLE = re.compile("[\udc80-\udcff]")
-"""What Python's "surrogateescape" makes of a byte that is not UTF-8."""
+"""An invalid byte as Python's "surrogateescape" decodes it."""
 
 LOOKS_ESCAPED = re.compile(r"\ufffd(?=\\x)")
 """A U+FFFD of the text itself that would read as the escape of a byte."""
@@ -119,7 +119,7 @@ def _escape(byte: int) -> str:
 
 
 Predicate: TypeAlias = Callable[[Text], bool | Awaitable[bool]]
-"""Whether a text is wanted: of a finished one, whether it is; of a prefix, whether it may become so."""
+"""Tells whether a finished text is wanted, or whether a prefix may become a wanted text."""
 
 Potential: TypeAlias = Callable[[Text], float | Awaitable[float]]
 """A log-weight of a text: a finite number, or -inf to rule it out."""

@@ -92,7 +92,7 @@ class ByteTrie:
         first = bisect_left(self._tokens, prefix)
         if first == len(self._tokens) or not self._tokens[first].startswith(prefix):
             return None
-        # The first token with this prefix made its node, and those from there to its own in a row.
+        # The first token with this prefix made the nodes from here to its own, numbered in a row.
         return self._token_nodes[first] - (len(self._tokens[first]) - len(prefix))
 
     def prefix(self, node: int) -> bytes:

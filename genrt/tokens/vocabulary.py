@@ -90,7 +90,7 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
             unknown = fast.token_to_id(model["unk_token"])
         if unknown is not None:
             special.add(unknown)
-        if _falls_back_to_bytes(specification):  # trainers are given such tokens as special ones
+        if _falls_back_to_bytes(specification):  # trainers mark byte tokens as special
             special -= {i for i, token in added.items() if _BYTE_PIECE.fullmatch(token.content)}
     return frozenset(special)
 
@@ -195,7 +195,7 @@ class _Reading:
         if self.byte_level:
             try:
                 return bytes(map(_BYTE_OF_CHARACTER.__getitem__, piece))
-            except KeyError:  # such a piece is never the result of mapping bytes: it is text
+            except KeyError:  # not a mapping of bytes: the piece is text
                 return piece.encode()
         for old, new in self.replacements:
             piece = piece.replace(old, new)

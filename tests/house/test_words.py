@@ -25,8 +25,8 @@ NOT_YET: tuple[str, ...] = (
 )
 """Rooms whose words have not been put right."""
 
-LONGEST_FILE = 500
-MOST_LINES = 24_700
+LONGEST_FILE, LONGEST_DONE = 500, 450
+MOST_LINES = 23_600
 """Bounds for the whole package; issue 11 asks for 450 and 18,500."""
 
 DONE = [file for file in files_of() if not file.startswith(NOT_YET)]
@@ -45,7 +45,8 @@ def test_one_word_is_used_for_one_thing(file: str) -> None:
 
 def test_the_package_and_its_files_are_short() -> None:
     lines = measured(files_of()).lines
-    assert {file: count for file, count in lines.items() if count > LONGEST_FILE} == {}
+    most = dict.fromkeys(lines, LONGEST_FILE) | dict.fromkeys(DONE, LONGEST_DONE)
+    assert {file: count for file, count in lines.items() if count > most[file]} == {}
     assert sum(lines.values()) <= MOST_LINES
 
 

@@ -13,7 +13,7 @@ from genrt.inference.display.summary import Curves
 from genrt.inference.resampling import Floats
 
 BLUE, ORANGE, GREY = "#2f7fc1", "#d55e00", "#8b929c"
-"""Told apart with any kind of colour vision, and seen on white as on black."""
+"""Distinct with any kind of colour vision, and visible on white and on black."""
 
 WIDE, HIGH = 310, 130
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 302.0, 26.0, 108.0
@@ -21,7 +21,7 @@ LEFT, RIGHT, TOP, BOTTOM = 40.0, 302.0, 26.0, 108.0
 Scale: TypeAlias = Callable[[Floats], Floats]
 
 MOST_POINTS = 400
-"""Of a curve: a longer one is drawn through the extremes of equal stretches."""
+"""Of a curve; a curve of more points is drawn through the extremes of equal stretches."""
 
 
 class _Curve(NamedTuple):

@@ -31,22 +31,22 @@ from genrt.inference.state import Info
 
 FONT = "ui-monospace,'SFMono-Regular',Menlo,Consolas,'DejaVu Sans Mono',monospace"
 SIZE, CHARACTER = 11, 6.65
-"""Of the tokens' font, and how wide its characters are, in pixels."""
+"""The tokens' font: its size and the width of its characters, in pixels."""
 
 ROW, TOP, LEFT, RIGHT = 24.0, 34.0, 34.0, 104.0
 GUTTER = 26.0
 """Room for the forks before a step that began by resampling."""
 
 MOST_ALIGNED = 80
-"""With more steps than these tokens are not shown in columns, but in a run along the line."""
+"""With more steps, tokens are shown in one run along the line and not in columns."""
 
 NARROWEST, WIDEST = 16.0, 96.0
 COMPRESSED = 2400.0
-"""How wide the columns of a longer run are together, at most."""
+"""The largest total width of a longer run's columns, in pixels."""
 
 LEGEND_LEFT, LEGEND_ROW = 12.0, 18.0
 LETTER = 6.0
-"""How wide a letter of the legend is on the average, in the widest of the usual fonts, in pixels."""
+"""The mean width of a letter of the legend, in the widest of the usual fonts, in pixels."""
 
 TITLE = 900
 """The most bytes of a title's text."""

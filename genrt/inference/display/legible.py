@@ -17,7 +17,7 @@ from genrt.tokens.texts import decoded
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MINUS = "\N{MINUS SIGN}"
 LONGEST = 20_000
-"""Characters of a value that are looked at at all."""
+"""The most characters of a value that are considered at all."""
 
 
 def printable(text: str) -> str:
@@ -65,7 +65,7 @@ def label(value: Any) -> str:
     if not isinstance(value, str):
         try:
             value = repr(value)
-        except Exception as error:  # it is the user's, and must not keep the rest from being seen
+        except Exception as error:  # the user's repr must not hide the rest
             value = f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
     if not value:
         return "(empty)"

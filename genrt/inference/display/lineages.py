@@ -29,7 +29,7 @@ End: TypeAlias = Literal["survived", "died", "dropped", "forked"]
 """How a branch ends: at the last step; by dying; without children; or by having several."""
 
 SURVIVORS = 2 / 3
-"""The share of the lineages shown that is for survivors, if the others are enough to fill the rest."""
+"""The share of survivors among the lineages shown, if there are enough others to fill the rest."""
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 LABEL = 48
-"""Columns of a text beside its bar."""
+"""The most columns of a text beside its bar."""
 
 
 def figure_of(summary: Summary) -> Figure:
@@ -134,7 +134,7 @@ def particles_frame(
     """
     pandas = _pandas()
     index = pandas.RangeIndex(len(texts), name="particle")
-    # Lists and tuples among the values stay what they are, one in a cell.
+    # As objects, lists and tuples among the values stay whole, one in a cell.
     return pandas.DataFrame(
         {
             "text": pandas.Series(list(texts), index=index, dtype=object),

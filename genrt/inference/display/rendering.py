@@ -26,7 +26,7 @@ from genrt.inference.display.summary import Entry, Summary
 from genrt.runtime.statistics import Statistics
 
 COLUMNS = 100
-"""Of a text in the posterior's table."""
+"""The most columns of a text in the posterior's table."""
 
 TITLE = 6000
 """The most bytes of a title, which has the whole text of a row."""
@@ -188,7 +188,7 @@ def _row(entry: Entry, largest: float) -> str:
     title = ""
     if shown != entry.label:
         title = f' title="{escaped_attribute(entry.label, most=TITLE)}"'
-    # A text of another direction has its own, but an escape must not be turned with it.
+    # A right-to-left text keeps its direction, but an escape in it must not be reversed.
     direction = "ltr" if "\\" in shown else "auto"
     return (
         f'<tr><td class="weight">{entry.weight:.4f}</td><td>{_bar(entry.weight, largest)}</td>'
