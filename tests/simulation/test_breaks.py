@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import genrt
+import genrt.questions.draws
 import genrt.runtime.admission
 import genrt.runtime.answers
 import genrt.runtime.cache
@@ -292,12 +293,12 @@ def who_asked_a_row_that_is_read_is_forgotten(patch: Patch) -> None:
 
 
 def masks_are_dropped(patch: Patch) -> None:
-    patch.setattr(genrt.runtime.answers, "_masks", lambda asked, row: None)
+    patch.setattr(genrt.questions.draws, "_masks", lambda asked, row: None)
 
 
 def seeded_draws_depend_on_their_batch(patch: Patch) -> None:
     patch.setattr(
-        genrt.runtime.answers, "seeded_uniforms", lambda seeds: torch.rand(len(seeds), 2).double()
+        genrt.questions.draws, "seeded_uniforms", lambda seeds: torch.rand(len(seeds), 2).double()
     )
 
 
