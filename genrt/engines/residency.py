@@ -1,13 +1,13 @@
 """Which sequences are resident, and which of them a new context can start from.
 
-Pure bookkeeping, over names that the engine gives its sequences: an engine tells what became resident,
-was extended or went, and asks, for a context, for the resident sequence that it can start from.
+Pure bookkeeping: an engine tells which sequence became resident, was extended or went, each by the id of
+the request that keeps it, and asks for the sequence that a context can start from.
 
-Two look-ups: a sequence whose whole context is the asked one less its last token (the step of a sampler)
-is found by the hash of its context, its *digest*; any other through the chained hashes of its context in
-pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). What is found is compared as a whole. Contexts
-are packed, as in ``LogprobsRequest``. Both indexes are brought up to date when they are asked:
-sequences that only grow, and are guessed, cost nothing.
+There are two look-ups. The sequence whose whole context is the given one less its last token (the step of
+a sampler) is found by the hash of its context, its *digest*. Any other is found by the chained hashes of
+its context in pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). The contexts found are compared
+as a whole, so equal hashes do no harm. Contexts are packed, as in ``LogprobsRequest``. Both indexes are
+brought up to date when they are asked: sequences that only grow, and are guessed, cost nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from genrt.questions.contexts import TOKEN_BYTES, Adapter
 __all__ = ["Residents"]
 
 PIECE = 16
-"""Tokens hashed together: look-ups cost a dictionary access for each, and forks share a prefix exactly
-if it is at least this long."""
+"""How many tokens are hashed together: a look-up costs a dictionary access for each piece, and a prefix
+that is shorter than one is not shared."""
 
 PIECE_BYTES = PIECE * TOKEN_BYTES
 
 
 @dataclass(slots=True)
 class _Resident:
-    name: str
+    request_id: str
     adapter: Adapter | None
     context: bytes
     digest: int | None = None
@@ -35,47 +35,47 @@ class _Resident:
 
 
 class Residents:
-    """Resident sequences by name; a sequence is its adapter and its context."""
+    """Resident sequences by request id; a sequence is its adapter and its context."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, _Resident] = {}
+        self._by_id: dict[str, _Resident] = {}
         self._by_digest: dict[int, list[_Resident]] = {}
         self._by_piece: dict[int, dict[str, None]] = {}
         self._without_digest: dict[str, None] = {}
         self._without_pieces: dict[str, None] = {}
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._by_id)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
 
-    def put(self, name: str, adapter: Adapter | None, context: bytes) -> None:
-        """The sequence is resident with this context; where it was, the context has grown."""
-        resident = self._by_name.get(name)
+    def put(self, request_id: str, adapter: Adapter | None, context: bytes) -> None:
+        """Record that a sequence is resident with this context, which it may have grown to."""
+        resident = self._by_id.get(request_id)
         if resident is None:
-            resident = self._by_name[name] = _Resident(name, adapter, context)
+            resident = self._by_id[request_id] = _Resident(request_id, adapter, context)
         else:
             if resident.digest is not None:
                 self._undigest(resident)
             resident.context = context
-            self._without_digest.pop(name, None)  # to the end: the last put is found first
-        self._without_digest[name] = None
+            self._without_digest.pop(request_id, None)  # to the end: the last put is found first
+        self._without_digest[request_id] = None
         if len(context) >= (len(resident.pieces) + 1) * PIECE_BYTES:
-            self._without_pieces[name] = None
+            self._without_pieces[request_id] = None
 
-    def remove(self, name: str) -> None:
-        """The sequence is resident no more; an unknown name is ignored."""
-        resident = self._by_name.pop(name, None)
+    def remove(self, request_id: str) -> None:
+        """Record that a sequence is resident no more; an unknown id is ignored."""
+        resident = self._by_id.pop(request_id, None)
         if resident is None:
             return
         self._undigest(resident)
-        self._without_digest.pop(name, None)
-        self._without_pieces.pop(name, None)
+        self._without_digest.pop(request_id, None)
+        self._without_pieces.pop(request_id, None)
         for piece in resident.pieces:
-            names = self._by_piece[piece]
-            del names[name]
-            if not names:
+            alike = self._by_piece[piece]
+            del alike[request_id]
+            if not alike:
                 del self._by_piece[piece]
 
     def _undigest(self, resident: _Resident) -> None:
@@ -88,17 +88,21 @@ class Residents:
             self._by_digest[resident.digest] = [one for one in alike if one is not resident]
         resident.digest = None
 
-    def names(self) -> list[str]:
-        """All of them."""
-        return list(self._by_name)
+    def request_ids(self) -> list[str]:
+        """Return the ids of all resident sequences."""
+        return list(self._by_id)
 
     def bound_to(self, adapter: Adapter | None) -> list[str]:
-        """The names of an adapter's sequences."""
-        return [name for name, resident in self._by_name.items() if resident.adapter == adapter]
+        """Return the ids of an adapter's sequences."""
+        return [
+            request_id
+            for request_id, resident in self._by_id.items()
+            if resident.adapter == adapter
+        ]
 
-    def is_parent(self, name: str, adapter: Adapter | None, context: bytes) -> bool:
-        """Whether this sequence's context is this one less its last token: to try a guess."""
-        resident = self._by_name.get(name)
+    def is_parent(self, request_id: str, adapter: Adapter | None, context: bytes) -> bool:
+        """Return whether this sequence's context is the given one less its last token: to try a guess."""
+        resident = self._by_id.get(request_id)
         return (
             resident is not None
             and len(resident.context) == len(context) - TOKEN_BYTES
@@ -107,17 +111,17 @@ class Residents:
         )
 
     def parent(self, adapter: Adapter | None, context: bytes) -> str | None:
-        """The sequence whose context is this one less its last token; of several, the last put."""
+        """Return the sequence, of several the last put, whose context is this one less its last token."""
         self._digest_all()
         before = context[:-TOKEN_BYTES]
         for resident in reversed(self._by_digest.get(_digest(adapter, before), ())):
             if resident.context == before and resident.adapter == adapter:
-                return resident.name
+                return resident.request_id
         return None
 
     def nearest(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
-        """A sequence that shares the longest prefix with this context, and how many tokens that is, at
-        least ``PIECE`` and less than all of them; ``None`` if there is none."""
+        """Return a sequence that shares the longest prefix with this context, and how many tokens that
+        is: at least ``PIECE``, and not the whole context. Return ``None`` if there is none."""
         self._cut_pieces()
         piece = hash(adapter)
         candidates: dict[str, None] = {}
@@ -130,34 +134,34 @@ class Residents:
             candidates, shared = found, start + PIECE_BYTES
         most = len(context) // TOKEN_BYTES - 1
         best: tuple[str, int] | None = None
-        for name in candidates:
-            resident = self._by_name[name]
+        for request_id in candidates:
+            resident = self._by_id[request_id]
             if resident.adapter != adapter or not resident.context.startswith(context[:shared]):
                 continue  # equal hashes of unequal pieces
             length = _common(resident.context, context, shared) // TOKEN_BYTES
             if best is None or length > best[1]:
-                best = name, length
+                best = request_id, length
             if length >= most:
                 break
         return None if best is None else (best[0], min(best[1], most))
 
     def _digest_all(self) -> None:
-        for name in self._without_digest:
-            resident = self._by_name[name]
+        for request_id in self._without_digest:
+            resident = self._by_id[request_id]
             resident.digest = digest = _digest(resident.adapter, resident.context)
             self._by_digest.setdefault(digest, []).append(resident)
         self._without_digest.clear()
 
     def _cut_pieces(self) -> None:
-        for name in self._without_pieces:
-            resident = self._by_name[name]
+        for request_id in self._without_pieces:
+            resident = self._by_id[request_id]
             pieces, context = resident.pieces, resident.context
             for start in range(
                 len(pieces) * PIECE_BYTES, len(context) - PIECE_BYTES + 1, PIECE_BYTES
             ):
                 piece = _chained(pieces[-1] if pieces else hash(resident.adapter), context, start)
                 pieces.append(piece)
-                self._by_piece.setdefault(piece, {})[name] = None
+                self._by_piece.setdefault(piece, {})[request_id] = None
         self._without_pieces.clear()
 
 
@@ -170,7 +174,7 @@ def _chained(piece: int, context: bytes, start: int) -> int:
 
 
 def _common(one: bytes, other: bytes, known: int) -> int:
-    """How many bytes of whole tokens two contexts share, the first ``known`` of which they do."""
+    """Return how many bytes of whole tokens two contexts share, known to be at least ``known``."""
     most = min(len(one), len(other))
     for start in range(known, most, TOKEN_BYTES):
         if one[start : start + TOKEN_BYTES] != other[start : start + TOKEN_BYTES]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.engines.vllm.open_requests import MISSES, RETRY, OpenRequests
+from genrt.engines.vllm.speculation import MISSES, RETRY, DecodeSteps
 from genrt.lm import AsyncLM
 
 TOLERANCE = 5e-4
@@ -77,12 +77,12 @@ def rows_of(lm: AsyncLM, flushes: Sequence[Sequence[Sequence[int]]]) -> list[lis
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways: steps are prepared ahead, as they are on GPUs, and not, as on CPUs."""
-    original = OpenRequests.__init__
+    original = DecodeSteps.__init__
 
-    def init(self: OpenRequests, *positional: Any, **named: Any) -> None:
+    def init(self: DecodeSteps, *positional: Any, **named: Any) -> None:
         original(self, *positional, **named | {"ahead": request.param})
 
-    monkeypatch.setattr(OpenRequests, "__init__", init)
+    monkeypatch.setattr(DecodeSteps, "__init__", init)
     return bool(request.param)
 
 
@@ -134,7 +134,7 @@ def test_a_particle_step_computes_one_token_also_after_resampling(llama: Path) -
 
 
 @pytest.mark.vllm
-def test_a_population_s_steps_are_right_and_held_where_they_can_be(
+def test_a_population_s_steps_are_right_and_prepared_where_they_can_be(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], ahead: bool
 ) -> None:
     """Twelve particles that only grow, over the edges of blocks; that are resampled; half of which stop;
@@ -241,16 +241,16 @@ def test_what_was_drawn_is_computed_before_it_is_asked_and_never_mistaken_for_so
 def test_one_who_is_always_mistaken_is_seldom_speculated_for(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = OpenRequests.__init__
+    original = DecodeSteps.__init__
 
-    def init(self: OpenRequests, *positional: Any, **named: Any) -> None:
+    def init(self: DecodeSteps, *positional: Any, **named: Any) -> None:
         original(self, *positional, **named | {"ahead": True})
 
-    monkeypatch.setattr(OpenRequests, "__init__", init)
+    monkeypatch.setattr(DecodeSteps, "__init__", init)
     with load(llama, blocks=400, max_num_seqs=16) as lm:
         engine: Any = lm._thread.engine
         runs = 0
-        run = engine._open._runner.run
+        run = engine._open.steps._runner.run
 
         def counted(*given: Any) -> torch.Tensor:
             nonlocal runs
@@ -258,7 +258,7 @@ def test_one_who_is_always_mistaken_is_seldom_speculated_for(
             logits: torch.Tensor = run(*given)
             return logits
 
-        monkeypatch.setattr(engine._open._runner, "run", counted)
+        monkeypatch.setattr(engine._open.steps._runner, "run", counted)
         particles = [[number, *range(50)] for number in range(6)]
         steps = 3 * RETRY
         for _ in range(steps):
@@ -348,7 +348,7 @@ def test_the_runner_always_has_a_slot(
 
 
 @pytest.mark.vllm
-async def test_what_happens_between_two_steps_takes_a_held_one_back(
+async def test_what_happens_between_two_steps_takes_a_prepared_one_back(
     llama: Path,
     oracle: Callable[[Sequence[int]], torch.Tensor],
     loras: tuple[Path, Path],
@@ -369,7 +369,7 @@ async def test_what_happens_between_two_steps_takes_a_held_one_back(
                 rows = await lm.batch_next_token_logprobs(particles)
                 for particle, row in zip(particles, rows, strict=True):
                     assert float((oracle(particle) - row).abs().max()) < TOLERANCE
-            assert (engine._open._held is not None) == ahead
+            assert (engine._open.steps._prepared is not None) == ahead
 
         await steps(4)
         await lm.next_token_logprobs([9, 9])
@@ -383,7 +383,7 @@ async def test_what_happens_between_two_steps_takes_a_held_one_back(
         await lm.sample([1, 2, 3], max_tokens=3)
         await steps(4)
         await lm.add_adapter("a", loras[0])
-        assert engine._open._held is None
+        assert engine._open.steps._prepared is None
         await steps(4)
         runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
         for broken in ("_model_forward", "model"):
@@ -531,7 +531,7 @@ def test_where_residents_rows_are_wrong_they_are_switched_off_with_one_warning(
 ) -> None:
     from genrt.engines.vllm import runners
 
-    monkeypatch.setattr(runners._V1, "write", lambda *_: None)
+    monkeypatch.setattr(runners.RunnerV1, "write", lambda *_: None)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", RuntimeWarning)
         lm = load(llama, blocks=200, max_num_seqs=16)

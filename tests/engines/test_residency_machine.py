@@ -116,7 +116,7 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_knows_what_it_was_told(self) -> None:
-        assert sorted(self.residents.names()) == sorted(self.known)
+        assert sorted(self.residents.request_ids()) == sorted(self.known)
         assert len(self.residents) == len(self.known)
         assert all(name in self.residents for name in self.known)
         assert "unknown" not in self.residents

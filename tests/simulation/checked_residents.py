@@ -70,8 +70,10 @@ class CheckedResidents:
         self._residents.remove(name)
 
     def _compare_names(self) -> None:
-        if sorted(self._residents.names()) != sorted(self._plain):
-            raise Violation(f"resident are {self._residents.names()}, not {list(self._plain)}")
+        if sorted(self._residents.request_ids()) != sorted(self._plain):
+            raise Violation(
+                f"resident are {self._residents.request_ids()}, not {list(self._plain)}"
+            )
 
     def _parent(self, adapter: Adapter | None, context: bytes) -> str | None:
         before = context[:-TOKEN_BYTES]

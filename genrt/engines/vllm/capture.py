@@ -7,12 +7,11 @@ Rules:
     Steps without a logprobs request compute nothing here.
 
 On a CPU, the V1 runner's samples are drawn here too: every token from ``(seed, how many came before)``.
-vLLM's sampler draws from the process's own generator there, whoever has a seed, and a seeded request's
-generator goes on from step to step, the discarded draws of a chunked prompt included.
+vLLM's own sampler draws from the process's generator there, whether or not a request has a seed, and a
+seeded request's generator moves on with every step, also with the discarded draws of a chunked prompt.
 
-Private to vLLM and touched here: how a worker holds its processors (``_find``), and on a CPU the V1
-runner's ``sampler.topk_topp_sampler``. ``self_check.py`` runs at start and fails when any of this has
-changed.
+The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` runs at start
+and fails when any of them has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +46,7 @@ __all__ = [
     "RemoteStore",
     "RowStore",
     "WorkerRows",
+    "install",
     "log_probabilities",
 ]
 
@@ -59,8 +59,8 @@ SEED = "genrt_seed"
 
 @torch.inference_mode()
 def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> torch.Tensor:
-    """Rows ``[n, vocab_size]`` of ``logits``; in their place, if they may be overwritten and are wide
-    enough, and with no second tensor as wide in any case."""
+    """Return the rows ``[n, vocab_size]`` of ``logits``. With ``may_overwrite`` they take the place of
+    float32 logits, or of the one float32 copy of others: no second tensor of this size is made."""
     if not may_overwrite:
         return logits.log_softmax(dim=-1, dtype=torch.float32)
     wide = logits.float()
@@ -68,7 +68,7 @@ def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> t
 
 
 class FiniteCheck:
-    """Which of the rows ``[n, vocab_size]`` come from logits that are not finite: asked of the device,
+    """Which of the rows ``[n, vocab_size]`` come from logits that are not finite. The device finds it out
     while the host goes on."""
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class FiniteCheck:
         self._sum = Leaving(self._first.sum())
 
     def wait(self) -> set[int]:
-        """The positions of such rows, once the device has computed them all."""
+        """Wait until the device has computed all rows, and return the positions of such ones."""
         if not math.isnan(self._sum.arrived().item()):
             return set()
         return set(self._first.isnan().nonzero()[:, 0].tolist())
@@ -90,15 +90,15 @@ class RowStore:
         self._rows: dict[int, tuple[torch.Tensor, int]] = {}
 
     def put(self, tickets: Sequence[int], logits: torch.Tensor) -> None:
-        """Normalise ``logits`` ``[len(tickets), vocab_size]``; a ticket's later row replaces its
+        """Keep the rows of ``logits`` ``[len(tickets), vocab_size]``; a ticket's later row replaces its
         earlier one."""
         rows = log_probabilities(logits)
         for position, ticket in enumerate(tickets):
             self._rows[ticket] = (rows, position)
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
-        """Each ticket's row, a view of its step's, for the current stream; ``None`` where the logits were
-        not finite. A ticket is taken once.
+        """Return each ticket's row, a view of its step's, for use on the current stream; ``None`` where
+        the logits were not finite. A ticket is taken once.
 
         Raises:
             EngineUnsupported: a request finished without a row: vLLM skipped the processor.
@@ -121,7 +121,7 @@ class RowStore:
         return taken
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Drop the rows of requests that were cancelled, if there are any."""
+        """Forget the rows of requests that were cancelled, if there are any."""
         for ticket in tickets:
             self._rows.pop(ticket, None)
 
@@ -129,18 +129,60 @@ class RowStore:
         return len(self._rows)
 
 
+T = TypeVar("T")
+
+
+class _Places(Generic[T]):
+    """What is known of requests, by their places in the V1 runner's persistent batch."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, T] = {}
+
+    def follow(self, update: BatchUpdate, added: dict[int, T | None]) -> None:
+        """Move everything with its request; ``added`` is what is known of new ones, by place."""
+        at = self.at
+        # The order is vLLM's: removed, added (also to places that were not removed), moved.
+        for index in update.removed:
+            at.pop(index, None)
+        for index, new in added.items():
+            if new is None:
+                at.pop(index, None)
+            else:
+                at[index] = new
+        for source, target, direction in update.moved:
+            moved, replaced = at.pop(source, None), at.pop(target, None)
+            if moved is not None:
+                at[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                at[source] = replaced
+
+
+@dataclass(slots=True)
+class _SeededRequest:
+    """A sample request with its seed; ``output_token_ids`` is vLLM's own list, which vLLM appends to."""
+
+    seed: int
+    output_token_ids: list[int]
+
+    def number(self) -> int:
+        """Return what the request's next token is drawn from: 31 bits."""
+        generator = torch.Generator().manual_seed(mixed(self.seed, len(self.output_token_ids)))
+        return int(torch.randint(0, 2**31, (1,), generator=generator))
+
+
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     """For the V1 runner: rows are tracked through the moves of its persistent batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.store = RowStore()
-        self._tickets: dict[int, int] = {}
+        self._tickets: _Places[int] = _Places()
+        self._seeded: _Places[_SeededRequest] = _Places()
+        # The tickets of the batch in order, and their rows (``None``: all); kept until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
-        self._seeded: dict[int, _SeededRequest] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """False, although nothing is changed: the others are skipped for greedy batches, and see
-        logits that are divided by the temperature."""
+        """Return False, although nothing is changed: vLLM skips the invariant ones for greedy batches,
+        and shows them logits that are divided by the temperature."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -148,10 +190,8 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
             return
         self._layout = None
         added = batch_update.added
-        _follow(self._tickets, batch_update, {i: _ticket(params) for i, params, _, _ in added})
-        _follow(
-            self._seeded, batch_update, {i: _seeded(params, ids) for i, params, _, ids in added}
-        )
+        self._tickets.follow(batch_update, {i: _ticket(params) for i, params, _, _ in added})
+        self._seeded.follow(batch_update, {i: _seeded(params, ids) for i, params, _, ids in added})
 
     def draw(
         self,
@@ -160,61 +200,26 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, None]:
-        """As the ``forward`` of vLLM's sampler on a CPU, with each request's own randomness: token ids
-        ``[n]``. Those of requests that are not sampled are not read."""
+        """Draw token ids ``[n]``, as the ``forward`` of vLLM's sampler on a CPU does, with each request's
+        own randomness. Those of requests that are not sampled are not read."""
         seeds = torch.zeros(len(logits), dtype=torch.int64)
-        for index, request in self._seeded.items():
+        for index, request in self._seeded.at.items():
             seeds[index] = request.number()
         logits = apply_top_k_top_p(logits, k, p)
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if not self._tickets:
+        tickets = self._tickets.at
+        if not tickets:
             return logits
         if self._layout is None:
-            indices = sorted(self._tickets)
-            self._layout = (
-                [self._tickets[index] for index in indices],
-                None
-                if indices == list(range(len(logits)))
-                else torch.tensor(indices, device=logits.device),
-            )
-        tickets, rows = self._layout
-        self.store.put(tickets, logits if rows is None else logits[rows])
+            indices = sorted(tickets)
+            every = indices == list(range(len(logits)))
+            rows = None if every else torch.tensor(indices, device=logits.device)
+            self._layout = [tickets[index] for index in indices], rows
+        in_order, rows = self._layout
+        self.store.put(in_order, logits if rows is None else logits[rows])
         return logits
-
-
-T = TypeVar("T")
-
-
-def _follow(places: dict[int, T], update: BatchUpdate, added: dict[int, T | None]) -> None:
-    """Keep what is known of places in the batch where it belongs; the order is vLLM's."""
-    for index in update.removed:
-        places.pop(index, None)
-    for index, new in added.items():
-        if new is None:
-            places.pop(index, None)
-        else:
-            places[index] = new
-    for source, target, direction in update.moved:
-        moved, replaced = places.pop(source, None), places.pop(target, None)
-        if moved is not None:
-            places[target] = moved
-        if replaced is not None and direction == MoveDirectionality.SWAP:
-            places[source] = replaced
-
-
-@dataclass(slots=True)
-class _SeededRequest:
-    """``output_token_ids`` is vLLM's own list, which grows as the request does."""
-
-    seed: int
-    output_token_ids: list[int]
-
-    def number(self) -> int:
-        """What its next token is drawn from: 31 bits."""
-        generator = torch.Generator().manual_seed(mixed(self.seed, len(self.output_token_ids)))
-        return int(torch.randint(0, 2**31, (1,), generator=generator))
 
 
 def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | None:
@@ -259,29 +264,38 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
-class WorkerRows:
-    """vLLM's ``worker_extension_cls``: what a worker does for its store, in whichever process it is."""
+def install(model_runner: Any, own_processors: bool) -> RowStore:
+    """Return the store of a runner's capture; raise EngineUnsupported if the runner has none.
 
-    def genrt_prepare(self, own_processors: bool) -> None:
-        """Check that the capture is installed. Where it is the only processor (``own_processors`` is
-        False), tell the V1 runner that it needs no list of output tokens: that costs every step."""
-        capture = _find(self)
-        if not isinstance(capture, CaptureV1):
-            return
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
+    On a CPU, have the capture draw the V1 runner's samples.
+
+    Args:
+        own_processors: whether the user has logits processors too. If not, the V1 runner is told that it
+            need not list the output tokens for them, which it would do every step.
+    """
+    capture = _find(model_runner)
+    if isinstance(capture, CaptureV1):
         if not own_processors:
-            runner.input_batch.logitsprocs_need_output_token_ids = False
-        if runner.device.type == "cpu":
-            _take_draws(runner.sampler, capture)
+            model_runner.input_batch.logitsprocs_need_output_token_ids = False
+        if model_runner.device.type == "cpu":
+            _take_draws(model_runner.sampler, capture)
+    return capture.store
 
-    def genrt_store(self) -> RowStore:
-        """The store itself, for an engine in this process."""
-        return _find(self).store
+
+class WorkerRows:
+    """vLLM's ``worker_extension_cls``: its methods become a worker's own, for engines whose workers are
+    other processes."""
+
+    model_runner: Any
+
+    def genrt_install(self, own_processors: bool) -> None:
+        """Do what ``install`` does; the store stays here."""
+        install(self.model_runner, own_processors)
 
     def genrt_take(self, tickets: list[int]) -> tuple[np.ndarray, list[bool]] | None:
-        """For an engine in another process: which rows are finite, and those, ``[n, vocab_size]``, on
-        the host. One worker answers; those with the same logits, or none, drop theirs."""
-        store = _find(self).store
+        """Take rows: return the finite ones, ``[n, vocab_size]`` on the host, and which are finite. Only
+        one worker answers; those with the same rows, or none, forget theirs."""
+        store = _find(self.model_runner).store
         if get_tensor_model_parallel_rank() != 0 or not len(store):
             store.forget(tickets)
             return None
@@ -291,8 +305,8 @@ class WorkerRows:
         return stacked, [row is not None for row in rows]
 
     def genrt_forget(self, tickets: list[int]) -> None:
-        """Drop rows that nobody will take."""
-        _find(self).store.forget(tickets)
+        """Forget rows that nobody will take."""
+        _find(self.model_runner).store.forget(tickets)
 
 
 class RemoteStore:
@@ -301,9 +315,12 @@ class RemoteStore:
     ``call`` is the engine's ``collective_rpc``; rows come over the host to ``device``.
     """
 
-    def __init__(self, call: Callable[..., list[Any]], device: torch.device) -> None:
+    def __init__(
+        self, call: Callable[..., list[Any]], own_processors: bool, device: torch.device
+    ) -> None:
         self._call = call
         self._device = device
+        call("genrt_install", args=(own_processors,))
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
         wanted = list(tickets)
@@ -321,8 +338,7 @@ class RemoteStore:
         self._call("genrt_forget", args=(list(tickets),))
 
 
-def _find(worker: Any) -> CaptureV1 | CaptureV2:
-    runner = worker.model_runner
+def _find(runner: Any) -> CaptureV1 | CaptureV2:
     try:
         if hasattr(runner, "input_batch"):
             processors = list(runner.input_batch.logitsprocs.all)
@@ -350,5 +366,4 @@ def _take_draws(sampler: Any, capture: CaptureV1) -> None:
 
 
 def _ticket(params: Any) -> int | None:
-    extra = params.extra_args
-    return None if extra is None else extra.get(TICKET)
+    return (params.extra_args or {}).get(TICKET)

@@ -1,4 +1,4 @@
-"""In vLLM's words: options, versions, requests and their parameters; and its errors in genrt's."""
+"""Options, versions, requests and their parameters as vLLM takes them; its errors as genrt's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.protocol import failure
 from genrt.engines.turns import Turns
-from genrt.engines.vllm.capture import SEED, CaptureV1, CaptureV2, WorkerRows
-from genrt.engines.vllm.open_scheduler import OpenScheduler
+from genrt.engines.vllm.capture import SEED, TICKET, CaptureV1, CaptureV2, WorkerRows
+from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.errors import (
     EngineDied,
     EngineUnsupported,
@@ -36,7 +37,6 @@ from genrt.questions.samples import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [
-    "LOGPROBS",
     "TURN",
     "check_version",
     "configure",
@@ -44,7 +44,8 @@ __all__ = [
     "on_loopback",
     "reserved_share",
     "rounding",
-    "sampling_params",
+    "row_params",
+    "sample_params",
     "translated",
 ]
 
@@ -52,8 +53,8 @@ SUPPORTED = ((0, 32), (0, 34))
 """From the first version of vLLM that is known to work to the first that is not known."""
 
 TURN = Turns()
-"""Held by the engine that calls vLLM. What a forward is about, and the configuration that is opened, are
-globals of vLLM's: the engines of a process take turns."""
+"""Held by the engine that calls vLLM. vLLM keeps the context of a forward, and the configuration that is
+being opened, in globals: the engines of a process take turns."""
 
 GLOO = "GLOO_SOCKET_IFNAME"
 
@@ -64,7 +65,7 @@ CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 
 @contextmanager
 def on_loopback() -> Iterator[None]:
     """Have torch's gloo, of which vLLM makes groups of one process, listen on the loopback interface.
-    It is told by the environment; who set that themselves keeps it."""
+    gloo reads it from the environment; a value that the user has set stays."""
     if GLOO in os.environ:
         yield
         return
@@ -76,7 +77,7 @@ def on_loopback() -> Iterator[None]:
 
 
 def check_version(version: str) -> None:
-    """Raises EngineUnsupported for a vLLM that genrt has not been tried with."""
+    """Raise EngineUnsupported for a vLLM that genrt has not been tried with."""
     low, high = SUPPORTED
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not low <= found < high:
@@ -89,7 +90,7 @@ def check_version(version: str) -> None:
 def configure(
     checkpoint: str, options: dict[str, Any], reserve_bytes: int, *, residency: bool = True
 ) -> VllmConfig:
-    """``EngineArgs``' configuration with genrt's processor in it; raises as ``open_vllm`` says."""
+    """Return ``EngineArgs``' configuration with genrt's processor in it; raise as ``open_vllm`` says."""
     options = {"disable_log_stats": True, **options, "model": checkpoint}
     options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))
     level = os.environ.get("VLLM_LOGGING_LEVEL")
@@ -111,10 +112,10 @@ def configure(
         options.setdefault("distributed_executor_backend", UniProcExecutor)
     taken = options.get("scheduler_cls") or options.get("async_scheduling")
     if residency and not taken and options.get("distributed_executor_backend") is UniProcExecutor:
-        # A step's tokens come from the callers, who have them when the step before has ended.
+        # A step's tokens come from the callers, who choose them after the step before has ended.
         options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
     if options.get("max_num_seqs") == 1:
-        options["max_num_seqs"] = 2  # or a row would wait for a whole sample
+        options["max_num_seqs"] = 2  # with one slot a row would wait for a whole sample
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
     if not torch.cuda.is_available():
         options = CPU_DEFAULTS | options
@@ -134,7 +135,9 @@ def configure(
             max_num_seqs=config.scheduler_config.max_num_seqs,
             vocab_size=config.model_config.get_vocab_size(),
         )
-    config.model_config.seed = None  # as the workers read it: to leave all generators alone
+    config.model_config.seed = (
+        None  # the workers read it here: with None they leave all generators alone
+    )
     config.model_config.logits_processors = [
         *(config.model_config.logits_processors or ()),
         CaptureV2 if config.use_v2_model_runner else CaptureV1,
@@ -143,7 +146,7 @@ def configure(
 
 
 def _load_format(checkpoint: str, given: str) -> str:
-    """The one that is asked for, but for those by which vLLM may unpickle weights."""
+    """Return the load format that is asked for; refuse those with which vLLM may unpickle weights."""
     if given in ("pt", "npcache"):
         raise InvalidRequest(
             f"load_format={given!r} unpickles weights, which can run code: convert them to safetensors"
@@ -159,8 +162,8 @@ def _load_format(checkpoint: str, given: str) -> str:
 
 
 def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
-    """What vLLM must leave of a device's ``total`` bytes: the row cache, and three times the rows of a
-    full step (as computed, as cached, as handed to their callers)."""
+    """Return the share of a device's ``total`` bytes that vLLM must leave: for the row cache, and for
+    three copies of a full step's rows (as computed, as cached, as handed to their callers)."""
     return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
 
 
@@ -175,19 +178,30 @@ def rounding(config: VllmConfig) -> float:
 LOGPROBS = SamplingParams(
     max_tokens=1,
     temperature=0.0,
-    seed=0,  # or the V2 runner would draw one, of which nothing depends, from numpy's own generator
+    seed=0,  # or the V2 runner would draw an unused one from numpy's own generator
     ignore_eos=True,
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
 )
-"""How vLLM is asked for a row: one greedy token, which nobody reads."""
+"""How vLLM is asked for a row: for one greedy token, which nobody reads."""
+
+
+def row_params(ticket: int, *, open_for: int | None) -> SamplingParams:
+    """Return how vLLM is asked for the row of this ticket, by a request that stays open for at most so
+    many tokens, or that ends with the row if ``open_for`` is ``None``."""
+    params = copy(LOGPROBS)
+    params.extra_args = {TICKET: ticket}
+    if open_for is not None:
+        params.extra_args[OPEN] = True
+        params.max_tokens = open_for
+    return params
 
 
 COOLEST, HOTTEST = 0.01, 2.0
 """The temperatures that vLLM lets users give; its runners take any that is not greedy."""
 
 
-def sampling_params(request: SampleRequest, *, drawn_here: bool) -> SamplingParams:
+def sample_params(request: SampleRequest, *, drawn_here: bool) -> SamplingParams:
     """Return how vLLM is asked for a sample; raise what vLLM raises for a value it does not take.
 
     With ``drawn_here``, the capture draws the tokens, and is the one to know the seed."""
@@ -212,7 +226,7 @@ def sampling_params(request: SampleRequest, *, drawn_here: bool) -> SamplingPara
 
 
 def translated(error: Exception, what: str) -> GenrtError:
-    """vLLM's or torch's error as one of genrt's; theirs becomes the cause."""
+    """Return vLLM's or torch's error as one of genrt's, with theirs as the cause."""
     if isinstance(error, GenrtError):
         return error
     kind: type[GenrtError]
@@ -230,11 +244,11 @@ def translated(error: Exception, what: str) -> GenrtError:
 
 
 def core_request(
-    core_id: str, token_ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None
+    request_id: str, token_ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None
 ) -> EngineCoreRequest:
-    """A request as vLLM's core takes it."""
+    """Return a request as vLLM's core takes it."""
     return EngineCoreRequest(
-        request_id=core_id,
+        request_id=request_id,
         prompt_token_ids=list(token_ids),
         mm_features=None,
         sampling_params=params,

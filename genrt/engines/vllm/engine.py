@@ -1,16 +1,15 @@
-"""One vLLM engine in this process: submit/step/cancel, errors, shutdown.
+"""One vLLM engine in this process: submit, step, cancel, errors, shutdown.
 
 Rules:
     Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream; rows
     leave on the default stream, where every other thread reads them.
     A request gets a new id each time it is submitted: a late output of a cancelled one matches nothing.
-    Samples leave an eighth of the running slots free, and one at least, so that a logprobs request never
-    waits for a long sample to end. Where one slot is asked for, there are two.
+    Samples leave an eighth of the running slots free, and at least one, so that a logprobs request never
+    waits for a long sample to end. If one slot is asked for, vLLM gets two.
     After a failed step the prefix cache is emptied: its blocks may never have been written.
 
-Private to vLLM and touched here: ``LLMEngine.engine_core`` (``add_request``, ``get_output``,
-``abort_requests`` with ``EngineCoreRequest``, which spares the detokenizer), and what its shutdown is
-made of. ``self_check.py`` runs at start and refuses a vLLM that does not work this way.
+The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` runs at start
+and refuses a vLLM that does not work this way.
 """
 
 from __future__ import annotations
@@ -20,27 +19,26 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.capture import TICKET, FiniteCheck, RemoteStore, RowStore, log_probabilities
-from genrt.engines.vllm.config import LOGPROBS, TURN, core_request, sampling_params, translated
+from genrt.engines.vllm.capture import RemoteStore, RowStore, install
+from genrt.engines.vllm.config import TURN, core_request, row_params, sample_params, translated
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
-from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
+from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.runners import runner_of
+from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
@@ -72,34 +70,36 @@ class VLLMEngine:
             self._device = torch.device("cuda", torch.cuda.current_device())
             self._stream = torch.cuda.current_stream()
             torch.cuda.set_stream(torch.cuda.default_stream())
-        with self._on_stream():
-            self._core.collective_rpc("genrt_prepare", args=(own_processors,))
+        core = self._core.engine_core
         self._store: RowStore | RemoteStore
-        if isinstance(llm_engine.model_executor, UniProcExecutor):
-            [self._store] = self._core.collective_rpc("genrt_store")
-        else:
-            self._store = RemoteStore(self._core.collective_rpc, self._device)
+        with self._on_stream():
+            if isinstance(llm_engine.model_executor, UniProcExecutor):
+                model_runner = core.model_executor.driver_worker.worker.model_runner
+                self._store = install(model_runner, own_processors)
+            else:
+                self._store = RemoteStore(self._core.collective_rpc, own_processors, self._device)
         self._adapters: VLLMAdapters | None = None
         if config.lora_config is not None:
             self._adapters = VLLMAdapters(self._core, base_needs_twin=self._device.type == "cpu")
         self._open: OpenRequests | None = None
         if config.scheduler_config.scheduler_cls is OpenScheduler:
-            core = self._core.engine_core
-            self._open = OpenRequests(
+            steps = DecodeSteps(
                 core.scheduler,
-                runner_of(core.model_executor.driver_worker.worker.model_runner),
+                runner_of(model_runner),
                 core.model_executor.execute_model,
-                decodes=not own_processors,
+                enabled=not own_processors,
                 ahead=self._device.type == "cuda",
                 device=self._device,
             )
-        self._decoded: list[tuple[Request, str]] = []
-        self._foreseen: tuple[torch.Tensor, torch.Tensor, FiniteCheck] | None = None
-        self._numbers = itertools.count(1)
+            self._open = OpenRequests(core.scheduler, steps)
+        self._decoded: list[tuple[Request, str]] = []  # what the last decode step computed
+        self._tickets = itertools.count(1)
+        # Requests that vLLM has, by id; of these the samples' tokens so far; samples that wait for a
+        # slot.
         self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}
         self._drawn: dict[str, list[int]] = {}
         self._waiting_samples: dict[SampleRequest, None] = {}
-        self._samples = 0
+        # What ended without a forward; ``step`` returns it.
         self._ended: list[Finished] = []
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
@@ -124,7 +124,7 @@ class VLLMEngine:
 
     @property
     def keeps_residents(self) -> bool:
-        """Whether answered sequences stay resident, to be extended and forked."""
+        """True if answered sequences stay resident, to be extended and forked."""
         return self._open is not None
 
     @cached_property
@@ -141,74 +141,71 @@ class VLLMEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         rows = [request for request in requests if isinstance(request, LogprobsRequest)]
-        names = [None] * len(rows) if self._open is None else self._open.submit(rows)
-        for row, name in zip(rows, names, strict=True):
-            if name is None:
-                self._add(row)
+        matched = [None] * len(rows) if self._open is None else self._open.match(rows)
+        request_ids: list[str] = []
+        for row, request_id in zip(rows, matched, strict=True):
+            if request_id is None:
+                request_id = self._add(row)
             else:
-                self._begin(name, row)
+                self._begin(request_id, row)
+            if request_id is not None:
+                request_ids.append(request_id)
+        if self._open is not None:
+            self._open.remember(request_ids)
         if len(rows) < len(requests):
             samples = (request for request in requests if isinstance(request, SampleRequest))
             self._waiting_samples.update(dict.fromkeys(samples))
         self._count(requests=len(requests))
 
     def _admit_samples(self) -> None:
-        while self._waiting_samples and self._samples < self._max_samples:
+        while self._waiting_samples and len(self._drawn) < self._max_samples:
             request = next(iter(self._waiting_samples))
             del self._waiting_samples[request]
-            self._samples += self._add(request)
+            self._add(request)
 
-    def _add(self, request: LogprobsRequest | SampleRequest) -> bool:
-        """Hand one request to vLLM; an error of its own ends it at the next step. True if vLLM has it.
-
-        It goes by a number, which is its id in vLLM and its ticket.
-        """
-        number = next(self._numbers)
-        core_id = str(number)
+    def _add(self, request: LogprobsRequest | SampleRequest) -> str | None:
+        """Hand one request to vLLM and return its id, which is its ticket in decimals. Where vLLM refuses
+        it, the next step ends it with its error."""
+        ticket = next(self._tickets)
+        request_id = str(ticket)
         try:
-            params = self._params(request, number)
+            if isinstance(request, SampleRequest):
+                drawn_here = self.runner == "V1" and self._device.type == "cpu"
+                params = sample_params(request, drawn_here=drawn_here)
+            else:
+                # An open request ends with its last possible token, and never by itself before.
+                most = None if self._open is None else self.max_model_len + 1 - len(request)
+                params = row_params(ticket, open_for=most)
             lora = self._adapters.request(request.adapter) if self._adapters is not None else None
             with self._on_stream():
-                self._core.add_request(core_request(core_id, request.token_ids, params, lora))
+                self._core.add_request(core_request(request_id, request.token_ids, params, lora))
         except Exception as error:
             refused = translated(error, "vLLM does not take this request")
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
-            return False
+            return None
         if isinstance(request, SampleRequest):
-            self._drawn[core_id] = []
+            self._drawn[request_id] = []
         elif self._open is not None:
-            self._open.share(core_id, request)
-        self._begin(core_id, request)
-        return True
+            self._open.share(request_id, request)
+        self._begin(request_id, request)
+        return request_id
 
-    def _params(self, request: LogprobsRequest | SampleRequest, ticket: int) -> SamplingParams:
-        if isinstance(request, SampleRequest):
-            drawn_here = self.runner == "V1" and self._device.type == "cpu"
-            return sampling_params(request, drawn_here=drawn_here)
-        params = copy(LOGPROBS)
-        params.extra_args = {TICKET: ticket}
-        if self._open is not None:
-            params.extra_args[OPEN] = True
-            params.max_tokens = self.max_model_len + 1 - len(request)
-        return params
-
-    def _begin(self, core_id: str, request: LogprobsRequest | SampleRequest) -> None:
+    def _begin(self, request_id: str, request: LogprobsRequest | SampleRequest) -> None:
         if self._adapters is not None:
             self._adapters.hold(request.adapter)
-        self._in_progress[core_id] = request
+        self._in_progress[request_id] = request
 
-    def _end(self, core_id: str) -> LogprobsRequest | SampleRequest:
-        request = self._in_progress.pop(core_id)
-        if self._drawn:
-            self._samples -= self._drawn.pop(core_id, None) is not None
+    def _end(self, request_id: str) -> LogprobsRequest | SampleRequest:
+        request = self._in_progress.pop(request_id)
+        self._drawn.pop(request_id, None)
         if self._adapters is not None:
             self._adapters.release(request.adapter)
         return request
 
     def step(self) -> list[Finished]:
         self._admit_samples()
-        # Without a forward, so that a failing one cannot take these ends from their requests.
+        # No forward here: if it failed, it would take these ends from their requests.
         if self._ended or not self._in_progress:
             ended, self._ended = self._ended, []
             return ended
@@ -229,70 +226,56 @@ class VLLMEngine:
         return finished
 
     def _decode(self) -> list[Finished] | None:
-        """What a decode step ends, all of them rows; ``None`` where the next step is none."""
-        decoded = self._open.decode() if self._open is not None else None
-        if self._open is None or decoded is None:
+        """Run the next step if it is a decode step, and return what it ends, all of it rows. Return
+        ``None`` where the step is vLLM's own."""
+        step = self._open.steps.run() if self._open is not None else None
+        if self._open is None or step is None:
             return None
-        names, logits = decoded
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None and foreseen[0] is logits:
-            _, rows, check = foreseen
-        else:
-            rows, check = self._normalised(logits)
-        # From here on to its end the device computes.
-        self._open.end_decode()
-        finished: list[Finished] = []
-        for name, row in zip(names, rows.unbind(), strict=True):
-            request = cast("LogprobsRequest", self._end(name))
-            self._open.keep(name, request)
-            finished.append(Finished(request, row))
-        bad = check.wait()
+        # The device computes from here to ``check.wait``: all else is done meanwhile.
+        self._open.steps.prepare_next()
+        requests = [
+            cast("LogprobsRequest", self._end(request_id)) for request_id in step.request_ids
+        ]
+        self._open.keep(zip(step.request_ids, requests, strict=True))
+        finished = [Finished(*end) for end in zip(requests, step.rows.unbind(), strict=True)]
+        bad = step.check.wait()
         for position in bad:
-            finished[position] = Finished(finished[position].request, error=_not_finite())
+            finished[position] = Finished(requests[position], error=_not_finite())
         if bad:
-            self._abort([names[position] for position in bad])
-        self._count(rows=len(rows) - len(bad), failed=len(bad))
-        self._decoded = [(end.request, name) for end, name in zip(finished, names, strict=True)]
+            self._abort([step.request_ids[position] for position in bad])
+        self._count(rows=len(finished) - len(bad), failed=len(bad))
+        self._decoded = list(zip(requests, step.request_ids, strict=True))
         return finished
 
-    def _normalised(self, logits: torch.Tensor) -> tuple[torch.Tensor, FiniteCheck]:
-        """A step's rows, and which of them are none; nothing waits for the device."""
-        rows = log_probabilities(logits, may_overwrite=True)
-        if rows.is_cuda:  # allocated on vLLM's stream, read on this one
-            rows.record_stream(torch.cuda.default_stream(rows.device))
-        return rows, FiniteCheck(rows)
-
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """As in the Speculating protocol: where a step of all these is held, it is run."""
-        if self._open is None or not self._open.holds(len(rows)):
+        """As in the Speculating protocol: speculate the prepared step, if it is of all these."""
+        if self._open is None or not self._open.steps.can_speculate(len(rows)):
             return
-        names = dict(self._decoded)
-        if not names.keys() >= set(rows):
+        ids = dict(self._decoded)
+        if not ids.keys() >= set(rows):
             return
         token_ids = token_ids.clamp(min=0.0).int()
         try:
             with self._on_stream():
-                if self._stream is not None:  # drawn on the default stream
+                if self._stream is not None:  # the tokens are drawn on the default stream
                     self._stream.wait_stream(torch.cuda.default_stream(self._device))
                     token_ids.record_stream(self._stream)
-                logits = self._open.foresee([names[row] for row in rows], token_ids)
-                if logits is not None:
-                    self._foreseen = logits, *self._normalised(logits)
-        except Exception:  # what is wrong will be told to those who ask
-            self._open.forget(())
+                self._open.steps.speculate([ids[row] for row in rows], token_ids)
+        except Exception:  # whoever asks runs the step again, and is told what is wrong
+            self._open.steps.discard()
 
     def _collect(self, outputs: Sequence[Any]) -> list[Finished]:
-        """What a step's outputs end, with rows on the default stream."""
+        """Return what a step's outputs end, with rows on the default stream."""
         finished: list[Finished] = []
-        with_rows = self._open.after_step() if self._open is not None else []
+        answered = self._open.take_answered() if self._open is not None else []
         computed = sampled = 0
         for output in outputs:
-            core_id = output.request_id
-            if core_id not in self._in_progress:
+            request_id = output.request_id
+            if request_id not in self._in_progress:
                 continue
             prefill, new = output.prefill_stats, output.new_token_ids
             computed += len(new) if prefill is None else prefill.num_computed_tokens
-            token_ids = self._drawn.get(core_id)
+            token_ids = self._drawn.get(request_id)
             if token_ids is not None:
                 token_ids += new
                 sampled += len(new)
@@ -300,29 +283,36 @@ class VLLMEngine:
                 continue
             if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                 reason = f"vLLM ended the request with {output.finish_reason}"
-                finished.append(Finished(self._end(core_id), error=EngineFailed(reason)))
+                finished.append(Finished(self._end(request_id), error=EngineFailed(reason)))
             elif token_ids is None:
-                with_rows.append(core_id)
+                answered.append(request_id)
             else:
                 stopped = output.finish_reason == FinishReason.STOP
                 result = tuple(token_ids[:-1] if stopped else token_ids)
-                finished.append(Finished(self._end(core_id), result))
-        rows = self._store.take(map(int, with_rows)) if with_rows else []
-        for core_id, row in zip(with_rows, rows, strict=True):
-            request = cast("LogprobsRequest", self._end(core_id))
+                finished.append(Finished(self._end(request_id), result))
+        rows = self._store.take(map(int, answered)) if answered else []
+        kept: list[tuple[str, LogprobsRequest]] = []
+        bad: list[str] = []
+        for request_id, row in zip(answered, rows, strict=True):
+            request = cast("LogprobsRequest", self._end(request_id))
             if row is None:
                 finished.append(Finished(request, error=_not_finite()))
-                self._abort([core_id])
-                continue
-            finished.append(Finished(request, row))
-            if self._open is not None:
-                self._open.keep(core_id, request)
+                bad.append(request_id)
+            else:
+                finished.append(Finished(request, row))
+                kept.append((request_id, request))
+        if self._open is not None:
+            self._open.keep(kept)
+        if bad:
+            self._abort(bad)
         self._count(
-            rows=sum(row is not None for row in rows),
+            rows=len(kept),
             failed=sum(end.error is not None for end in finished),
             sampled_tokens=sampled,
             computed_tokens=computed,
-            bytes_to_host=0 if isinstance(self._store, RowStore) else sum(map(_bytes, rows)),
+            bytes_to_host=0
+            if isinstance(self._store, RowStore)
+            else sum(row.nbytes for row in rows if row is not None),
         )
         return finished
 
@@ -332,27 +322,27 @@ class VLLMEngine:
         self._ended = [end for end in self._ended if end.request not in wanted]
         for request in [r for r in self._waiting_samples if r in wanted]:
             del self._waiting_samples[request]
-        here = [core_id for core_id, request in self._in_progress.items() if request in wanted]
+        here = [request_id for request_id, r in self._in_progress.items() if r in wanted]
         gone = before - len(self._ended) - len(self._waiting_samples) + len(here)
         if here:
             self._abort(here)
-            for core_id in here:
-                self._end(core_id)
+            for request_id in here:
+                self._end(request_id)
             self._store.forget(map(int, here))
         self._count(cancelled=gone)
 
-    def _abort(self, names: Sequence[str]) -> None:
-        """Have vLLM forget these; unknown ones are ignored."""
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        """Have vLLM forget these requests; ids that it does not know are ignored."""
         with self._on_stream():
-            self._core.abort_requests(list(names))
+            self._core.abort_requests(list(request_ids))
         if self._open is not None:
-            self._open.forget(names)
+            self._open.forget(request_ids)
 
     def _recover(self) -> None:
-        """Forget everything after a failed step, so that the next one finds vLLM clean.
+        """Have vLLM and this engine forget everything after a failed step.
 
         Raises:
-            EngineDied: vLLM can't be brought to that.
+            EngineDied: vLLM still has some of it.
         """
         self._waiting_samples.clear()
         try:
@@ -361,8 +351,8 @@ class VLLMEngine:
             clean = self._core.reset_prefix_cache()
         except Exception as error:
             raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
-        for core_id in list(self._in_progress):
-            self._end(core_id)
+        for request_id in list(self._in_progress):
+            self._end(request_id)
         if not clean:
             raise EngineDied("vLLM still holds blocks of requests that were aborted")
 
@@ -374,7 +364,7 @@ class VLLMEngine:
                 'vLLM was opened without adapters: load with engine_options={"enable_lora": True, '
                 '"max_loras": …, "max_lora_rank": …}'
             )
-        if self._open is not None:  # base sequences may have to go on under the twin from now on
+        if self._open is not None:  # from now on base sequences may be computed with the twin
             self._abort(self._idle(None))
         try:
             with self._on_stream():
@@ -391,14 +381,14 @@ class VLLMEngine:
                 self._adapters.remove(adapter)
 
     def _idle(self, adapter: Adapter | None) -> list[str]:
-        """An adapter's resident sequences that no question in progress extends."""
+        """Return an adapter's resident sequences that no question in progress extends."""
         bound = self._open.bound_to(adapter) if self._open is not None else []
-        return [name for name in bound if name not in self._in_progress]
+        return [request_id for request_id in bound if request_id not in self._in_progress]
 
     # -- self-test, close ---------------------------------------------------------------------
 
     def start_counting(self) -> None:
-        """Statistics count from here: what the self-test did is not the caller's."""
+        """Set the counters to 0: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
         if self._open is not None:
             self._open.start_counting()
@@ -406,7 +396,8 @@ class VLLMEngine:
     def forget_residents(self) -> None:
         """Have vLLM forget every sequence that nothing in progress extends, and every block."""
         if self._open is not None:
-            self._abort([name for name in self._open.names() if name not in self._in_progress])
+            resident = self._open.request_ids()
+            self._abort([each for each in resident if each not in self._in_progress])
         self._core.reset_prefix_cache()
 
     def stop_keeping(self) -> None:
@@ -415,8 +406,10 @@ class VLLMEngine:
         self._open = None
 
     def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
-        """Rows the engine asks for itself; what else ends meanwhile, also by a failing step, comes with
-        the next step. Raises what a row's error or the step's is."""
+        """Return rows that the engine asks for itself. Raise the error of a row, or of the step.
+
+        Other requests that end meanwhile, also by a failing step, come with the next step.
+        """
         self.submit(requests)
         ends: dict[Request, Finished] = {}
         others: list[Finished] = []
@@ -442,12 +435,13 @@ class VLLMEngine:
         return rows
 
     def _unused_context(self) -> tuple[int, ...]:
-        """A context that no request in progress asks about."""
+        """Return a context that no request in progress asks about."""
         asked = {request.token_ids for request in self._in_progress.values()}
         return next((token,) for token in range(self._vocab_size) if (token,) not in asked)
 
     def close(self) -> None:
-        """What ``EngineCore.shutdown`` does, less the process-wide state that other engines use."""
+        """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines
+        use."""
         if self._llm_engine is None:
             return
         core = self._core.engine_core
@@ -463,7 +457,7 @@ class VLLMEngine:
         self._waiting_samples.clear()
         self._store = RowStore()
         self._llm_engine = self._core = None
-        self._globals = Globals()  # those in use hold device memory
+        self._globals = Globals()  # the old ones hold device memory: graphs, a workspace
         gc.collect()
         if self._stream is not None:
             torch.cuda.empty_cache()
@@ -483,7 +477,3 @@ def _not_finite() -> NotFinite:
     return NotFinite(
         "the model's logits for this context are NaN, +inf or all -inf: check the weights and dtype"
     )
-
-
-def _bytes(row: torch.Tensor | None) -> int:
-    return 0 if row is None else row.numel() * row.element_size()

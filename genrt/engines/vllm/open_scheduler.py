@@ -7,18 +7,17 @@ shares a prefix with a resident one takes that one's blocks by reference; vLLM c
 shared block itself, as it does for its own sub-block prefix hits. Where a parked request is no longer
 wanted, it can go on as a fork of another one instead (*reseated*): no request ends, and none begins.
 
-A step of nothing but woken requests, the step of a sampler, is scheduled by ``decode_step``, which does
-what ``schedule`` would for such a step; any other step is vLLM's own.
+A step of nothing but woken requests, which is the step of a sampler, is scheduled by ``decode_step``: it
+does what ``schedule`` would do for such a step. Any other step is vLLM's own.
 
 Rules:
-    Nothing is parked that a running or waiting request needs the room of: before every step the parked
-    requests that were used longest ago are finished until the step's blocks and slots are there.
+    Running and waiting requests come before parked ones: before every step the parked requests that were
+    used longest ago are finished until the step has its blocks and slots.
     Scheduling is synchronous: a step's tokens are known before the next one is scheduled.
     Blocks are copied before anything else is done for the step that needs the copies.
 
-Private to vLLM and touched here: ``Scheduler._get_local_prefix_cache_hit``, its queues, the KV manager of
-a single group and its block pool, and a request's lists. ``self_check.py`` compares rows that come by
-these ways with rows that don't.
+The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` compares rows
+that come by these ways with rows that don't.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["OPEN", "OpenScheduler"]
 
 MOST_RECORDS = 65_536
-"""The most requests that are kept open where nothing but KV blocks sets a bound."""
+"""The most requests that are kept open where only KV blocks set a bound."""
 
 OPEN = "genrt_open"
 """The key in ``extra_args`` that marks a request as one to keep open."""
@@ -66,7 +65,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         self._answered: list[str] = []
         self._evicted: list[str] = []
         # The V2 runner has a slot for each request it knows; V1 only keeps a record.
-        self._max_held = self.max_num_running_reqs if self.use_v2_model_runner else MOST_RECORDS
+        self._max_known = self.max_num_running_reqs if self.use_v2_model_runner else MOST_RECORDS
         groups = self.kv_cache_config.kv_cache_groups
         self._shares_blocks = (
             len(groups) == 1
@@ -76,7 +75,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         if self._shares_blocks:
             manager = self.kv_cache_manager
             self._blocks = manager.coordinator.single_type_managers[0], manager.block_pool
-        # What else ``schedule`` has to do for some models and options.
+        # For other models and options ``schedule`` does more than ``decode_step`` knows of.
         self._decodes_plainly = self._shares_blocks and not (
             self.connector
             or self.ec_connector
@@ -96,17 +95,18 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         super().add_request(request)
 
     def share(self, request_id: str, donor_id: str, tokens: int) -> None:
-        """Have a request that waits start with the first ``tokens`` tokens of a resident one."""
+        """Have a waiting request start with the first ``tokens`` tokens of a resident one."""
         if self._shares_blocks:
             self._donors[request_id] = (donor_id, tokens)
             donor = self.parked.pop(donor_id, None)
-            if donor is not None:  # used now: among the last to go
+            if donor is not None:  # used now, so it moves to the end: the first are evicted first
                 self.parked[donor_id] = donor
 
     def wake(self, request_id: str, token_id: int) -> tuple[int, int]:
-        """Append a token to a parked request, and have it run as soon as it is admitted. Returns the
+        """Append a token to a parked request, and have it run as soon as it is admitted. Return the
         token's position, and how many before it vLLM takes for the request's prompt."""
         request = self.parked.pop(request_id)
+        # What ``Request.append_output_token_ids`` does, less what only sampling needs.
         request._output_token_ids.append(token_id)
         token_ids = request._all_token_ids
         token_ids.append(token_id)
@@ -116,9 +116,12 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         return len(token_ids) - 1, request.num_prompt_tokens
 
     def reseat(self, request_id: str, donor_id: str, length: int) -> Seat | None:
-        """Have a parked request go on with so many of another one's tokens, which that one has computed,
-        and with their blocks; instead of the last one, if that is not full, with a copy of it that the
-        runner makes. ``None``, and nothing is changed, where that can't be."""
+        """Have a parked request go on with the first ``length`` tokens of another one and their blocks.
+
+        All of these tokens must be computed. The last block is the request's own: the runner makes it a
+        copy if ``length`` ends inside a block. Return ``None``, and change nothing, where it is
+        impossible.
+        """
         request, donor = self.parked[request_id], self.requests[donor_id]
         if (
             not self._decodes_plainly
@@ -127,6 +130,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         ):
             return None
         manager, pool = self._blocks
+        # The request's own blocks are freed before it gets a new one: one that nobody shares will do.
         if pool.get_num_free_blocks() == 0 and all(
             block.ref_cnt > 1 for block in manager.req_to_blocks[request_id]
         ):
@@ -134,6 +138,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         full = length // self.block_size
         donated = manager.req_to_blocks[donor_id]
         kept = donated[:full]
+        # Touched before the others are freed: the two may have blocks in common.
         pool.touch(kept)
         manager.free(request_id)
         [own] = pool.get_new_blocks(1)
@@ -153,7 +158,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         )
 
     def admit(self) -> None:
-        """Move what was woken to the running requests, within their number and ``max_loras``."""
+        """Move woken requests to the running ones, within ``max_num_running_reqs`` and ``max_loras``."""
         loras: set[int] = set()
         if self.lora_config is not None:
             loras = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
@@ -169,8 +174,9 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             self.running.append(request)
 
     def decode_step(self) -> SchedulerOutput | None:
-        """The next step, if it gives one token to every running request, all of them open, and has room
-        for it: what ``schedule`` would return. ``None`` where ``schedule`` has more to do."""
+        """Schedule the next step if it gives one token to every running request, all of them open, and
+        there is room for it: return what ``schedule`` would. Return ``None`` where ``schedule`` has more
+        to do."""
         if not self._nothing_but(self.running, tokens_ahead=1):
             return None
         if self.parked:
@@ -181,17 +187,18 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         return output
 
     def decode_step_ahead(self) -> SchedulerOutput | None:
-        """The step after a ``decode_step`` that has not been ended, as if each of its requests went on
-        with a token; ``None`` where it would need more than there is."""
+        """Schedule the step after a ``decode_step`` that has not been ended, as if each of its requests
+        went on with a token. Return ``None`` where there is no room for it."""
         if not self._nothing_but(self.running, tokens_ahead=0):
             return None
         if self.parked:
             self._make_room()
         return self._one_token_each(self.running)
 
-    def begin_ahead(self, request_ids: Collection[str]) -> bool:
-        """Whether what was scheduled by ``decode_step_ahead`` for these is the next step, but for blocks
-        of those that were reseated; if so, it has begun."""
+    def begin_prepared(self, request_ids: Collection[str]) -> bool:
+        """Begin the step that ``decode_step_ahead`` scheduled for these requests, and return True, if it
+        is the next step. Requests that were reseated since have other blocks, which the caller sees
+        to."""
         running = self.running
         if (
             len(running) != len(request_ids)
@@ -204,8 +211,8 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         return True
 
     def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int) -> bool:
-        """Whether there is nothing to be scheduled but these, all of them open and with so many tokens to
-        be computed."""
+        """Return whether there is nothing to schedule but these, all of them open and with so many tokens
+        to be computed."""
         if (
             not requests
             or self.waiting
@@ -216,6 +223,9 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             or not self._open.issuperset([request.request_id for request in requests])
         ):
             return False
+        # A step keeps a place for the token that vLLM would sample after it, so a context of
+        # ``max_model_len - 1`` tokens is the longest. With ``tokens_ahead=0`` the step's own token,
+        # which is still to come, needs a place too.
         most = self.max_model_len - 2 + tokens_ahead
         for request in requests:
             length = len(request._all_token_ids)
@@ -224,10 +234,11 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         return True
 
     def _one_token_each(self, requests: Sequence[Request]) -> SchedulerOutput | None:
-        """A step that computes one token more of each of these."""
+        """Schedule a step that computes one more token of each of these; ``None`` if blocks are
+        lacking."""
         request_ids = [request.request_id for request in requests]
         computed = [request.num_computed_tokens for request in requests]
-        # The first token of a block needs the block; the last one makes it one to be found by its hash.
+        # The first token of a block needs the block; with the last one vLLM enters it by its hash.
         at_edges = [n for n, count in enumerate(computed) if (count + 1) % self.block_size <= 1]
         if len(at_edges) > self._blocks[1].get_num_free_blocks():
             return None
@@ -276,12 +287,12 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             self.admit()
 
     def take_answered(self) -> list[str]:
-        """The open requests whose row the last step computed; they are parked now."""
+        """Return the open requests whose rows the last step computed; they are parked now."""
         answered, self._answered = self._answered, []
         return answered
 
     def take_evicted(self) -> list[str]:
-        """The parked requests that were finished for want of room."""
+        """Return the parked requests that were finished to make room."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -306,7 +317,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             if request_id in self._open:
                 index = model_runner_output.req_id_to_index[request_id]
                 if sampled and sampled[index]:
-                    sampled[index] = []
+                    sampled[index] = []  # vLLM leaves a request without a token running
                     answered[request_id] = None
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if answered:
@@ -351,14 +362,15 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
         return manager.create_kv_cache_blocks((list(blocks),)), tokens, 0, False
 
     def _make_room(self) -> None:
-        """Finish parked requests, those first that were used longest ago, until what is to run has its
-        blocks (an upper bound: as if nothing were shared) and its slots in the runner."""
+        """Finish parked requests, the longest unused first, until there are blocks (an upper bound: as if
+        nothing were shared) and slots in the runner for what is to run."""
         pool = self.kv_cache_manager.block_pool
         places = self.max_num_running_reqs - len(self.running)
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), places))
+        # Two more than a waiting request has full blocks: for its last tokens, and for a copied block.
         blocks = len(self.running) + sum(r.num_tokens // self.block_size + 2 for r in waiting)
-        held = len(self.running) + len(self.parked) + len(self._waking)
-        slots = held + len(waiting) - self._max_held
+        known = len(self.running) + len(self.parked) + len(self._waking)
+        slots = known + len(waiting) - self._max_known
         if blocks <= pool.get_num_free_blocks() and slots <= 0:
             return
         needed = {donor for donor, _ in self._donors.values()}
@@ -368,7 +380,7 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             if request_id not in needed:
                 self._evict(request_id)
                 slots -= 1
-        # Only donors are left. What waits recomputes rather than waits for ever, or finds no slot.
+        # Only donors are left. Waiting requests recompute their tokens rather than wait for ever.
         stuck = not self.running and blocks > pool.get_num_free_blocks()
         for request_id in [*self.parked]:
             if not stuck and slots <= 0:

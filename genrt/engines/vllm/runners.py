@@ -1,15 +1,12 @@
 """vLLM's model runners V1 and V2, where open requests reach into them: tokens, seats, logits.
 
-A step can be *held*: everything that a forward needs but its tokens is put in place, while the device
-still computes the step before, by having ``execute_model`` stop right before the forward. When the tokens
-are known they are written into the input buffer, and the forward is run; with other tokens again, if
-need be. Once they are certain, the step is *confirmed*.
+A step can be *prepared* while the device still computes the step before it: ``execute_model`` puts in
+place everything that a forward needs except its tokens, and is stopped right before the forward. Once the
+tokens are known, they are written into the input buffer and the forward runs, again with other tokens if
+the first ones were wrong. Once the tokens are certain, the step is *confirmed*.
 
-Private to vLLM and touched here: the V1 runner's ``requests``, ``input_batch``, ``input_ids``,
-``execute_model_state``, ``_model_forward`` and ``prepare_inputs_event``; the V2 runner's ``req_states``,
-``block_tables``, ``input_buffers``, ``execute_model_state``, ``prepare_inputs``, ``prepare_attn``,
-``kv_connector``, ``cudagraph_manager`` and ``postprocess_num_computed_tokens``; the ``kv_caches`` of
-both. ``self_check.py`` compares rows that come by these ways with rows that don't.
+The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` compares rows
+that come by these ways with rows that don't.
 """
 
 from __future__ import annotations
@@ -26,11 +23,12 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Held", "Next", "Runner", "Seat", "runner_of"]
+__all__ = ["NextToken", "Prepared", "Runner", "RunnerV1", "RunnerV2", "Seat", "runner_of"]
 
 
-class Next(NamedTuple):
-    """A request's next input token, which follows ``position`` others; ``prompt`` of those its prompt."""
+class NextToken(NamedTuple):
+    """A request's next input token: it follows ``position`` others, the first ``prompt`` of which vLLM
+    takes for the request's prompt."""
 
     request_id: str
     token_id: int
@@ -39,8 +37,8 @@ class Next(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A request that goes on as another sequence: the tokens it has, all computed, its blocks, and which
-    block the last of them is a copy of, if it is one."""
+    """A request that goes on as another sequence: that one's tokens, all of them computed, its blocks,
+    and the block of which the last one must become a copy; ``None`` if the last block is new."""
 
     request_id: str
     token_ids: list[int]
@@ -48,131 +46,128 @@ class Seat(NamedTuple):
     copied: int | None
 
 
-class Held(NamedTuple):
-    """A step that lacks nothing but its tokens: whose they are, in the order of the batch, how many
-    tokens come before each, and what the runner needs to launch the forward."""
+class Prepared(NamedTuple):
+    """A step that lacks nothing but its tokens: its requests in the order of the batch, how many tokens
+    come before each one's token, and what the runner needs to launch the forward."""
 
     request_ids: list[str]
     positions: list[int]
     launch: Any
 
 
-def _held(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Held:
-    scheduled = output.scheduled_cached_reqs
-    positions = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
-    return Held(request_ids, [positions[name] for name in request_ids], launch)
-
-
 class Runner(Protocol):
     """What open requests need of a runner, between two steps."""
 
-    def hold(self, output: SchedulerOutput) -> Held | None:
-        """Prepare a step of one token for each request; ``None`` where the forward needs the tokens
-        earlier, or is not to be had apart."""
+    def prepare(self, output: SchedulerOutput) -> Prepared | None:
+        """Prepare a step of one token for each request; return ``None`` where the forward cannot be run
+        apart from its preparation."""
         ...
 
-    def refresh(self, held: Held) -> None:
-        """Tell a held step of requests that were reseated since, none of them to another position."""
+    def refresh(self, step: Prepared) -> None:
+        """Tell a prepared step of requests that were reseated since, none of them to another position."""
         ...
 
-    def run(self, held: Held, token_ids: torch.Tensor) -> torch.Tensor:
-        """The logits of a held step with these tokens, int32 ``[n]`` on the device, one row a request; in
-        the order of the step. Can be repeated with others."""
+    def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
+        """Run a prepared step with these tokens, int32 ``[n]`` on the device, and return its logits, one
+        row a request, both in the order of the step. It can be run again with other tokens."""
         ...
 
-    def confirm(self, held: Held, tokens: Sequence[Next]) -> None:
-        """These are the tokens that the step was run with last."""
+    def confirm(self, step: Prepared, tokens: Sequence[NextToken]) -> None:
+        """Record that these are the tokens with which the step was run last."""
         ...
 
     def reseat(self, seats: Sequence[Seat]) -> None:
         """Copy blocks, and have these requests go on as other sequences."""
         ...
 
-    def write(self, tokens: Sequence[Next]) -> None:
-        """Put the callers' tokens where the runner has those it sampled for these requests."""
+    def write(self, tokens: Sequence[NextToken]) -> None:
+        """Put the callers' tokens where the runner keeps those it sampled for these requests."""
         ...
 
     def take_logits(self) -> tuple[list[str], torch.Tensor]:
-        """In place of sampling: whose logits the forward computed, and these, one row a request."""
+        """Take the forward's logits, one row a request, in place of sampling; return the requests too."""
         ...
 
 
 def runner_of(model_runner: Any) -> Runner:
-    """The interface to vLLM's runner, whichever it is."""
-    return _V1(model_runner) if hasattr(model_runner, "input_batch") else _V2(model_runner)
+    """Return the interface to vLLM's runner, whichever it is."""
+    if hasattr(model_runner, "input_batch"):
+        return RunnerV1(model_runner)
+    return RunnerV2(model_runner)
 
 
 class _Stopped(Exception):
     """Raised in place of the forward, with what it would have been given."""
 
 
-class _Blocks:
-    """The KV memory that both runners have."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def copy_blocks(self, seats: Sequence[Seat]) -> None:
-        """Make the copies that these go on with."""
-        caches, count = self._runner.kv_caches, self._runner.kv_cache_config.num_blocks
-        copies = [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
-        if caches[0].device.type != "cpu":
-            copy_kv_cache_blocks_inplace(caches, count, copies)
-            return
-        # On a CPU, to gather blocks and scatter them takes five times as long as to copy each.
-        for cache in {cache.data_ptr(): cache for cache in caches}.values():
-            blocks = cache.unflatten(0, (count, -1))
-            for source, copy in copies:
-                blocks[copy].copy_(blocks[source])
+def _prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Prepared:
+    # The runner may have sorted the batch: the positions follow its order, not the scheduler's.
+    scheduled = output.scheduled_cached_reqs
+    positions = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
+    return Prepared(request_ids, [positions[request_id] for request_id in request_ids], launch)
 
 
-class _V1(_Blocks):
+def _copy_blocks(runner: Any, seats: Sequence[Seat]) -> None:
+    """Make the copies of KV blocks with which these requests go on."""
+    caches, count = runner.kv_caches, runner.kv_cache_config.num_blocks
+    copies = [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
+    if caches[0].device.type != "cpu":
+        copy_kv_cache_blocks_inplace(caches, count, copies)
+        return
+    # On a CPU, to gather blocks and scatter them takes five times as long as to copy each.
+    for cache in {cache.data_ptr(): cache for cache in caches}.values():
+        blocks = cache.unflatten(0, (count, -1))
+        for source, copy in copies:
+            blocks[copy].copy_(blocks[source])
+
+
+class RunnerV1:
     """Requests have a record, and a row of the persistent batch while they are in it."""
 
     def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
+        self._runner = runner
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the copies of the one before may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
 
-    def hold(self, output: SchedulerOutput) -> Held | None:
+    def prepare(self, output: SchedulerOutput) -> Prepared | None:
         def stop(**inputs: Any) -> NoReturn:
             raise _Stopped(get_forward_context(), inputs)
 
         runner = self._runner
-        runner._model_forward = stop
+        runner._model_forward = stop  # on the instance, in front of the class's own
         try:
             runner.execute_model(output)
         except _Stopped as stopped:
             context, inputs = stopped.args
         finally:
             del runner._model_forward
-        if inputs["inputs_embeds"] is not None:
+        if inputs["inputs_embeds"] is not None:  # made from the tokens, before the forward
             return None
-        return _held(output, list(runner.input_batch.req_ids), (context, inputs))
+        return _prepared(output, list(runner.input_batch.req_ids), (context, inputs))
 
-    def refresh(self, held: Held) -> None:
-        runner, count = self._runner, len(held.request_ids)
+    def refresh(self, step: Prepared) -> None:
+        runner, count = self._runner, len(step.request_ids)
         tables = runner.input_batch.block_table
         tables.commit_block_table(count)
         tables.compute_slot_mapping(
             count, runner.query_start_loc.gpu[: count + 1], runner.positions[:count]
         )
 
-    def run(self, held: Held, token_ids: torch.Tensor) -> torch.Tensor:
+    def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
         runner = self._runner
-        context, inputs = held.launch
+        context, inputs = step.launch
         runner.input_ids.gpu[: len(token_ids)].copy_(token_ids)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
         logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
         return logits
 
-    def confirm(self, held: Held, tokens: Sequence[Next]) -> None:
+    def confirm(self, step: Prepared, tokens: Sequence[NextToken]) -> None:
         self.write(tokens)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
-        self.copy_blocks(seats)
+        _copy_blocks(self._runner, seats)
         batch = self._runner.input_batch
         for request_id, token_ids, block_ids, _ in seats:
             record = self._runner.requests[request_id]
@@ -185,7 +180,7 @@ class _V1(_Blocks):
                 batch.num_prompt_tokens[index] = len(token_ids)
                 batch.block_table.add_row((block_ids,), index)
 
-    def write(self, tokens: Sequence[Next]) -> None:
+    def write(self, tokens: Sequence[NextToken]) -> None:
         batch = self._runner.input_batch
         requests = self._runner.requests
         indices: list[int] = []
@@ -193,6 +188,7 @@ class _V1(_Blocks):
         token_ids: list[int] = []
         for request_id, token_id, position, prompt in tokens:
             output_token_ids = requests[request_id].output_token_ids
+            # After a step of vLLM's own, the record ends with the token that it sampled and dropped.
             if len(output_token_ids) > position - prompt:
                 output_token_ids[-1] = token_id
             else:
@@ -214,25 +210,29 @@ class _V1(_Blocks):
 
 
 class _Stopping:
-    """In place of a connector, which the V2 runner tells of every forward."""
+    """A stand-in for the KV connector, which the V2 runner tells of every forward: stops it."""
 
     def pre_forward(self, output: SchedulerOutput, batch: Any, **_: Any) -> NoReturn:
+        """Raise ``_Stopped`` with the batch that the forward is about to compute."""
         raise _Stopped(batch)
 
 
-class _V2(_Blocks):
+class RunnerV2:
     """Requests have a slot for as long as they are known."""
 
-    def hold(self, output: SchedulerOutput) -> Held | None:
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def prepare(self, output: SchedulerOutput) -> Prepared | None:
         runner = self._runner
         connector, prepare_inputs = runner.kv_connector, runner.prepare_inputs
         graphs: list[Any] = []
 
-        def prepare(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
+        def keep_graph(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
             graphs.append(graph)
             return prepare_inputs(output, state, graph, *more)
 
-        runner.kv_connector, runner.prepare_inputs = _Stopping(), prepare
+        runner.kv_connector, runner.prepare_inputs = _Stopping(), keep_graph
         try:
             runner.execute_model(output)
         except _Stopped as stopped:
@@ -241,29 +241,31 @@ class _V2(_Blocks):
             runner.kv_connector = connector
             del runner.prepare_inputs
         [graph] = graphs
-        if graph.cg_mode != CUDAGraphMode.FULL:
+        if (
+            graph.cg_mode != CUDAGraphMode.FULL
+        ):  # only a full graph runs without the rest of the step
             return None
-        return _held(output, list(batch.req_ids), (graph, batch))
+        return _prepared(output, list(batch.req_ids), (graph, batch))
 
-    def refresh(self, held: Held) -> None:
-        _, batch = held.launch
+    def refresh(self, step: Prepared) -> None:
+        _, batch = step.launch
         self._runner.block_tables.apply_staged_writes()
         self._runner.prepare_attn(batch)
 
-    def run(self, held: Held, token_ids: torch.Tensor) -> torch.Tensor:
+    def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
         runner = self._runner
-        graph, _ = held.launch
+        graph, _ = step.launch
         runner.input_buffers.input_ids[: len(token_ids)].copy_(token_ids)
         hidden_states = runner.cudagraph_manager.run_fullgraph(graph)
         logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
         return logits
 
-    def confirm(self, held: Held, tokens: Sequence[Next]) -> None:
-        _, batch = held.launch
+    def confirm(self, step: Prepared, tokens: Sequence[NextToken]) -> None:
+        _, batch = step.launch
         self._runner.postprocess_num_computed_tokens(batch)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
-        self.copy_blocks(seats)
+        _copy_blocks(self._runner, seats)
         states = self._runner.req_states
         for request_id, token_ids, block_ids, _ in seats:
             slot, length = states.req_id_to_index[request_id], len(token_ids)
@@ -275,7 +277,7 @@ class _V2(_Blocks):
             self._runner.block_tables.append_block_ids(slot, (block_ids,), overwrite=True)
         states.apply_staged_writes()
 
-    def write(self, tokens: Sequence[Next]) -> None:
+    def write(self, tokens: Sequence[NextToken]) -> None:
         last = self._runner.req_states.last_sampled_tokens
         slots = self._runner.req_states.req_id_to_index
         pairs = torch.tensor([(slots[entry.request_id], entry.token_id) for entry in tokens])

@@ -1,0 +1,227 @@
+"""Decode steps of open requests: run at once, or prepared while the device computes, and speculated.
+
+A *decode step* gives one token to sequences that were extended or forked, and does nothing else.
+``OpenScheduler`` schedules it, vLLM's runner runs it, and its logits are taken in place of sampling.
+Where the same sequences go on step after step, the next step is *prepared* while the device computes: it
+lacks nothing but its tokens. Where these were drawn on the device, the step is *speculated*: run with
+them before anybody asks.
+
+Rules:
+    Tokens are written where the runner reads them before the step that needs them.
+    A speculated step answers only for the tokens it was run with; with others the prepared step runs.
+    After ``MISSES`` prepared steps in a row that were not the next one, only every ``RETRY``-th step is
+    followed by a prepared one; the same holds for speculated steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from genrt.engines.vllm.capture import FiniteCheck, log_probabilities
+from genrt.engines.vllm.open_scheduler import OpenScheduler
+from genrt.engines.vllm.runners import NextToken, Prepared, Runner, Seat
+from genrt.tokens.rows import Leaving
+
+__all__ = ["DecodeSteps", "DecodedStep"]
+
+MISSES = 3
+"""How many mistakes in a row make preparing, or speculating, the exception."""
+
+RETRY = 16
+"""Which steps are tried all the same: every so many."""
+
+
+class DecodedStep(NamedTuple):
+    """A decode step that was launched: its requests, their rows in the same order, which the device may
+    still be computing, and which of these are not finite."""
+
+    request_ids: list[str]
+    rows: torch.Tensor
+    check: FiniteCheck
+
+
+class _Speculated(NamedTuple):
+    """What a prepared step was run with before anybody asked, and its rows."""
+
+    token_ids: Leaving
+    rows: torch.Tensor
+    check: FiniteCheck
+
+    def was_right(self, tokens: Sequence[NextToken]) -> bool:
+        return [entry.token_id for entry in tokens] == self.token_ids.arrived().tolist()
+
+
+class DecodeSteps:
+    """Runs the decode steps of an engine in this process.
+
+    ``extend`` and ``reseat`` say what the next step is to compute; ``run`` launches it, and
+    ``prepare_next`` ends it while the device computes.
+
+    Args:
+        execute: runs the forward of a step that was scheduled.
+        enabled: whether decode steps are right here: nothing but the forward makes a row.
+        ahead: whether steps are prepared and speculated.
+        device: where the runner computes.
+    """
+
+    def __init__(
+        self,
+        scheduler: OpenScheduler,
+        runner: Runner,
+        execute: Callable[[Any], Any],
+        *,
+        enabled: bool,
+        ahead: bool,
+        device: torch.device,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._execute = execute
+        self._enabled = enabled
+        self._ahead = ahead
+        self._device = device
+        # What the runner has not been told yet; ``run`` tells it.
+        self._seats: list[Seat] = []
+        self._tokens: list[NextToken] = []
+        # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
+        self._prepared: Prepared | None = None
+        self._speculated: _Speculated | None = None
+        # The requests of the last decode step that was not prepared; whether it had those of the one
+        # before.
+        self._last: list[str] = []
+        self._is_steady = False
+        self._steps = self._unused = self._mistaken = 0
+        self.prepared = 0
+        self.speculated = 0
+
+    def extend(self, token: NextToken) -> None:
+        """Have the next step compute this token."""
+        self._tokens.append(token)
+
+    def reseat(self, seat: Seat) -> None:
+        """Have a request go on as another sequence from the next step on."""
+        self._seats.append(seat)
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Drop what was to be computed for requests that vLLM does not know any more."""
+        self.discard()
+        self._seats = [seat for seat in self._seats if seat.request_id not in request_ids]
+        self._tokens = [entry for entry in self._tokens if entry.request_id not in request_ids]
+
+    def discard(self) -> None:
+        """Take back the step that was prepared or speculated, if there is one."""
+        self._prepared = self._speculated = None
+
+    @torch.inference_mode()
+    def run(self) -> DecodedStep | None:
+        """Launch the next step if it is a decode step. Return ``None`` where vLLM has more to do; its own
+        step can run then, since the runner has been told everything."""
+        prepared, speculated = self._prepared, self._speculated
+        self.discard()
+        self._steps += 1
+        if prepared is not None:
+            tokens = self._tokens_of(prepared)
+            if tokens is not None:
+                return self._run_prepared(prepared, tokens, speculated)
+            self._unused += 1
+            self._mistaken += speculated is not None
+        self._tell_runner()
+        output = self._scheduler.decode_step() if self._enabled else None
+        if output is None:
+            self._last = []
+            return None
+        self._execute(output)
+        request_ids, logits = self._runner.take_logits()
+        last, self._last = self._last, request_ids
+        self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
+        return DecodedStep(request_ids, *_normalised(logits))
+
+    def _tell_runner(self) -> None:
+        # Seats first: a token is written at a position of the sequence that has the seat now.
+        if self._seats:
+            self._runner.reseat(self._seats)
+            self._seats.clear()
+        if self._tokens:
+            self._runner.write(self._tokens)
+            self._tokens.clear()
+
+    def _tokens_of(self, step: Prepared) -> list[NextToken] | None:
+        """Return the tokens that a prepared step lacks, in its order, if it is the next step."""
+        by_id = {entry.request_id: entry for entry in self._tokens}
+        tokens = [by_id[request_id] for request_id in step.request_ids if request_id in by_id]
+        positions = [entry.position for entry in tokens]
+        fits = len(tokens) == len(by_id) and positions == step.positions
+        return tokens if fits and self._scheduler.begin_prepared(by_id) else None
+
+    def _run_prepared(
+        self, step: Prepared, tokens: Sequence[NextToken], speculated: _Speculated | None
+    ) -> DecodedStep:
+        if speculated is not None and not self._seats and speculated.was_right(tokens):
+            rows, check = speculated.rows, speculated.check
+            self._mistaken = 0
+            self.speculated += 1
+        else:
+            self._mistaken += speculated is not None
+            if self._seats:
+                self._runner.reseat(self._seats)
+                self._runner.refresh(step)
+                self._seats.clear()
+            token_ids = [entry.token_id for entry in tokens]
+            rows, check = _normalised(self._runner.run(step, self._moved(token_ids, torch.int32)))
+        self._runner.confirm(step, tokens)
+        self._tokens.clear()
+        self._unused = 0
+        self.prepared += 1
+        return DecodedStep(step.request_ids, rows, check)
+
+    def _moved(self, numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Copy numbers to the device without synchronizing with it."""
+        on_host = torch.tensor(numbers, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return on_host.to(self._device, non_blocking=True)
+
+    @torch.inference_mode()
+    def prepare_next(self) -> None:
+        """End the step that ``run`` launched, while the device computes: prepare the step after it, if
+        its
+        requests were those of the step before and the steps prepared lately were used."""
+        if self._ahead and self._is_steady and self._is_worth_it(self._unused):
+            output = self._scheduler.decode_step_ahead()
+            if output is not None:
+                self._prepared = self._runner.prepare(output)
+        self._scheduler.end_decode_step()
+
+    def can_speculate(self, count: int) -> bool:
+        """Return whether a step of so many requests is prepared and not speculated yet."""
+        step = self._prepared
+        return step is not None and len(step.request_ids) == count and self._speculated is None
+
+    @torch.inference_mode()
+    def speculate(self, request_ids: Sequence[str], token_ids: torch.Tensor) -> None:
+        """Run the prepared step with these tokens, int32 ``[n]`` on the device, if it takes one of each
+        of these requests."""
+        step = self._prepared
+        if step is None or not self._is_worth_it(self._mistaken):
+            return
+        places = {request_id: place for place, request_id in enumerate(request_ids)}
+        if len(places) != len(request_ids) or places.keys() != set(step.request_ids):
+            return
+        order = [places[request_id] for request_id in step.request_ids]
+        if order != list(range(len(order))):
+            token_ids = token_ids.index_select(0, self._moved(order, torch.int64))
+        # Before the forward is enqueued, so that the copy to the host does not wait for it.
+        on_host = Leaving(token_ids)
+        self._speculated = _Speculated(on_host, *_normalised(self._runner.run(step, token_ids)))
+
+    def _is_worth_it(self, mistakes: int) -> bool:
+        return mistakes < MISSES or self._steps % RETRY == 0
+
+
+def _normalised(logits: torch.Tensor) -> tuple[torch.Tensor, FiniteCheck]:
+    """Return a step's rows, and which of them are not finite, without synchronizing with the device."""
+    rows = log_probabilities(logits, may_overwrite=True)
+    if rows.is_cuda:  # allocated on vLLM's stream, read on the default one
+        rows.record_stream(torch.cuda.default_stream(rows.device))
+    return rows, FiniteCheck(rows)
