@@ -212,8 +212,7 @@ class Examination:
         if (s.queued, s.in_flight) != (0, 0):
             return f"ghosts: {self.lm._thread.batcher}"
         engine: Any = self.lm._thread.engine
-        working = getattr(engine, "_stepper", engine)
-        left = self.lm._thread.call(lambda _: [*working._in_progress]).result(30)
+        left = self.lm._thread.call(lambda _: [*engine._in_progress]).result(30)
         if left:
             return f"the engine still works on {left}"
         gc.collect()

@@ -10,12 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
-from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.stepping import Stepper
+from genrt.engines.adapters import WEIGHTS_NAME
+from genrt.engines.stepping import SteppedEngine
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
 from genrt.questions.contexts import Adapter
-from genrt.questions.request import Request
 from genrt.tokens.vocabulary import BytesTokenizer
 
 _FILE_NAME = "ngram.safetensors"
@@ -64,7 +62,7 @@ class NGram:
         zeros: float = 0.0,
         eos_token_id: int | None = None,
     ) -> NGram:
-        """A model whose rows are the softmax of independent normal logits of standard deviation 2.
+        """Make a model whose rows are the softmax of independent normal logits of standard deviation 2.
 
         Args:
             vocabulary: the tokens' bytes, or how many: then they are ``a``, ``b``, …, each of them
@@ -91,7 +89,7 @@ class NGram:
 
     @property
     def vocabulary(self) -> tuple[bytes, ...]:
-        """What each token adds to a text, in bytes."""
+        """The bytes that each token adds to a text."""
         return self._vocabulary
 
     @property
@@ -123,7 +121,7 @@ class NGram:
         )
 
     def row(self, token_ids: Sequence[int]) -> Tensor:
-        """The row after these tokens, float32 ``[V]``, in storage of its own.
+        """Return the row after these tokens, float32 ``[V]``, in storage of its own.
 
         Raises:
             InvalidRequest: a token id is outside the vocabulary.
@@ -133,7 +131,7 @@ class NGram:
         return self._table[_key(token_ids, self.order)].clone()
 
     def with_table(self, table: Tensor) -> NGram:
-        """The model with another table over the same vocabulary; it must have the same shape.
+        """Return the model with another table, of the same shape, over the same vocabulary.
 
         Raises:
             InvalidRequest: it has another shape, or it is no table (see the class).
@@ -147,7 +145,8 @@ class NGram:
     def enumerate(
         self, prompt: Sequence[int], max_tokens: int, *, unfinished: bool = False
     ) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Every possible text after ``prompt`` that ends within ``max_tokens`` tokens, in order of ids.
+        """Yield every possible text after ``prompt`` that ends within ``max_tokens`` tokens, in order of
+        ids.
 
         A text is its token ids, the end token included as the last (so it counts as one of
         ``max_tokens``), with the log-probability of the model's drawing just these, the end token's
@@ -192,7 +191,7 @@ class NGram:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> NGram:
-        """The model that ``save`` wrote.
+        """Return the model that ``save`` wrote.
 
         Raises:
             ModelNotFound: the directory holds none that can be read.
@@ -214,7 +213,7 @@ class NGram:
         return cls(vocabulary, table, eos_token_id=None if eos < 0 else eos)
 
 
-class ExactEngine:
+class ExactEngine(SteppedEngine):
     """The Engine protocol over an NGram, on the CPU; its steps are real, only the model is a table.
 
     An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``, whose
@@ -225,80 +224,45 @@ class ExactEngine:
         self, model: NGram, *, max_model_len: int = 1024, max_batch_size: int = 64
     ) -> None:
         """Raises InvalidRequest if a size is not positive."""
+        super().__init__(_Tables(model), max_model_len=max_model_len, max_batch_size=max_batch_size)
+
+
+class _Tables:
+    """The SteppedModel of an NGram; every adapter is another one."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: NGram) -> None:
         self._models: dict[Adapter | None, NGram] = {None: model}
-        self._stepper = Stepper(
-            self._forward,
-            vocab_size=model.vocab_size,
-            max_model_len=max_model_len,
-            max_batch_size=max_batch_size,
-            device=torch.device("cpu"),
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._stepper.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._stepper.max_model_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self._stepper.max_batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._stepper.device
-
-    @property
-    def tokenizer(self) -> BytesTokenizer:
-        return self._models[None].tokenizer
+        self.vocab_size = model.vocab_size
+        self.tokenizer = model.tokenizer
 
     def __repr__(self) -> str:
-        return f"ExactEngine({self._models[None]}, {self._stepper})"
+        return repr(self._models[None])
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._stepper.submit(requests)
-
-    def step(self) -> list[Finished]:
-        return self._stepper.step()
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        self._stepper.cancel(requests)
-
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Raises InvalidAdapter if the directory holds no table of the model's shape."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        self._stepper.check_new(adapter)
-        check_adapter_directory(path)
-        try:
-            model = self._models[None].with_table(load_file(path / WEIGHTS_NAME)["table"])
-        except (OSError, SafetensorError, KeyError, InvalidRequest) as error:
-            raise InvalidAdapter(f"{path} does not fit the model: {error}") from error
-        self._models[adapter] = model
-        self._stepper.add_adapter(adapter, lambda: self._unload(adapter))
-
-    def remove_adapter(self, adapter: Adapter) -> None:
-        self._stepper.remove_adapter(adapter)
-
-    def statistics(self) -> EngineStatistics:
-        return self._stepper.statistics()
-
-    def close(self) -> None:
-        self._stepper.close()
-
-    def _forward(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+    def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
         model = self._models[adapter]
         return torch.stack([model.row(context) for context in contexts])
 
-    def _unload(self, adapter: Adapter) -> None:
+    def load_adapter(self, adapter: Adapter, path: Path) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            table = load_file(path / WEIGHTS_NAME)["table"]
+            self._models[adapter] = self._models[None].with_table(table)
+        except (OSError, SafetensorError, KeyError, InvalidRequest) as error:
+            raise InvalidAdapter(f"{path} does not fit the model: {error}") from error
+
+    def unload_adapter(self, adapter: Adapter) -> None:
         del self._models[adapter]
+
+    def close(self) -> None:
+        pass
 
 
 def _name(token: int) -> bytes:
-    """A letter for the first tokens; bytes that are no other token's for any."""
+    """Return a token's bytes, which no other token has: letters for the first ones."""
     return bytes([(97 + token) % 256]) if token < 256 else token.to_bytes(4, "big")
 
 
@@ -308,7 +272,8 @@ def _key(token_ids: Sequence[int], order: int) -> tuple[int, ...]:
 
 
 def _normalised(table: Tensor) -> Tensor:
-    """Rows that sum to 1, as float32; made in float64, so that they do to the last bit or two."""
+    """Return normalised rows in float32; they are made in float64, so that they sum to 1 to a bit or
+    two."""
     wide = table.detach().double()
     total = wide.logsumexp(-1, keepdim=True)
     if bool(wide.isnan().any()) or not bool(total.isfinite().all()):

@@ -1,22 +1,25 @@
-"""Requests in progress and one step of them, for engines that compute every context anew.
+"""An engine around any model that computes logits from whole contexts: requests in progress, step by
+step.
 
-``Stepper`` is the whole of the Engine protocol except the model: a function from contexts to logits
-and a way to let go of an adapter. It keeps no keys and values, so a sample of ``t`` tokens after
-``n`` costs ``t`` forwards over up to ``n + t`` tokens; in return no step depends on the one before.
+``SteppedEngine`` is the Engine protocol except for the model, a ``SteppedModel``. It keeps no keys and
+values, so a sample of ``t`` tokens after ``n`` costs ``t`` forwards over up to ``n + t`` tokens; in
+return no step depends on the one before.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from genrt.engines.adapters import check_adapter_directory
 from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.errors import (
     Closed,
@@ -34,13 +37,47 @@ from genrt.questions.samples import SampleRequest
 from genrt.tokens.parameters import check_parameters
 from genrt.tokens.sampling import draw, mixed, truncate
 
-Forward = Callable[[Sequence[Sequence[int]], Adapter | None], Tensor]
-"""Contexts, none empty, and the adapter they share -> the logits after each, ``[n, vocab_size]``."""
+
+class SteppedModel(Protocol):
+    """What a SteppedEngine computes with; no method is called before the one before it returned."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The length of a row."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the logits are."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """As in the Engine protocol."""
+        ...
+
+    def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+        """Return the logits ``[n, vocab_size]`` after each of these contexts, none of them empty, with
+        the adapter that they share."""
+        ...
+
+    def load_adapter(self, adapter: Adapter, path: Path) -> None:
+        """Load a directory that may be loaded; raise InvalidAdapter, and change nothing, if it does not
+        fit."""
+        ...
+
+    def unload_adapter(self, adapter: Adapter) -> None:
+        """Free an adapter that no request needs any more."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; called once."""
+        ...
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What is known of one request: the tokens drawn so far, and where its randomness comes from."""
+    """One request in progress: the tokens drawn so far, and where its randomness comes from."""
 
     request: Request
     seed: int = 0
@@ -52,40 +89,52 @@ class _Progress:
         return (*self.request.token_ids, *self.drawn) if self.drawn else self.request.token_ids
 
 
-class Stepper:
-    """Requests in, ``Finished`` out, ``max_batch_size`` of them to a step.
+class SteppedEngine:
+    """The Engine protocol around a model, with at most ``max_batch_size`` requests to a step.
 
-    A step takes the requests that have waited longest since they were submitted or last stepped, so
-    the oldest is never passed over, and samples, however many, hold up nothing for longer than their
-    turn. Each logprobs request ends in its step; each sample request gains one token.
+    A step takes the requests that have waited longest since they were submitted or last stepped. So the
+    oldest is never passed over, and samples, however many, hold up nothing for longer than their turn.
+    Each logprobs request ends in its step; each sample request gains one token.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        max_batch_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: SteppedModel, *, max_model_len: int, max_batch_size: int) -> None:
         """Raises InvalidRequest if a size is no positive int."""
-        self.vocab_size = vocab_size
-        self.max_model_len = check_int("max_model_len", max_model_len, 1)
-        self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
-        self.device = device
-        self._forward = forward
+        self._model = model
+        self._max_model_len = check_int("max_model_len", max_model_len, 1)
+        self._max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
         self._in_progress: dict[Request, _Progress] = {}
         self._refused: dict[Request, GenrtError] = {}
-        self._adapters: dict[Adapter, Callable[[], None]] = {}
-        self._leaving: dict[Adapter, Callable[[], None]] = {}
+        # Adapters that requests may bind; those that were removed while requests in progress need them.
+        self._adapters: set[Adapter] = set()
+        self._removed: set[Adapter] = set()
         self._closed = False
         self._statistics = EngineStatistics()
 
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._max_batch_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._model.tokenizer
+
     def __repr__(self) -> str:
         return (
-            f"Stepper({len(self._in_progress)} in progress, {len(self._adapters)} adapters, "
-            f"{self._statistics.steps} steps{', closed' if self._closed else ''})"
+            f"{type(self).__name__}({self._model!r}, {len(self._in_progress)} in progress, "
+            f"{len(self._adapters)} adapters, {self._statistics.steps} steps"
+            f"{', closed' if self._closed else ''})"
         )
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -109,8 +158,8 @@ class Stepper:
         self._count(requests=len(requests))
 
     def step(self) -> list[Finished]:
-        """As in the Engine protocol. Refused requests come back at once, in a step without a forward,
-        so that a failing forward cannot take their own errors from them."""
+        """As in the Engine protocol; refused requests come back in a step without a forward."""
+        # A forward that failed would take their own errors from them.
         if self._refused:
             finished = [Finished(request, error=error) for request, error in self._refused.items()]
             self._refused.clear()
@@ -128,7 +177,7 @@ class Stepper:
         except Exception as error:
             self._fail(error, started)
         done = {end.request for end in finished}
-        for progress in batch:
+        for progress in batch:  # those that go on move behind those that waited
             del self._in_progress[progress.request]
             if progress.request not in done:
                 self._in_progress[progress.request] = progress
@@ -147,17 +196,20 @@ class Stepper:
                 self._count(cancelled=1)
         self._unload_unused()
 
-    def add_adapter(self, adapter: Adapter, unload: Callable[[], None]) -> None:
-        """Requests may bind ``adapter``, which ``check_new`` let pass, from now on; ``unload`` is
-        called once, when it has been removed and its last request has ended."""
-        self._adapters[adapter] = unload
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        """As in the Engine protocol.
 
-    def check_new(self, adapter: Adapter) -> None:
-        """Raises InvalidAdapter if this version of this name is loaded, Closed after ``close``."""
+        Raises:
+            InvalidAdapter: as there; or this version of this name is loaded already.
+            Closed: after ``close``.
+        """
         if self._closed:
             raise Closed("the engine is closed: open another one")
-        if adapter in self._adapters or adapter in self._leaving:
+        if adapter in self._adapters or adapter in self._removed:
             raise InvalidAdapter(f"{adapter} is loaded already: give it a new version")
+        check_adapter_directory(path)
+        self._model.load_adapter(adapter, path)
+        self._adapters.add(adapter)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """As in the Engine protocol; new requests may not bind it any more.
@@ -167,25 +219,27 @@ class Stepper:
         """
         if adapter not in self._adapters:
             raise UnknownAdapter(f"{adapter} is not loaded: add it first")
-        self._leaving[adapter] = self._adapters.pop(adapter)
+        self._adapters.remove(adapter)
+        self._removed.add(adapter)
         self._unload_unused()
 
     def statistics(self) -> EngineStatistics:
         """As in the Engine protocol."""
         return self._statistics
 
-    def close(self) -> bool:
-        """Forget everything; whether this was the first call."""
-        first, self._closed = not self._closed, True
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self._in_progress.clear()
         self._refused.clear()
-        self._leaving.update(self._adapters)
+        self._removed |= self._adapters
         self._adapters.clear()
         self._unload_unused()
-        return first
+        self._model.close()
 
-    def to_host(self, tensor: Tensor) -> list[int]:
-        """A tensor's values in Python, counted as bytes moved if they were on a device."""
+    def _to_host(self, tensor: Tensor) -> list[int]:
+        """Return a tensor's values, and count their bytes as moved if they were on a device."""
         if tensor.device.type != "cpu":
             self._count(bytes_to_host=tensor.nbytes)
         return list(tensor.tolist())
@@ -194,7 +248,7 @@ class Stepper:
         return request in self._in_progress or request in self._refused
 
     def _fault(self, request: Request) -> GenrtError | None:
-        """Why this request alone cannot be computed, if so."""
+        """Return the error of a request that cannot be computed, ``None`` if it can."""
         new = 0
         if isinstance(request, SampleRequest):
             try:
@@ -222,24 +276,23 @@ class Stepper:
         return None
 
     def _generator(self, progress: _Progress) -> torch.Generator:
-        """Return what a sample's next token is drawn from. A CPU's generator takes 32 bits of a seed, so
-        that of a longer one is seeded anew for every token."""
+        """Return what a sample's next token is drawn from."""
         if progress.generator is None:
-            progress.generator = torch.Generator(self.device).manual_seed(progress.seed)
-        if progress.seed >= 2**32:
+            progress.generator = torch.Generator(self._model.device).manual_seed(progress.seed)
+        if progress.seed >= 2**32:  # a CPU's generator takes 32 bits: seed anew for every token
             progress.generator.manual_seed(mixed(progress.seed, len(progress.drawn)))
         return progress.generator
 
     def _advance(self, group: Sequence[_Progress], adapter: Adapter | None) -> list[Finished]:
-        """One forward over requests that share an adapter; those that it ends."""
+        """Run one forward over requests that share an adapter; return those that it ends."""
         contexts = [progress.context for progress in group]
-        logits = self._forward(contexts, adapter).float()
+        logits = self._model.logits(contexts, adapter).float()
         self._count(computed_tokens=sum(map(len, contexts)))
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
         samples: list[int] = []
         rows = logits.log_softmax(-1)
-        for index, (progress, is_sound) in enumerate(zip(group, self.to_host(sound), strict=True)):
+        for index, (progress, is_sound) in enumerate(zip(group, self._to_host(sound), strict=True)):
             if not is_sound:
                 error = NotFinite("the model's logits are NaN, +inf or all -inf for this context")
                 finished.append(Finished(progress.request, error=error))
@@ -253,7 +306,7 @@ class Stepper:
         return finished
 
     def _sample(self, rows: Tensor, group: Sequence[_Progress]) -> list[Finished]:
-        """Draw one token for each; those that it ends."""
+        """Draw one token for each; return those that it ends."""
         asked = [each.request for each in group if isinstance(each.request, SampleRequest)]
         generators = [self._generator(each) for each in group]
         kept = truncate(
@@ -263,7 +316,7 @@ class Stepper:
             top_p=_float64([request.top_p for request in asked]),
             min_p=_float64([request.min_p for request in asked]),
         )
-        tokens = self.to_host(draw(kept, generators=generators).token_ids)
+        tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
         for progress, request, token in zip(group, asked, tokens, strict=True):
             stopped = token in request.stop_token_ids
@@ -276,7 +329,7 @@ class Stepper:
         return finished
 
     def _fail(self, error: Exception, started: float) -> NoReturn:
-        """Forget every request and raise what the step's failure means."""
+        """Forget every request, and raise what the step's failure means."""
         lost = len(self._in_progress)
         self._in_progress.clear()
         self._unload_unused()
@@ -284,14 +337,15 @@ class Stepper:
         raise failure(error, "the engine failed in a step") from error
 
     def _unload_unused(self) -> None:
-        if not self._leaving:
+        if not self._removed:
             return
         bound = {progress.request.adapter for progress in self._in_progress.values()}
-        for adapter in [each for each in self._leaving if each not in bound]:
-            self._leaving.pop(adapter)()
+        for adapter in [each for each in self._removed if each not in bound]:
+            self._removed.remove(adapter)
+            self._model.unload_adapter(adapter)
 
     def _count(self, **increments: float) -> None:
-        """One assignment of a new frozen value, so that other threads read a whole one."""
+        # One assignment of a new frozen value, so that other threads read a whole one.
         before = self._statistics
         self._statistics = replace(
             before, **{name: getattr(before, name) + more for name, more in increments.items()}
@@ -299,5 +353,5 @@ class Stepper:
 
 
 def _float64(numbers: Sequence[float]) -> Tensor:
-    """Return parameters as they were checked: float32 would make 0 or infinity of some."""
+    # As the parameters were checked: float32 would make 0 or infinity of some.
     return torch.tensor(numbers, dtype=torch.float64)

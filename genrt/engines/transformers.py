@@ -17,9 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from genrt.engines.adapters import WEIGHTS_NAME, check_adapter_directory
-from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.stepping import Stepper
+from genrt.engines.adapters import WEIGHTS_NAME
+from genrt.engines.stepping import SteppedEngine
 from genrt.errors import (
     EngineNotInstalled,
     EngineUnsupported,
@@ -29,7 +28,6 @@ from genrt.errors import (
     OutOfMemory,
 )
 from genrt.questions.contexts import Adapter
-from genrt.questions.request import Request
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -92,7 +90,7 @@ def open_transformers(
     )
 
 
-class TransformersEngine:
+class TransformersEngine(SteppedEngine):
     """The Engine protocol over a causal language model of transformers.
 
     A step runs one forward for each adapter among the requests that it takes. The row of a request is
@@ -111,6 +109,7 @@ class TransformersEngine:
         Args:
             network: a ``PreTrainedModel`` with a language-model head, on the device it is to run on.
                 The engine owns it from now on: adapters change its modules in place.
+            tokenizer: transformers' tokenizer, or ``None`` if the checkpoint came without.
             max_model_len: the longest context; what the model's configuration says if not given.
             max_batch_size: requests to a step; 32 if not given.
 
@@ -118,63 +117,36 @@ class TransformersEngine:
             InvalidRequest: ``max_model_len`` is not known, or longer than the model takes.
             EngineUnsupported: the network's head does not work as needed here.
         """
+        super().__init__(
+            _Network(network, tokenizer),
+            max_model_len=_length(cast(Any, network).config, max_model_len),
+            max_batch_size=32 if max_batch_size is None else max_batch_size,
+        )
+
+
+class _Network:
+    """The SteppedModel of a network; adapters are layers in it, by keys of their own."""
+
+    def __init__(self, network: nn.Module, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
         self._network = cast(Any, network.eval())
-        self._tokenizer = tokenizer
         self._keys: dict[Adapter, str] = {}
         self._new_keys = map("adapter{}".format, count())
         self._input_device = self._network.get_input_embeddings().weight.device
         probe = self._probe()
-        self._stepper = Stepper(
-            self._forward,
-            vocab_size=probe.shape[-1],
-            max_model_len=_length(self._network.config, max_model_len),
-            max_batch_size=32 if max_batch_size is None else max_batch_size,
-            device=probe.device,
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._stepper.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._stepper.max_model_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self._stepper.max_batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._stepper.device
-
-    @property
-    def tokenizer(self) -> Any:
-        """transformers' tokenizer, or ``None`` if the checkpoint came without."""
-        return self._tokenizer
+        self.vocab_size, self.device = probe.shape[-1], probe.device
 
     def __repr__(self) -> str:
-        return f"TransformersEngine({type(self._network).__name__}, {self.device}, {self._stepper})"
+        return f"{type(self._network).__name__} on {self.device}"
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._stepper.submit(requests)
-
-    def step(self) -> list[Finished]:
-        return self._stepper.step()
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        self._stepper.cancel(requests)
-
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Load a LoRA adapter beside those that are there; names and versions are apart.
+    def load_adapter(self, adapter: Adapter, path: Path) -> None:
+        """Load a LoRA adapter beside those that are there.
 
         Raises:
-            InvalidAdapter: the directory holds no LoRA adapter in safetensors, or one that does not
-                fit; the engine is as it was before.
+            InvalidAdapter: the directory holds no LoRA adapter, or one that does not fit; the network is
+                as it was before.
             EngineNotInstalled: peft is missing.
         """
-        self._stepper.check_new(adapter)
-        check_adapter_directory(path)
         key = next(self._new_keys)
         try:
             _inject(self._network, key, path)
@@ -184,24 +156,16 @@ class TransformersEngine:
             _eject(self._network, key)
             raise InvalidAdapter(f"{path} does not fit the model: {error}") from error
         self._keys[adapter] = key
-        self._stepper.add_adapter(adapter, lambda: self._unload(adapter))
 
-    def remove_adapter(self, adapter: Adapter) -> None:
-        self._stepper.remove_adapter(adapter)
-
-    def statistics(self) -> EngineStatistics:
-        return self._stepper.statistics()
-
-    def close(self) -> None:
-        if self._stepper.close():
-            self._network = None
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    def _unload(self, adapter: Adapter) -> None:
+    def unload_adapter(self, adapter: Adapter) -> None:
         _eject(self._network, self._keys.pop(adapter))
 
-    def _forward(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+    def close(self) -> None:
+        self._network = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
         if self._keys:
             _activate(self._network, None if adapter is None else self._keys[adapter])
         lengths = torch.tensor([len(context) for context in contexts])
@@ -218,7 +182,7 @@ class TransformersEngine:
         return logits[:, 0]
 
     def _probe(self) -> Tensor:
-        """The logits of a forward over two contexts, after checking that the head saw what it should.
+        """Return the logits of a forward over two contexts; check that the head saw what it should.
 
         The engine gives the head the last hidden states alone. That needs a network whose output
         embeddings are a module called with all hidden states; others are refused here.
@@ -245,7 +209,7 @@ class TransformersEngine:
 
 @contextmanager
 def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
-    """Within, the head gets one hidden state per context, so no ``[n, T, V]`` tensor is ever made.
+    """Give the head one hidden state per context, so that no ``[n, T, V]`` tensor is ever made.
 
     As a hook before the head, not as a computation of ours after the trunk, so that whatever a model
     does to its logits (scaling, soft-capping) is done to these.
@@ -265,7 +229,7 @@ def _head_sees_only(network: Any, positions: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _translated(name: str) -> Iterator[None]:
-    """What transformers raises while it opens ``name``, as genrt's."""
+    """Raise what transformers raises while it opens ``name`` as an error of genrt's."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -320,7 +284,8 @@ def _inject(network: Any, key: str, path: Path) -> None:
 
 
 def _refuse_more_than_lora(config: Any, path: Path) -> None:
-    """What would change the base model's own weights, which other requests are answered from."""
+    """Raise InvalidAdapter for whatever would change the base model, which other requests are computed
+    with."""
     if config.peft_type != "LORA":
         raise InvalidAdapter(f"{path} is a {config.peft_type} adapter: only LoRA is taken")
     changes = [
@@ -338,7 +303,7 @@ def _refuse_more_than_lora(config: Any, path: Path) -> None:
 
 
 def _eject(network: Any, key: str) -> None:
-    """Take an adapter's layers out again, also where only some of them have come in."""
+    """Take an adapter's layers out again, also if only some of them are in."""
     from peft.functional import delete_adapter
 
     _activate(network, None)
@@ -348,7 +313,7 @@ def _eject(network: Any, key: str) -> None:
 
 
 def _activate(network: Any, key: str | None) -> None:
-    """Let the forwards from now on go through this adapter's layers, or through none."""
+    """Have the next forwards go through this adapter's layers, or through none."""
     from peft.functional import set_adapter
 
     set_adapter(network, [] if key is None else key, inference_mode=True)

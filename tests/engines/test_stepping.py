@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.protocol import Finished
-from genrt.engines.stepping import Stepper
+from genrt.engines.stepping import SteppedEngine
 from genrt.errors import (
     Closed,
     ContextTooLong,
@@ -31,14 +33,31 @@ V = 8
 
 
 class Script:
-    """A forward whose logits say what the context was, that records its calls and fails on demand."""
+    """A model whose logits say what the context was, that records its calls and fails on demand."""
+
+    vocab_size, device, tokenizer = V, torch.device("cpu"), None
 
     def __init__(self) -> None:
+        self.loaded: list[Adapter] = []
+        self.unloaded: list[Adapter] = []
+        self.closed = 0
         self.calls: list[tuple[list[tuple[int, ...]], Adapter | None]] = []
         self.failures: dict[int, Exception] = {}
         self.poison: dict[int, Tensor] = {}
 
-    def __call__(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+    def __repr__(self) -> str:
+        return "Script()"
+
+    def load_adapter(self, adapter: Adapter, path: Path) -> None:
+        self.loaded.append(adapter)
+
+    def unload_adapter(self, adapter: Adapter) -> None:
+        self.unloaded.append(adapter)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
         self.calls.append(([tuple(context) for context in contexts], adapter))
         failure = self.failures.get(len(self.calls))
         if failure is not None:
@@ -55,17 +74,19 @@ def wanted(context: tuple[int, ...]) -> Tensor:
     return torch.randn(V, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
 
 
-def stepper(script: Script, *, max_batch_size: int = 4, max_model_len: int = 32) -> Stepper:
-    return Stepper(
-        script,
-        vocab_size=V,
-        max_model_len=max_model_len,
-        max_batch_size=max_batch_size,
-        device=torch.device("cpu"),
-    )
+def stepper(script: Script, *, max_batch_size: int = 4, max_model_len: int = 32) -> SteppedEngine:
+    return SteppedEngine(script, max_model_len=max_model_len, max_batch_size=max_batch_size)
 
 
-def drain(engine: Stepper, count: int) -> dict[Request, Finished]:
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory that may be loaded as an adapter; the scripted model reads nothing of it."""
+    (tmp_path / CONFIG_NAME).write_text("{}", encoding="utf-8")
+    (tmp_path / WEIGHTS_NAME).touch()
+    return tmp_path
+
+
+def drain(engine: SteppedEngine, count: int) -> dict[Request, Finished]:
     ends: dict[Request, Finished] = {}
     for _ in range(100):
         ends |= {end.request: end for end in engine.step()}
@@ -108,12 +129,12 @@ def test_a_row_waits_for_one_turn_of_each_sample_at_most() -> None:
     assert steps == 3
 
 
-def test_requests_of_one_adapter_share_a_forward() -> None:
+def test_requests_of_one_adapter_share_a_forward(directory: Path) -> None:
     script = Script()
     engine = stepper(script, max_batch_size=6)
     one, two = Adapter("one", 1), Adapter("two", 1)
     for adapter in (one, two):
-        engine.add_adapter(adapter, lambda: None)
+        engine.add_adapter(adapter, directory)
     engine.submit([LogprobsRequest((token,), who) for token in (1, 2) for who in (None, one, two)])
     assert len(engine.step()) == 6
     assert script.calls == [([(1,), (2,)], who) for who in (None, one, two)]
@@ -227,11 +248,13 @@ def test_a_refused_request_can_be_cancelled() -> None:
 
 
 @pytest.mark.parametrize("ending", ["finished", "cancelled", "failed", "closed"])
-def test_an_adapter_is_let_go_when_its_last_request_has_ended(ending: str) -> None:
+def test_an_adapter_is_unloaded_when_its_last_request_has_ended(
+    ending: str, directory: Path
+) -> None:
     script = Script()
     engine = stepper(script, max_batch_size=1)
-    adapter, gone = Adapter("a", 1), []
-    engine.add_adapter(adapter, lambda: gone.append(adapter))
+    adapter, unloaded = Adapter("a", 1), script.unloaded
+    engine.add_adapter(adapter, directory)
     bound = [LogprobsRequest((token,), adapter) for token in (1, 2)]
     engine.submit(bound)
     engine.remove_adapter(adapter)
@@ -239,7 +262,7 @@ def test_an_adapter_is_let_go_when_its_last_request_has_ended(ending: str) -> No
     [refused] = engine.step()
     assert isinstance(refused.error, UnknownAdapter)
     engine.step()
-    assert gone == []
+    assert unloaded == []
     if ending == "finished":
         engine.step()
     elif ending == "cancelled":
@@ -250,33 +273,37 @@ def test_an_adapter_is_let_go_when_its_last_request_has_ended(ending: str) -> No
             engine.step()
     else:
         engine.close()
-    assert gone == [adapter]
+    assert unloaded == [adapter]
     engine.close()
-    assert gone == [adapter]
+    assert unloaded == [adapter]
 
 
-def test_an_adapter_is_added_once_and_removed_once() -> None:
+def test_an_adapter_is_added_once_and_removed_once(directory: Path) -> None:
     engine = stepper(Script())
     adapter = Adapter("a", 1)
-    engine.add_adapter(adapter, lambda: None)
+    engine.add_adapter(adapter, directory)
     with pytest.raises(InvalidAdapter, match="already"):
-        engine.check_new(adapter)
-    engine.check_new(Adapter("a", 2))
+        engine.add_adapter(adapter, directory)
+    engine.add_adapter(Adapter("a", 2), directory)
     engine.remove_adapter(adapter)
     with pytest.raises(UnknownAdapter, match="not loaded"):
         engine.remove_adapter(adapter)
 
 
-def test_after_closing_nothing_is_taken_and_nothing_comes_back() -> None:
-    engine = stepper(Script())
+def test_after_closing_nothing_is_taken_and_nothing_comes_back(directory: Path) -> None:
+    script = Script()
+    engine = stepper(script)
     engine.submit(questions(0))
-    assert [engine.close(), engine.close()] == [True, False]
+    engine.close()
+    engine.close()
+    assert script.closed == 1
     assert engine.step() == []
     engine.cancel(questions(0))
     with pytest.raises(Closed, match="closed"):
         engine.submit(questions(1))
     with pytest.raises(Closed, match="closed"):
-        engine.check_new(Adapter("a", 1))
+        engine.add_adapter(Adapter("a", 1), directory)
+    assert script.loaded == []
 
 
 def test_seeds_of_any_size_are_taken() -> None:
@@ -297,6 +324,6 @@ def test_sizes_must_be_positive() -> None:
 def test_repr_tells_what_is_going_on() -> None:
     engine = stepper(Script())
     engine.submit(questions(0, 1))
-    assert repr(engine) == "Stepper(2 in progress, 0 adapters, 0 steps)"
+    assert repr(engine) == "SteppedEngine(Script(), 2 in progress, 0 adapters, 0 steps)"
     engine.close()
     assert "closed" in repr(engine)

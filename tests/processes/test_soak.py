@@ -111,7 +111,7 @@ def test_memory_is_flat_and_counters_do_not_drift(tmp_path: Path) -> None:
         lm.next_token_logprobs_sync([1])
         statistics = lm.statistics()
         engine: Any = lm._thread.engine
-        loaded = lm._thread.call(lambda _: len(engine._stepper._adapters)).result()
+        loaded = lm._thread.call(lambda _: len(engine._adapters)).result()
 
     assert more_blocks - blocks < ALLOWED_BLOCKS
     assert more_resident - resident < ALLOWED_BYTES

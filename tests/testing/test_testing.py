@@ -75,7 +75,7 @@ class CancelTakesABystander(Wrapper):
         self.inner.cancel(requests)
         if requests:
             self.inner.cancel([LogprobsRequest(each.token_ids) for each in requests])
-            self.inner.cancel(list(self.inner._stepper._in_progress)[:1])
+            self.inner.cancel(list(self.inner._in_progress)[:1])
 
 
 class SharedStorage(Wrapper):
@@ -220,7 +220,7 @@ class SeedOfTheBatch(Translated):
     """One generator for the batch, so that a draw depends on its neighbours."""
 
     def change(self, request: SampleRequest) -> SampleRequest:
-        crowd = len(self.inner._stepper._in_progress) + self.crowd
+        crowd = len(self.inner._in_progress) + self.crowd
         return replace(request, seed=(request.seed or 0) + 1000 * crowd, nonce=next(self.fresh))
 
     crowd = 0
@@ -339,13 +339,12 @@ class MixedStepsGiveTheLastAdapter(Wrapper):
 
     def __init__(self) -> None:
         super().__init__()
-        forward = self.inner._stepper._forward
-        self.inner._stepper._forward = lambda contexts, adapter: forward(
-            contexts, adapter or self.last()
-        )
+        model: Any = self.inner._model
+        logits = model.logits
+        model.logits = lambda contexts, adapter: logits(contexts, adapter or self.last())
 
     def last(self) -> Adapter | None:
-        bound = [each.adapter for each in self.inner._stepper._in_progress]
+        bound = [each.adapter for each in self.inner._in_progress]
         return next((adapter for adapter in bound if adapter), None)
 
 
