@@ -636,7 +636,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "engines.stepping",
         "test_stepping.py test_exact.py test_numbers.py",
         (
-            "Stepper._advance",
+            "SteppedEngine._advance",
             "one poisoned row fails its whole step",
             Swap(
                 "(logits.isnan() | (logits == torch.inf)).any(-1)",
@@ -644,7 +644,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "Stepper._unload_unused",
+            "SteppedEngine._unload_unused",
             "an adapter goes while a request needs it",
             Swap("each not in bound", "True"),
         ),
@@ -670,12 +670,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "CaptureV1.apply",
             "rows are matched by the order in which requests came",
-            Swap("[self._tickets[index] for index in indices]", "list(self._tickets.values())"),
+            Swap("[tickets[index] for index in indices]", "list(tickets.values())"),
         ),
         (
-            "_follow",
+            "_Places.follow",
             "of two requests that swap places one is lost",
-            Swap("places[source] = replaced", "pass"),
+            Swap("at[source] = replaced", "pass"),
         ),
         (
             "CaptureV2.apply",
@@ -708,6 +708,30 @@ MUTANTS: tuple[Mutant, ...] = (
             "self_test",
             "half a nat passes, whatever the network computes with",
             Swap("64 * max(rounding, TF32)", "0.5"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.speculation",
+        "test_residency.py",
+        (
+            "DecodeSteps._tokens_of",
+            "a prepared step is run although its sequences have moved on",
+            Swap("positions == step.positions", "True"),
+        ),
+        only="population or between_two_steps or cancelled_extension",
+    ),
+    *breaks(
+        "engines.vllm.runners",
+        "test_runners.py",
+        (
+            "RunnerV2.reseat",
+            "a seat keeps the blocks of the sequence before",
+            Drop("self._runner.block_tables.append_block_ids"),
+        ),
+        (
+            "RunnerV2.write",
+            "a token is written in the place of its request in the flush",
+            Swap("slots[entry.request_id]", "tokens.index(entry)"),
         ),
     ),
     *breaks(

@@ -10,7 +10,7 @@ On a CPU, the V1 runner's samples are drawn here too: every token from ``(seed, 
 vLLM's own sampler draws from the process's generator there, whether or not a request has a seed, and a
 seeded request's generator moves on with every step, also with the discarded draws of a chunked prompt.
 
-The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` runs at start
+What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` runs at start
 and fails when any of them has changed.
 """
 

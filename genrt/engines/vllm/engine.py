@@ -8,7 +8,7 @@ Rules:
     waits for a long sample to end. If one slot is asked for, vLLM gets two.
     After a failed step the prefix cache is emptied: its blocks may never have been written.
 
-The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` runs at start
+What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` runs at start
 and refuses a vLLM that does not work this way.
 """
 

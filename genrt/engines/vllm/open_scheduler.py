@@ -16,7 +16,7 @@ Rules:
     Scheduling is synchronous: a step's tokens are known before the next one is scheduled.
     Blocks are copied before anything else is done for the step that needs the copies.
 
-The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` compares rows
+What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` compares rows
 that come by these ways with rows that don't.
 """
 

@@ -5,7 +5,7 @@ place everything that a forward needs except its tokens, and is stopped right be
 tokens are known, they are written into the input buffer and the forward runs, again with other tokens if
 the first ones were wrong. Once the tokens are certain, the step is *confirmed*.
 
-The private parts of vLLM that this touches are listed in ``__init__.py``; ``self_check.py`` compares rows
+What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` compares rows
 that come by these ways with rows that don't.
 """
 

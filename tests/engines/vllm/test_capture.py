@@ -356,3 +356,38 @@ def test_forgotten_rows_are_gone_and_unknown_tickets_ignored() -> None:
     store.forget([1, 77])
     assert len(store) == 1
     assert taken(store, 2) == [2]
+
+
+# -- how a runner's capture is found -------------------------------------------------------------------
+
+
+def test_the_store_of_a_v2_runner_is_its_captures() -> None:
+    from genrt.engines.vllm.capture import install
+
+    capture = v2()
+    runner = SimpleNamespace(sampler=SimpleNamespace(logits_processors=[object(), capture]))
+    assert install(runner, own_processors=True) is capture.store
+
+
+@pytest.mark.parametrize("own_processors", [True, False])
+def test_the_v1_runner_lists_output_tokens_only_for_processors_of_the_users(
+    own_processors: bool,
+) -> None:
+    from genrt.engines.vllm.capture import install
+
+    capture = v1()
+    batch = SimpleNamespace(
+        logitsprocs=SimpleNamespace(all=[capture]), logitsprocs_need_output_token_ids=True
+    )
+    runner = SimpleNamespace(input_batch=batch, device=torch.device("cuda"))
+    assert install(runner, own_processors) is capture.store
+    assert batch.logitsprocs_need_output_token_ids is own_processors
+
+
+@pytest.mark.promise(number=24)
+def test_a_runner_without_the_capture_is_refused() -> None:
+    from genrt.engines.vllm.capture import install
+
+    for processors in ({"sampler": SimpleNamespace(logits_processors=[])}, {"sampler": None}):
+        with pytest.raises(EngineUnsupported, match="logits processor"):
+            install(SimpleNamespace(**processors), own_processors=False)

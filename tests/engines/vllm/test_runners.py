@@ -1,0 +1,257 @@
+"""The V2 runner's part of open requests against scripted runners, on the CPU: where a token is written,
+positions, block tables, a step that is prepared, run twice and confirmed.
+
+What is scripted has the attributes that ``docs/new_vllm.md`` lists, and no others. The V1 runner's part
+runs for real, in ``test_residency.py``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+VOCAB, SLOTS, BLOCKS, BLOCK = 7, 6, 10, 4
+
+
+class Staged:
+    """As vLLM's ``StagedWriteTensor``: a write counts once it is applied."""
+
+    def __init__(self) -> None:
+        self.applied = np.full(SLOTS, -1)
+        self._staged: list[tuple[int, int]] = []
+
+    def stage_write_elem(self, slot: int, number: int) -> None:
+        self._staged.append((slot, number))
+
+    def apply(self) -> None:
+        for slot, number in self._staged:
+            self.applied[slot] = number
+        self._staged.clear()
+
+
+class States:
+    """As the V2 runner's ``RequestState``: a slot for each request that is known."""
+
+    def __init__(self, slots: dict[str, int]) -> None:
+        self.req_id_to_index = slots
+        self.prompt_len = SimpleNamespace(np=np.full(SLOTS, -1))
+        self.prefill_len = SimpleNamespace(np=np.full(SLOTS, -1))
+        self.num_computed_prefill_tokens = np.full(SLOTS, -1)
+        self.num_computed_tokens_np = np.full(SLOTS, -1)
+        self.num_computed_tokens = Staged()
+        self.total_len = Staged()
+        self.last_sampled_tokens = torch.full((SLOTS, 1), -1, dtype=torch.int64)
+
+    def apply_staged_writes(self) -> None:
+        self.num_computed_tokens.apply()
+        self.total_len.apply()
+
+
+class Tables:
+    """As the V2 runner's ``BlockTables``: rows of blocks by slot, staged too."""
+
+    def __init__(self) -> None:
+        self.applied: dict[int, list[int]] = {}
+        self._staged: dict[int, list[int]] = {}
+
+    def append_block_ids(self, slot: int, groups: Any, *, overwrite: bool) -> None:
+        [block_ids] = groups
+        before = [] if overwrite else self._staged.get(slot, self.applied.get(slot, []))
+        self._staged[slot] = [*before, *block_ids]
+
+    def apply_staged_writes(self) -> None:
+        self.applied |= self._staged
+        self._staged.clear()
+
+
+class Runner:
+    """A V2 runner whose forward makes of each token the logits ``token + 1000 * position``, from the
+    tokens that are in its input buffer."""
+
+    def __init__(self, slots: dict[str, int], *, full_graph: bool = True) -> None:
+        from vllm.config import CUDAGraphMode
+
+        self.req_states = States(slots)
+        self.block_tables = Tables()
+        self.input_buffers = SimpleNamespace(input_ids=torch.full((SLOTS,), -1, dtype=torch.int32))
+        self.kv_caches = [torch.arange(BLOCKS * BLOCK, dtype=torch.float32).reshape(BLOCKS, BLOCK)]
+        self.kv_caches.append(self.kv_caches[0])  # layers may share their memory
+        self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS)
+        self.execute_model_state: Any = None
+        self.kv_connector: Any = "no connector"
+        self.graph = SimpleNamespace(
+            cg_mode=CUDAGraphMode.FULL if full_graph else CUDAGraphMode.PIECEWISE
+        )
+        self.cudagraph_manager = SimpleNamespace(run_fullgraph=self._forward)
+        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden.repeat(1, VOCAB))
+        self.attended: list[Any] = []
+        self.counted: list[list[str]] = []
+        self._positions = torch.zeros(SLOTS)
+
+    def prepare_inputs(self, output: Any, state: Any, graph: Any, *_: Any) -> Any:
+        # As vLLM does, rows are sorted anew in every step: here the other way round.
+        scheduled = output.scheduled_cached_reqs
+        request_ids = scheduled.req_ids[::-1]
+        self._positions[: len(request_ids)] = torch.tensor(
+            scheduled.num_computed_tokens[::-1]
+        ).float()
+        return SimpleNamespace(req_ids=request_ids, logits_indices=torch.arange(len(request_ids)))
+
+    def execute_model(self, output: Any) -> None:
+        batch = self.prepare_inputs(output, "state", self.graph, "more")
+        slots = [self.req_states.req_id_to_index[request_id] for request_id in batch.req_ids]
+        tokens = self.req_states.last_sampled_tokens[slots, 0]
+        self.input_buffers.input_ids[: len(slots)] = tokens.int()
+        if self.kv_connector != "no connector":
+            self.kv_connector.pre_forward(output, batch, more="more")
+        self.execute_model_state = SimpleNamespace(
+            input_batch=batch, hidden_states=self._forward(self.graph)
+        )
+
+    def _forward(self, graph: Any) -> torch.Tensor:
+        assert graph is self.graph
+        hidden: torch.Tensor = self.input_buffers.input_ids.float() + 1000 * self._positions
+        return hidden[:, None]
+
+    def prepare_attn(self, batch: Any) -> None:
+        self.attended.append((batch.req_ids, dict(self.block_tables.applied)))
+
+    def postprocess_num_computed_tokens(self, batch: Any) -> None:
+        self.counted.append(batch.req_ids)
+
+
+def step_of(**computed: int) -> Any:
+    """A step that computes one more token of each request, which so many come before."""
+    scheduled = SimpleNamespace(req_ids=list(computed), num_computed_tokens=list(computed.values()))
+    return SimpleNamespace(scheduled_cached_reqs=scheduled)
+
+
+def over(runner: Runner) -> Any:
+    from genrt.engines.vllm.runners import RunnerV2, runner_of
+
+    found = runner_of(runner)
+    assert isinstance(found, RunnerV2)
+    return found
+
+
+def token(request_id: str, token_id: int, position: int = 0) -> Any:
+    from genrt.engines.vllm.runners import NextToken
+
+    return NextToken(request_id, token_id, position, 0)
+
+
+def seat(request_id: str, length: int, block_ids: list[int], copied: int | None) -> Any:
+    from genrt.engines.vllm.runners import Seat
+
+    return Seat(request_id, list(range(length)), block_ids, copied)
+
+
+def test_what_is_scripted_is_in_the_table() -> None:
+    from tests.engines.vllm.test_vllm_parts import TABLE
+
+    listed = {name for _, name in TABLE["runners.py"]}
+    scripted = {"graph", "attended", "counted"}
+    runner = Runner({})
+    touched = {*vars(runner), *vars(runner.req_states)} - scripted
+    assert {name for name in touched if not name.startswith("_")} <= listed
+
+
+def test_a_token_is_written_at_the_slot_of_its_request() -> None:
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    over(runner).write([token("c", 7), token("a", 8)])
+    assert runner.req_states.last_sampled_tokens[:, 0].tolist() == [-1, -1, 7, -1, 8, -1]
+
+
+def test_logits_are_taken_by_request_in_the_order_of_the_batch() -> None:
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    shim = over(runner)
+    shim.write([token("a", 1), token("b", 2), token("c", 3)])
+    runner.execute_model(step_of(a=10, b=20, c=30))
+    request_ids, logits = shim.take_logits()
+    assert request_ids == ["c", "b", "a"]
+    assert logits.shape == (3, VOCAB)
+    assert logits[:, 0].tolist() == [30003.0, 20002.0, 10001.0]
+    assert runner.execute_model_state is None
+    assert runner.counted == [["c", "b", "a"]]
+
+
+def test_a_prepared_step_runs_with_the_tokens_it_is_given_as_often_as_it_is_asked() -> None:
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    shim = over(runner)
+    step = shim.prepare(step_of(a=10, b=20, c=30))
+    assert step.request_ids == ["c", "b", "a"]
+    assert step.positions == [30, 20, 10]  # in the order of the batch, not of the scheduler
+    assert runner.execute_model_state is None
+    for token_ids in ([3, 2, 1], [6, 5, 4]):
+        logits = shim.run(step, torch.tensor(token_ids, dtype=torch.int32))
+        expected = [1000 * at + by for at, by in zip(step.positions, token_ids, strict=True)]
+        assert logits[:, 0].tolist() == expected
+    assert runner.counted == []
+    shim.confirm(step, [token("c", 6), token("b", 5), token("a", 4)])
+    assert runner.counted == [["c", "b", "a"]]
+
+
+@pytest.mark.parametrize("full_graph", [True, False])
+def test_preparing_leaves_the_runner_as_it_was(full_graph: bool) -> None:
+    runner = Runner({"a": 4}, full_graph=full_graph)
+    shim = over(runner)
+    step = shim.prepare(step_of(a=10))
+    assert (step is not None) == full_graph  # another graph is no launch of its own
+    assert runner.kv_connector == "no connector"
+    assert "prepare_inputs" not in vars(runner)
+    shim.write([token("a", 5)])
+    runner.execute_model(step_of(a=10))
+    assert shim.take_logits()[1][0, 0] == 10005.0
+
+
+def test_preparing_that_fails_leaves_the_runner_as_it_was() -> None:
+    runner = Runner({"a": 4})
+    shim = over(runner)
+    with pytest.raises(KeyError):
+        shim.prepare(step_of(unknown=10))
+    assert runner.kv_connector == "no connector"
+    assert "prepare_inputs" not in vars(runner)
+
+
+def test_a_reseated_request_has_the_tokens_and_blocks_of_the_other_sequence() -> None:
+    runner = Runner({"a": 4, "b": 0})
+    shim = over(runner)
+    runner.block_tables.applied = {4: [0, 1], 0: [2, 3, 4]}
+    before = runner.kv_caches[0].clone()
+    shim.reseat(
+        [seat("b", 6, [0, 9], copied=1)]
+    )  # the first 6 tokens of a: a block, and half of one
+    states = runner.req_states
+    for lengths in (states.prompt_len.np, states.prefill_len.np, states.num_computed_tokens_np):
+        assert lengths.tolist() == [6, -1, -1, -1, -1, -1]
+    assert states.num_computed_prefill_tokens.tolist() == [6, -1, -1, -1, -1, -1]
+    assert states.num_computed_tokens.applied.tolist() == [6, -1, -1, -1, -1, -1]
+    assert states.total_len.applied.tolist() == [6, -1, -1, -1, -1, -1]
+    runner.block_tables.apply_staged_writes()
+    assert runner.block_tables.applied == {4: [0, 1], 0: [0, 9]}
+    assert torch.equal(runner.kv_caches[0][9], before[1])
+    assert torch.equal(runner.kv_caches[0][:9], before[:9])
+
+
+def test_a_seat_that_ends_with_a_full_block_needs_no_copy() -> None:
+    runner = Runner({"a": 4, "b": 0})
+    before = runner.kv_caches[0].clone()
+    over(runner).reseat([seat("b", 4, [0, 9], copied=None)])
+    assert torch.equal(runner.kv_caches[0], before)
+
+
+def test_a_prepared_step_is_told_of_new_blocks() -> None:
+    runner = Runner({"a": 4, "b": 0})
+    shim = over(runner)
+    step = shim.prepare(step_of(a=6, b=6))
+    shim.reseat([seat("b", 6, [0, 9], copied=1)])
+    shim.refresh(step)
+    assert runner.attended == [(["b", "a"], {0: [0, 9]})]
+    logits = shim.run(step, torch.tensor([2, 1], dtype=torch.int32))
+    assert logits[:, 0].tolist() == [6002.0, 6001.0]
