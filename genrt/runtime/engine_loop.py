@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class EngineLoop:
-    """What the engine's thread does.
+    """The rounds of one engine's thread, and the calls that wait for them.
 
     Args:
         open_engine: makes an engine.

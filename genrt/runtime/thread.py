@@ -57,7 +57,7 @@ class Rounds(threading.Thread):
         self._is_opening = False
 
     def run(self) -> None:
-        """Go round until the last round is over."""
+        """Take rounds until the last is over."""
         try:
             while (seconds := self._round()) is not None:
                 if seconds > 0.0:
@@ -133,7 +133,7 @@ class EngineThread:
 
     @property
     def batcher(self) -> Batcher:
-        """What the engine is asked through.
+        """The batcher, through which the engine is asked.
 
         Raises:
             Closed: in a forked child, where there is no such thread.
@@ -162,7 +162,7 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs, in this process, and has not been told to end."""
+        """True while the thread runs, in this process, and has not been told to end."""
         return self._thread.is_alive() and not self._loop.is_closing
 
     def call(self, function: Callable[[Engine], T]) -> concurrent.futures.Future[T]:

@@ -1,4 +1,4 @@
-"""What every engine must do: one function a promise, each given a ``Witness`` of the engine.
+"""The promises of an engine, one function for each, called with a ``Witness`` of the engine.
 
 Each begins and ends with nothing in progress, so that all of them can run on one engine in turn.
 """
@@ -344,7 +344,7 @@ def _adapter_removal(
     alone: dict[LogprobsRequest, Tensor],
     path: Path,
 ) -> None:
-    """Removed while in use, reloaded under the old name with the weights in ``path``, all removed."""
+    """Remove an adapter in use, reload its name with the weights in ``path``, and remove all."""
     loaded = [adapter for adapter in bound if adapter is not None]
     old, newest = loaded[0], loaded[-1]
     asked = bound_to(contexts, old)

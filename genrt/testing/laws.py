@@ -61,7 +61,7 @@ def assert_unbiased(
     highest: float | None = 1.0,
     rtol: float = ROUNDING,
 ) -> None:
-    """Fail if what these estimates are drawn from has another mean than ``exact``.
+    """Raise AssertionError if what these estimates are drawn from has another mean than ``exact``.
 
     The estimates are of independent runs: the evidence of each run of SMC, or the weight of each particle
     of an importance sampler, whose particles never interact. A right sampler fails with probability at
@@ -119,7 +119,7 @@ def assert_unbiased(
 def assert_samples_from(
     samples: Iterable[Hashable], probabilities: Mapping[Any, float], *, level: float = 1e-6
 ) -> None:
-    """Fail if independent samples are drawn from other probabilities than these.
+    """Raise AssertionError if independent samples are drawn from other probabilities than these.
 
     Samples that are fail with probability at most ``level``, however many there are, and however rare
     some of them are. A sample of probability 0 fails at once. For weighted samples there is
@@ -174,7 +174,7 @@ def assert_weighted_samples_from(
     highest: float | None = 1.0,
     rtol: float = ROUNDING,
 ) -> None:
-    """Fail if the weighted samples of independent runs are not properly weighted for this target. If they
+    """Raise AssertionError if the weighted samples of independent runs are not properly weighted. If they
     are, a run's N samples x_i and weights w_i have
 
         E[(1/N) sum_i w_i] = Z    and    E[(1/N) sum_i w_i 1(x_i = x)] = Z probability(x) for each x.

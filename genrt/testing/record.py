@@ -1,4 +1,4 @@
-"""What happened in a simulation, and the first thing that was wrong."""
+"""The record of a simulation: what happened in it, and the first thing that was wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Violation(BaseException):
 
 
 class Record:
-    """What happens in one simulation, in order; ``violation`` is the first, if there was one."""
+    """The events of one simulation, in order; ``violation`` is the first, if there was one."""
 
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []

@@ -1,5 +1,5 @@
-"""What callers of a simulated runtime meet: the real batcher with a record of what passes, and the real
-rounds of the engine's thread, which are taken by hand."""
+"""The parts of a simulated runtime that take the place of threads: the real batcher with a record of what
+passes, and the real rounds of the engine's thread, taken by hand."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class SimulatedRounds(Rounds):
 
     @property
     def is_due(self) -> bool:
-        """Whether it is awake, or would be by now."""
+        """True if it is awake, or would be by now."""
         is_free = not self._is_over and not self.is_at_work
         return is_free and (self._is_awake or self.alarm <= self._clock.now)
 
@@ -176,7 +176,7 @@ class SimulatedRounds(Rounds):
             self.go_round()
 
     def wake(self) -> None:
-        """Be due."""
+        """Wake: there is a round to take."""
         self._is_awake = True
 
     def join(self, timeout: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated engine answers: a function of the question alone, so that a result that went to the
+"""The answers of a simulated engine: a function of the question alone, so that a result that went to the
 wrong caller is seen."""
 
 from __future__ import annotations

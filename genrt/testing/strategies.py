@@ -1,4 +1,4 @@
-"""What Hypothesis draws to test samplers with: small models, constraints, potentials, prompts, seeds."""
+"""Hypothesis strategies to test samplers with: small models, constraints, potentials, prompts, seeds."""
 
 from __future__ import annotations
 

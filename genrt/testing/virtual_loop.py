@@ -65,7 +65,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a callback to run now."""
+        """True if there is a callback to run now."""
         if self._timers:
             self._wake_timers()
         return bool(self._ready)

@@ -14,7 +14,6 @@ import torch
 import genrt
 import genrt.questions.draws
 import genrt.runtime.admission
-import genrt.runtime.answers
 import genrt.runtime.cache
 import genrt.runtime.waiters
 from genrt.engines.protocol import Finished
