@@ -158,6 +158,7 @@ def cells_of(notebook: str) -> list[str]:
 
 
 def shared_memory() -> set[str]:
+    # Of the whole machine: no proof, which may run beside this one, opens vLLM in several processes.
     return set(os.listdir("/dev/shm"))
 
 

@@ -682,7 +682,6 @@ def test_the_conformance_suite_passes(llama: Path, loras: tuple[Path, Path]) -> 
     check_engine(open_engine, adapter_paths=loras)
 
 
-@pytest.mark.proof
 def test_workers_in_processes_of_their_own_give_the_same_rows(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor]
 ) -> None:
