@@ -13,7 +13,7 @@ from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
 from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest, ModelNotFound
-from genrt.inference import SMC, Result, TextModel
+from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.inference.display.legible import printable
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> None:
         )
         smc = SMC(model, num_particles=args.particles)
         began = time.perf_counter()
-        result = smc.run_sync(args.seed, progress=True)
+        result = _run_with_progress(smc, args.seed)
         seconds = time.perf_counter() - began
     print(f"prompt   {printable(args.prompt)}\npattern  {printable(args.pattern)}\n")
     print("\n".join([*_posterior(result), "", *_figures(result), ""]))
@@ -107,6 +107,23 @@ def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
         [turn], add_generation_prompt=True, return_dict=False
     )
     return token_ids
+
+
+def _run_with_progress(smc: SMC, seed: int) -> Result:
+    from tqdm import tqdm
+
+    with tqdm(total=smc.model.max_steps, desc="SMC", unit="token", file=sys.stderr) as bar:
+
+        def show(state: State, info: Info) -> None:
+            bar.set_postfix_str(
+                f"{info.unfinished} of {len(state.particles)} particles going, ESS {info.ess:.1f}",
+                refresh=False,
+            )
+            if state.done:
+                bar.total = state.step
+            bar.update()
+
+        return smc.run_sync(seed, on_step=show)
 
 
 def _posterior(result: Result) -> list[str]:

@@ -56,15 +56,15 @@ def load(
         max_queued_bytes: how many bytes their contexts and masks may take. A question that is larger
             waits for an empty queue.
         residency: whether vLLM keeps the sequences it has answered, so that a context that grew by a
-            token, shares a prefix or was cut back costs its new tokens alone. Rows are the same, up to
+            token, shares a prefix or was cut back costs only its new tokens. Rows are the same, up to
             the engine's numerics, and every step is scheduled when the one before has ended.
-        restart: ``"auto"`` opens another engine in place of one that died, and asks it what was still
-            to be answered; if nothing is answered between two deaths, the second is final. Without it
-            every later call raises why, until ``AsyncLM.restart``.
-        seed: what draws and samples that are asked without a seed of their own are drawn from, one after
-            the other in the order of the calls, whatever they are batched with. Two runtimes of one seed
-            that are asked the same give the same. ``None`` takes one from the system. The process's own
-            generators, of ``random``, numpy and torch, are neither set nor drawn from.
+        restart: ``"auto"`` opens another engine in place of one that died, and asks it the unanswered
+            questions; if nothing is answered between two deaths, the second is final. Without it
+            every later call raises the reason, until ``AsyncLM.restart``.
+        seed: for draws and samples without a seed of their own, in the order of the calls, however they
+            are batched. Two runtimes of one seed give equal answers to equal questions. ``None`` takes a
+            seed from the system. The process's own generators, of ``random``, numpy and torch, are
+            neither set nor used.
 
     Blocks until the engine is open. An interrupt abandons the loading.
 

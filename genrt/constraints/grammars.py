@@ -79,24 +79,25 @@ def json_schema(
     """Return the constraint of the JSON texts of the values that are valid under a schema, in the order
     of its properties.
 
-    The schema is a dict, a JSON text, or True for any JSON at all; read as draft 2020-12, or as the draft
-    that its ``$schema`` names. Whatever is in the set validates, but not each way to write a valid value
-    is in it:
+    The schema is a dict, a JSON text, or True for any JSON at all; read as draft 2020-12, or as the
+    draft that its ``$schema`` names. Every text of the set validates, but not every spelling of a valid
+    value is in it:
 
     * properties come in the order of ``properties``, then of ``required``, then any others;
     * strings have escapes only where JSON asks for them; integers are digits (``-0`` too, not ``1.0``);
       numbers with bounds have no exponent; constants and enums are written as in the schema;
     * a number with ``multipleOf`` is not negative.
 
-    But names that ``properties`` does not have may come twice. Where ``additionalProperties`` is a
-    schema, or where there are ``patternProperties``, they may also be spelt with escapes, as
-    ``"\\u0061"`` for ``a``, and get past ``properties``; with ``"additionalProperties": false`` neither.
-    And where bounds of one number come from several schemas that hold together (``allOf``), less than 1
-    apart, an exclusive one that is whole is taken for inclusive: give them in one schema.
+    Exceptions: names that are not in ``properties`` may occur twice. If ``additionalProperties`` is a
+    schema, or if there are ``patternProperties``, such names may also be spelt with escapes, as
+    ``"\\u0061"`` for ``a``, and so evade ``properties``. ``"additionalProperties": false`` prevents
+    both. And if bounds of one number come from several schemas that hold together (``allOf``), less than
+    1 apart, a whole exclusive one is taken for inclusive: give them in one schema.
 
-    What no finite value satisfies is left out: an optional property, or one of several alternatives,
-    whose ``$ref`` leads back to itself without end. Masks lead to beginnings of valid texts alone, unless
-    schemas that hold together (``allOf``) contradict each other in numbers, or in names by patterns.
+    Parts that no finite value satisfies are left out: an optional property, or one of several
+    alternatives, whose ``$ref`` leads back to itself without end. Masks lead only to beginnings of valid
+    texts, unless schemas that hold together (``allOf``) contradict each other in numbers, or in names by
+    patterns.
 
     A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4,
     ipv6, uuid, uri), and is an error where not. A keyword that llguidance does not implement (``not``,

@@ -1,21 +1,21 @@
 r"""Adaptive weighted rejection sampling: a constrained draw that asks the constraint about few tokens.
 
-Wanted is a token x from a row p restricted to the tokens A that a dear constraint allows, and a weight w
-with E[w | x] = p(A), so that (x, w) takes the place of a masked draw and its mass in any sampler. Asking
-about the whole vocabulary gives both exactly. Here tokens are drawn from p, asked about, and left out of
-p once they are rejected, until two draws were accepted. The first of these is x.
+The task: draw a token x from a row p restricted to the tokens A that a constraint allows, with a weight w
+such that E[w | x] = p(A). Then (x, w) can replace a masked draw and its mass in any sampler. Asking about
+the whole vocabulary gives both exactly, but takes long. Here tokens are drawn from p, asked about, and
+left out of p once they are rejected, until two draws were accepted. The first of these is x.
 
 The weight. Let every token i arrive at the times of a Poisson process of rate p(i). Tokens of A then
-arrive at rate Z = p(A), whichever they are, the second at a time T ~ Gamma(2, Z), independent of which
-was the first, and E[1 / T] = Z. A rejected token's later arrivals need not be seen: after the rejected
+arrive at rate Z = p(A), the second at a time T ~ Gamma(2, Z), independent of which token was the first,
+and E[1 / T] = Z. A rejected token's later arrivals need not be seen: after the rejected
 ones R the next arrival of interest takes an exponential time of rate l = p(V) - p(R). So draws 1 .. n
 took T = sum_j E_j / l_j with independent standard exponentials E_j, and given the draws
 
     w = E[1 / T | l_1 .. l_n] = int_0^inf prod_j l_j / (l_j + u) du,
 
-which integrates out all randomness but that of the draws. Without rejections w = p(V); without leaving
-rejected tokens out w = p(V) / (n - 1), Haldane's (1945) estimator. If nothing is accepted, Z = 0: that is
-known only when every token of positive probability was rejected.
+which integrates out all randomness except that of the draws. Without rejections w = p(V); without
+leaving rejected tokens out w = p(V) / (n - 1), Haldane's (1945) estimator. Z = 0 is known only once
+every token of positive probability was rejected.
 
 Lipkin et al. (2025), *Fast controlled generation from language models with adaptive weighted rejection
 sampling*, has the idea and another weight. Rao-Blackwellised Poisson arrivals in place of it are due to

@@ -1,16 +1,16 @@
 r"""The baselines: plain samples of the language model, by vLLM's own decode loop, kept or ranked.
 
 **Rejection** draws whole texts from the model without its constraint, and keeps one with probability
-1[x in C] exp(phi(x) - c), for a bound c of the potential phi. What is kept follows the target exactly,
-however few there are. Of a run that stops at the k-th kept text, the n-th drawn, or at n = N texts,
+1[x in C] exp(phi(x) - c), for a bound c of the potential phi. The kept texts follow the target exactly,
+even if they are few. For a run that stops at the k-th kept text, the n-th drawn, or at n = N texts,
 
-    Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped for having kept k,    exp(c) kept / N  else,
+    Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped at the k-th kept,    exp(c) kept / N  else,
 
 is unbiased for k >= 2 (Haldane 1945; Girshick, Mosteller & Savage 1946). The cost is 1 / Z texts for each
 kept one (von Neumann 1951).
 
-**Best of N** ranks N such texts by a score and takes the best that satisfies the constraint: no sample of
-any posterior, but what is often compared with.
+**Best of N** ranks N such texts by a score and takes the best that satisfies the constraint: a common
+baseline, but not a sample of any posterior.
 """
 
 from __future__ import annotations

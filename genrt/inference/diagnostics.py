@@ -1,8 +1,8 @@
 r"""How well chains mix: acceptance, effective sample size by autocorrelation, R-hat.
 
-What is known of M chains of T steps is known for one function f of their values at a time. Each chain is
-cut in two halves, so that a drift shows as a difference between chains, and the values of f are replaced
-by the normal scores of their ranks, so that its tails may be heavy, or infinite. Of these 2 M sequences
+M chains of T steps are diagnosed for one function f of their values at a time. Each chain is cut in two
+halves, so that a drift shows as a difference between chains, and the values of f are replaced by the
+normal scores of their ranks, so that its tails may be heavy, or infinite. Of these 2 M sequences
 z_m of n steps, with W the mean of their variances and B the variance of their means,
 
     var+ = (n - 1) / n W + B,        R-hat = sqrt(var+ / W),
@@ -17,13 +17,12 @@ before (Geyer's initial monotone sequence),
 
     ESS = 2 M n / max(1, -1 + 2 sum_k P_k).
 
-So far these are the definitions of Stan and ArviZ, but for one: the ESS is never more than there are
-values, because more would be noise here.
+These are the definitions of Stan and ArviZ, except that the ESS is never more than the number of values,
+because more would be noise here.
 
-NaN says that nothing is known: f has one value alone, at which chains may be stuck; chains have fewer
-than four steps; or there are so few chains, and so short ones, that they may all be in one place by
-chance. The R-hat of one chain is not known either. Of one step of each chain the ESS is M, since chains
-are independent.
+NaN means unknown: f has only one value, at which chains may be stuck; chains have fewer than four steps;
+or there are so few and short chains that they may all be in one place by chance. The R-hat of one chain
+is unknown, too. For one step of each chain the ESS is M, because chains are independent.
 
 Geyer (1992), *Practical Markov chain Monte Carlo*. Vehtari, Gelman, Simpson, Carpenter & Bürkner (2021),
 *Rank-normalization, folding, and localization: an improved R-hat for assessing convergence of MCMC*.

@@ -11,23 +11,23 @@ r"""Particle programs: you write one particle as a coroutine, the algorithms run
 
     result = await SMC(Program(lm, haiku), num_particles=32).run(seed=0)
 
-The target. A run of the program has the density that its choices have under the laws they were drawn
-from, times the product of what it observed. The evidence is the normaliser of that: the mean, over runs
-of the program, of the product of its observations. A masked ``sample`` draws from the row restricted to
+The target. A run of the program has the density of its choices under the laws they were drawn from, times
+the product of its observations. The evidence is the normaliser: the mean, over runs of the program, of
+the product of its observations. A masked ``sample`` draws from the row restricted to
 the mask and observes the mask's mass, so that it counts as a draw from the row, and the mask as a
 condition.
 
-Steps. What is drawn is awaited: ``sample``, ``choice``, ``uniform``. A step takes a particle from one
-draw to just before another, or to its end: to the next draw after its weight has changed, by ``observe``,
-``condition`` or a mask, and to the next ``sample`` in any case. Particles are resampled between steps, so
-no change of a weight waits longer for that than to the next draw.
+Steps. Draws are awaited: ``sample``, ``choice``, ``uniform``. A step takes a particle from one draw to
+just before another, or to its end: to the next draw after its weight has changed, by ``observe``,
+``condition`` or a mask, and to the next ``sample`` in any case. Particles are resampled between steps,
+so a changed weight counts before the next draw.
 
 Resampling may copy a particle, and a coroutine cannot be copied. So a particle is the list of its
-choices: one child goes on where its parent stopped, the others run from the beginning with the choices
-that were made, without asking anybody for them, before they go on by themselves. Therefore a program has
-to be a function of its choices: all randomness comes from ``p``, and what it changes outside of itself it
-changes again. Draws are awaited by the program itself and not by tasks that it starts, and
-``asyncio.timeout`` and task groups may not be open around them: another task goes on after them.
+choices: one child continues where its parent stopped; the others run from the beginning with the recorded
+choices, without asking the model for them, before they continue. Therefore a program has to be a function
+of its choices: all randomness comes from ``p``, and its side effects are repeated. The program itself
+awaits its draws, not tasks that it starts, and no ``asyncio.timeout`` or task group may be open around
+them, because another task continues the program afterwards.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering

@@ -13,25 +13,26 @@ constraint lets follow, and its weight gains what that proposal left out, the ma
 
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
-What ends a text is ``stop``. By tokens: p(x) is the product of its tokens' probabilities, none of them a
+A text ends as ``stop`` says. By tokens: p(x) is the product of its tokens' probabilities, none of them a
 stop token, times that of all the stop tokens together at its end. By strings: tokens are drawn until they
-have spelt one; p(x) is the probability of all that was drawn, and the text is what comes before, even
-where the string begins inside of a token. By nothing (``stop=None``): a text has ``max_tokens`` tokens or
-fewer, where the constraint lets nothing follow, and p(x) is the product of its tokens' probabilities,
-without a factor for its end: the probability that the model goes on with x, whatever comes then. No such
-text begins with another, so Z is a probability here, too.
+have spelt one; p(x) is the probability of all drawn tokens, and the text is the part before the string,
+even if that begins inside a token. By nothing (``stop=None``): a text has ``max_tokens`` tokens, or fewer
+if the constraint lets nothing follow, and p(x) is the product of its tokens' probabilities, without a
+factor for its end: the probability that the model continues with x. No such text begins with another, so
+Z is a probability here, too.
 
 At the last token only the end token completes a constrained text, so A is the end token alone. A text
-with p(A) = 0 is dead: its weight is 0. Where the constraint is dear, adaptive weighted rejection draws
-from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
+with p(A) = 0 is dead: its weight is 0. For a constraint that takes long to judge a token, adaptive
+weighted rejection draws from the same q and gains an unbiased estimate of p(A)
+(``genrt.inference.awrs``).
 
 A twist psi guides particles while they grow and leaves the target as it is: a text of t tokens has gained
 psi(x_1:t) on the way, which is taken off again with its next token, and at its end replaced by phi:
 
     w <- w exp(psi(x_1:t) - psi(x_1:t-1)),    at the end    w <- w exp(phi(x) - psi(x_1:t-1)).
 
-It pays when psi foresees phi, or the mass that the constraint will take. Where psi is -inf the particle
-dies: let that be so only where phi is -inf for all that may follow.
+A twist pays if psi predicts phi, or the mass that the constraint will take. Where psi is -inf the
+particle dies: let psi be -inf only where phi is -inf for every continuation.
 
 Lew et al. (2023), *Sequential Monte Carlo steering of large language models using probabilistic
 programs*. Zhao, Brekelmans, Makhzani & Grosse (2024), *Probabilistic inference in language models via
@@ -161,8 +162,8 @@ class TextModel:
                 "the string into the constraint, as in regex(r'[^\\n]*\\n', lm), and give stop=None"
             )
         self._start = None if constraint is None else constraint_start(lm, constraint)
-        dear = isinstance(self._start, CheckedState)
-        if proposal == "awrs" and self._start is not None and not dear:
+        is_asked = isinstance(self._start, CheckedState)
+        if proposal == "awrs" and self._start is not None and not is_asked:
             raise InvalidRequest(
                 'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
                 "this one has masks: leave the proposal out"
@@ -175,7 +176,7 @@ class TextModel:
         self._proposals = Proposals(
             lm,
             self._prompt,
-            kind=proposal or ("awrs" if dear else "mask"),
+            kind=proposal or ("awrs" if is_asked else "mask"),
             is_constrained=constraint is not None,
             ends=self._ends,
             eos_token_id=self._eos_token_id,

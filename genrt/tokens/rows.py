@@ -1,8 +1,8 @@
 """A step's rows, together and apart, with few kernels.
 
-An engine answers a step with a row for each request, and these are mostly views of one tensor: the rows
-of the step's ``[n, vocab_size]``, in whatever order the requests came. Stacking or copying them one by
-one costs a kernel launch each; here it is one for all.
+An engine answers a step with a row for each request. Mostly these are views of one tensor, the step's
+``[n, vocab_size]``, in the order of the requests. Stacking or copying them one by one costs a kernel
+launch each; here one launch handles all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Texts of any content made legible: no control characters, bounded lengths, known widths.
 
-What a model or a program makes may hold terminal escapes, marks that turn the direction of what follows
-them, markup, or a megabyte in one line. Whatever is shown of it goes through here.
+The output of a model or a program may hold terminal escapes, marks that turn the direction of the text
+after them, markup, or a megabyte in one line. Everything that is shown of it goes through here.
 """
 
 from __future__ import annotations
