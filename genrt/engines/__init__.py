@@ -1,4 +1,4 @@
-"""What computes: one engine a file, opened by name."""
+"""Engines by name: one a file, opened here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINES = ("vllm", "transformers", "exact")
 
 
 def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
-    """What can be said before anything is loaded.
+    """Check a choice of engine before anything is loaded.
 
     Raises:
         InvalidRequest: no engine has this name, or it does not take this model or these options.

@@ -40,7 +40,7 @@ class Adapters:
         return adapter in self._copies
 
     def __iter__(self) -> Iterator[tuple[Adapter, Path]]:
-        """Each with the directory of its copy, in the order in which they were added."""
+        """Yield each with the directory of its copy, in the order in which they were added."""
         return iter(list(self._copies.items()))
 
     def keep(self, adapter: Adapter, path: Path) -> Path:
@@ -64,13 +64,14 @@ class Adapters:
         return copy
 
     def forget(self, adapter: Adapter) -> None:
-        """Delete the adapter's copies."""
+        """Remove the adapter's copies."""
         copy = self._copies.pop(adapter, None)
         if copy is not None:
             shutil.rmtree(copy, ignore_errors=True)
 
     def lose(self, adapter: Adapter, reason: Exception) -> GenrtError:
-        """Forget an adapter that another engine does not take; return what whoever names it is told."""
+        """Forget an adapter that another engine does not take; return the error for requests that
+        name it."""
         self.forget(adapter)
         lost = UnknownAdapter(
             f"adapter {adapter.name!r} was lost when the engine was restarted: load it again with "
@@ -82,7 +83,7 @@ class Adapters:
 
 
 def _remove(root: Path, process: int) -> None:
-    """Delete the copies, but not in a forked child, whose parent has them."""
+    """Remove the copies, but not in a forked child: they are its parent's."""
     if os.getpid() == process:
         shutil.rmtree(root, ignore_errors=True)
 

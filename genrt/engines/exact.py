@@ -223,7 +223,7 @@ class ExactEngine(SteppedEngine):
     def __init__(
         self, model: NGram, *, max_model_len: int = 1024, max_batch_size: int = 64
     ) -> None:
-        """Raises InvalidRequest if a size is not positive."""
+        """Take a model and the engine's sizes; raise InvalidRequest if a size is not positive."""
         super().__init__(_Tables(model), max_model_len=max_model_len, max_batch_size=max_batch_size)
 
 

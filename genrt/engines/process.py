@@ -1,10 +1,10 @@
-"""What opening an engine changes in the process, put back: the environment, hooks, torch's settings.
+"""Opening an engine changes the process: put back the environment, hooks, torch's settings.
 
-vLLM sets process-wide whatever suits a process of its own; so do some of the packages it imports. What it
-needs of that it has read by the time it is open, and what its worker processes inherit they have then.
+vLLM sets process-wide whatever suits a process of its own; so do some of the packages it imports. By the
+time it is open it has read what it needs of that, and its worker processes have inherited it.
 
-Random generators are not put back: somebody else may have drawn from them meanwhile. They are not touched
-in the first place: ``vllm/config.py`` takes the seed away. Filters of warnings that packages add for
+Random generators are not put back, since others may have drawn from them meanwhile. They are left alone
+from the start: ``vllm/config.py`` takes the seed away. Filters of warnings that packages add for
 themselves when they are imported stay, as the packages do.
 """
 
@@ -67,11 +67,13 @@ def _environment() -> Iterator[None]:
 
 @contextmanager
 def heap_kept() -> Iterator[None]:
-    """Keep from the garbage collector what it was kept from before, and nothing else. vLLM freezes all
-    that there is, and what of it became garbage later would stay."""
+    """Keep objects frozen that were frozen before, and no others. vLLM freezes every object there is;
+    those that became garbage later would stay in memory."""
     frozen = gc.get_freeze_count()
     freeze, unfreeze = gc.freeze, gc.unfreeze
-    if frozen:  # by the user: what is frozen besides cannot be told from it
+    # ``gc.unfreeze`` thaws everything. If the user froze objects, it would thaw those too, so vLLM is
+    # kept from freezing; if not, everything that vLLM froze is thawed at the end.
+    if frozen:
         gc.freeze = gc.unfreeze = lambda: None
     try:
         yield

@@ -33,7 +33,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What an engine did since it was opened. Counters only grow.
+    """Counters of an engine since it was opened; they only grow.
 
     Attributes:
         steps: forwards that were run.
@@ -73,7 +73,7 @@ class EngineStatistics:
 
 
 class Engine(Protocol):
-    """What computes. Only one thread at a time calls an engine, the one that opened it.
+    """An engine computes. Only one thread calls it, the one that opened it.
 
     Step-level, so that new requests join the ones in progress between any two steps. Every submitted
     request comes back from ``step`` once, finished, unless it is cancelled first.
@@ -110,9 +110,9 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Finished]:
-        """One forward; returns the requests it finished, in any order. Nothing writes to a row any
-        more; it may be part of a larger tensor, so whoever keeps one copies it. A step with nothing in
-        progress returns ``[]``.
+        """Run one forward; return the requests it finished, in any order, ``[]`` if none is in progress.
+        Nothing writes to a row any more; it may be part of a larger tensor, so whoever keeps one copies
+        it.
 
         Raises:
             EngineFailed: the forward failed, and with it every request in progress, all of which the
@@ -143,7 +143,7 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> EngineStatistics:
-        """The counters at this moment; any thread may ask."""
+        """Return the counters at this moment; any thread may ask."""
         ...
 
     def close(self) -> None:
@@ -153,17 +153,17 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Speculating(Protocol):
-    """What an Engine can do besides: begin with what will most likely be asked next."""
+    """An Engine that can also speculate: begin with what will most likely be asked next."""
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """From each of these rows, all different, the token in float64 ``[n]`` was drawn, -1 for none; so
-        the context with it may be asked next. The tokens are on the engine's device, which may still be
-        drawing them; nothing here waits for it, or raises."""
+        """Expect questions about these contexts, all different, each with the token that was drawn from
+        its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
+        drawing them; do not wait for it, and do not raise."""
         ...
 
 
 def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
-    """What an exception that came out of an engine means to who asked; one of genrt's own is itself."""
+    """Return the error of genrt that an engine's exception means; return one of genrt's own as it is."""
     import torch
 
     if isinstance(error, GenrtError):
@@ -179,10 +179,10 @@ def failure(error: Exception, what: str = "the engine failed") -> GenrtError:
 
 
 def survived(error: Exception) -> GenrtError:
-    """``failure``, of an engine that goes on.
+    """Return ``failure`` of an error after which the engine goes on.
 
     Raises:
-        EngineDied: the error says that it can't.
+        EngineDied: the error says that it does not.
     """
     translated = failure(error)
     if isinstance(translated, EngineDied):

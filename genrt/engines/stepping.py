@@ -39,7 +39,7 @@ from genrt.tokens.sampling import draw, mixed, truncate
 
 
 class SteppedModel(Protocol):
-    """What a SteppedEngine computes with; no method is called before the one before it returned."""
+    """The model of a SteppedEngine; its methods are called one at a time."""
 
     @property
     def vocab_size(self) -> int:
@@ -98,7 +98,7 @@ class SteppedEngine:
     """
 
     def __init__(self, model: SteppedModel, *, max_model_len: int, max_batch_size: int) -> None:
-        """Raises InvalidRequest if a size is no positive int."""
+        """Take a model and the engine's sizes; raise InvalidRequest if a size is no positive int."""
         self._model = model
         self._max_model_len = check_int("max_model_len", max_model_len, 1)
         self._max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
@@ -138,7 +138,7 @@ class SteppedEngine:
         )
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As in the Engine protocol.
+        """Take a flush, as in the Engine protocol.
 
         Raises:
             Closed: after ``close``.
@@ -158,7 +158,8 @@ class SteppedEngine:
         self._count(requests=len(requests))
 
     def step(self) -> list[Finished]:
-        """As in the Engine protocol; refused requests come back in a step without a forward."""
+        """Run one forward, as in the Engine protocol; refused requests come back in a step without
+        one."""
         # A forward that failed would take their own errors from them.
         if self._refused:
             finished = [Finished(request, error=error) for request, error in self._refused.items()]
@@ -190,14 +191,14 @@ class SteppedEngine:
         return finished
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """As in the Engine protocol."""
+        """Forget requests, as in the Engine protocol."""
         for request in requests:
             if self._in_progress.pop(request, None) or self._refused.pop(request, None):
                 self._count(cancelled=1)
         self._unload_unused()
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """As in the Engine protocol.
+        """Load an adapter, as in the Engine protocol.
 
         Raises:
             InvalidAdapter: as there; or this version of this name is loaded already.
@@ -212,7 +213,7 @@ class SteppedEngine:
         self._adapters.add(adapter)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """As in the Engine protocol; new requests may not bind it any more.
+        """Forget an adapter, as in the Engine protocol; new requests may not bind it any more.
 
         Raises:
             UnknownAdapter: it is not loaded.
@@ -224,7 +225,7 @@ class SteppedEngine:
         self._unload_unused()
 
     def statistics(self) -> EngineStatistics:
-        """As in the Engine protocol."""
+        """Return the counters at this moment."""
         return self._statistics
 
     def close(self) -> None:

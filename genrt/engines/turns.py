@@ -14,8 +14,8 @@ _HANDED_OVER = -1
 class Turns:
     """A context manager that one thread at a time is in, and may enter again inside itself.
 
-    Who leaves hands over to the first who waits, even if it comes back at once: an engine that steps all
-    the time, as one does that tests itself, leaves every other one its step in between.
+    A thread that leaves hands over to the first one waiting, even if it comes back at once. So an engine
+    that steps all the time, as in its self-test, leaves every other engine a step in between.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Turns:
             self._hand_over()
 
     def _gate(self) -> threading.Lock | None:
-        """Under the lock: what to wait at, in the queue; ``None`` if there is nothing to wait for."""
+        """Return a gate in the queue to wait at, ``None`` if nobody is inside. Call it under the lock."""
         if self._holder is None:
             self._holder = _HANDED_OVER
             return None

@@ -133,13 +133,13 @@ T = TypeVar("T")
 
 
 class _Places(Generic[T]):
-    """What is known of requests, by their places in the V1 runner's persistent batch."""
+    """Facts about requests, by their places in the V1 runner's persistent batch."""
 
     def __init__(self) -> None:
         self.at: dict[int, T] = {}
 
     def follow(self, update: BatchUpdate, added: dict[int, T | None]) -> None:
-        """Move everything with its request; ``added`` is what is known of new ones, by place."""
+        """Move everything with its request; ``added`` has the new ones' by place."""
         at = self.at
         # The order is vLLM's: removed, added (also to places that were not removed), moved.
         for index in update.removed:

@@ -164,7 +164,7 @@ class VLLMEngine:
             self._add(request)
 
     def _add(self, request: LogprobsRequest | SampleRequest) -> str | None:
-        """Hand one request to vLLM and return its id, which is its ticket in decimals. Where vLLM refuses
+        """Give one request to vLLM and return its id, which is its ticket in decimals. Where vLLM refuses
         it, the next step ends it with its error."""
         ticket = next(self._tickets)
         request_id = str(ticket)
@@ -248,7 +248,7 @@ class VLLMEngine:
         return finished
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """As in the Speculating protocol: speculate the prepared step, if it is of all these."""
+        """Run the prepared step with these tokens, if it is of all these rows; see ``Speculating``."""
         if self._open is None or not self._open.steps.can_speculate(len(rows)):
             return
         ids = dict(self._decoded)

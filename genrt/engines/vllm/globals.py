@@ -1,4 +1,4 @@
-"""What vLLM keeps once for the process, kept once for each engine: graphs, their memory, workspaces.
+"""Globals of vLLM, kept apart for each engine: graphs, their memory, workspaces.
 
 Rules:
     Every call into vLLM happens with its engine's ``Globals`` in place, under ``TURN``.
@@ -8,9 +8,7 @@ Without this, an engine that is opened clears the piecewise CUDA graphs of all o
 their memory, and then clears every wrapper that the process has), captures its own into memory that
 theirs use on another stream, and replaces the workspace that their graphs write to.
 
-Private to vLLM and touched here: ``CUDAGraphWrapper._all_instances`` and its twin, the platform's
-``_global_graph_pool``, ``workspace._manager`` and the offloader's ``_instance``. Each is looked up when
-an engine is opened, so a vLLM that has them elsewhere is refused.
+Each is looked up when an engine is opened, so a vLLM that has them elsewhere is refused.
 """
 
 from __future__ import annotations

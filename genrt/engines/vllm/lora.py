@@ -97,7 +97,7 @@ class VLLMAdapters:
         return twin
 
     def request(self, adapter: Adapter | None) -> LoRARequest | None:
-        """What a request for this adapter says to vLLM.
+        """Return what a request for this adapter tells vLLM.
 
         Raises:
             UnknownAdapter: it is not loaded, or has been removed.
@@ -109,12 +109,12 @@ class VLLMAdapters:
         return self._loaded[adapter]
 
     def hold(self, adapter: Adapter | None) -> None:
-        """A request for this adapter is in progress, until ``release``."""
+        """Keep an adapter loaded for a request in progress, until ``release``."""
         if adapter is not None:
             self._users[adapter] += 1
 
     def release(self, adapter: Adapter | None) -> None:
-        """A request for this adapter has ended."""
+        """Let go of an adapter for a request that has ended."""
         if adapter is None:
             return
         self._users[adapter] -= 1
@@ -124,7 +124,7 @@ class VLLMAdapters:
                 self._unload(adapter)
 
     def remove(self, adapter: Adapter) -> None:
-        """Unload an adapter when its last request has ended; an unknown one is ignored."""
+        """Let an adapter go when its last request has ended; ignore an unknown one."""
         if adapter not in self._loaded:
             return
         self._removed.add(adapter)

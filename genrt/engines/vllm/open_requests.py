@@ -81,7 +81,8 @@ class OpenRequests:
     def _fork(
         self, requests: Sequence[LogprobsRequest], forks: Sequence[tuple[int, str]]
     ) -> dict[int, str]:
-        """Seat forks of these parents, as many as there are seats; return them by place in the flush."""
+        """Give seats to forks of these parents while there are any; return these by place in the
+        flush."""
         passed_over: dict[int, list[str]] = {}
         parents = {parent for _, parent in forks}
         seated: dict[int, str] = {}
@@ -133,7 +134,7 @@ class OpenRequests:
         return self._scheduler.take_answered()
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:
-        """After a step, take each answered request for resident with the context of its question, and
+        """Record after a step that each answered request is resident with the context of its question;
         forget the sequences that were evicted for the step."""
         for request_id in self._scheduler.take_evicted():
             self._forget(request_id)

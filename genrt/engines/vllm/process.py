@@ -1,6 +1,6 @@
-"""What else is in the process where vLLM is opened, and keeps it from opening or is disturbed by it.
+"""Open vLLM undisturbed by what else is in the process, and without disturbing it.
 
-Private and touched here: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
+Replaced for as long: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
 calls them, ``np`` as the V2 runner's sampling states call it, ``torch.cpu._init_amx``, vLLM's operator
 ``init_cpu_memory_env``. All of it was seen with vLLM 0.32: whoever imports genlm-backend before loading a
 model meets the first two.

@@ -56,7 +56,7 @@ class Prepared(NamedTuple):
 
 
 class Runner(Protocol):
-    """What open requests need of a runner, between two steps."""
+    """A runner as open requests need it, between two steps."""
 
     def prepare(self, output: SchedulerOutput) -> Prepared | None:
         """Prepare a step of one token for each request; return ``None`` where the forward cannot be run

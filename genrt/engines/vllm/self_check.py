@@ -1,4 +1,4 @@
-"""What must hold of this vLLM before it answers anything: rows come back to the requests that asked.
+"""The start-up check of a vLLM: rows must come back to the requests that asked.
 
 Every assumption about vLLM that is not part of its public interface is exercised here, at start.
 """
@@ -27,7 +27,7 @@ differ by 64 times the rounding: by half a nat in bfloat16, by 1/16 in float16 a
 
 
 class Tested(Protocol):
-    """What the tests need of an engine: ``VLLMEngine`` is one."""
+    """An engine as the tests need it: ``VLLMEngine`` is one."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -98,7 +98,7 @@ def _test_rows(engine: Tested, noise: float) -> None:
 
 
 def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
-    """Switch residents off where their rows differ from fresh ones by more than the noise.
+    """Compare rows of residents with fresh ones; turn residents off if they differ by more than noise.
 
     What a wrong token or block makes is the row of another context, which may be closer than the
     closest of those that are compared here. So an eighth of what lies between these is too much in

@@ -44,7 +44,7 @@ class DecodedStep(NamedTuple):
 
 
 class _Speculated(NamedTuple):
-    """What a prepared step was run with before anybody asked, and its rows."""
+    """The tokens with which a prepared step was run before anybody asked, and its rows."""
 
     token_ids: Leaving
     rows: torch.Tensor
@@ -117,7 +117,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
-        """Launch the next step if it is a decode step. Return ``None`` where vLLM has more to do; its own
+        """Start the next step if it is a decode step. Return ``None`` where vLLM has more to do; its own
         step can run then, since the runner has been told everything."""
         prepared, speculated = self._prepared, self._speculated
         self.discard()
