@@ -18,15 +18,23 @@ from typing import Any, TypeAlias
 import torch
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
-from genrt.errors import GenrtError, UnknownAdapter
+from genrt.errors import EngineFailed, GenrtError, UnknownAdapter
 from genrt.questions.host_rows import HostRow
+from genrt.questions.kinds import READ_KINDS
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.testing.record import Violation
+from genrt.testing.simulated_model import VOCAB_SIZE
 from genrt.testing.virtual_loop import VirtualLoop
 from tests.simulation.checked_runtime import CheckedRuntime
 
 ADAPTERS = ("a", "b")
+
+EXAMPLES = [
+    wanted
+    for kind in READ_KINDS
+    for wanted in kind.examples(VOCAB_SIZE, torch.Generator().manual_seed(0))
+]
 MOST_LOOPS = 4
 
 _Kind: TypeAlias = Callable[[list[int], str | None], Awaitable[None]]
@@ -188,12 +196,18 @@ class SimulatedClients:
             for _ in range(self._random.randint(0, 20)):
                 self._runtime.step()
         if self._random.random() < 0.5:
-            self._lm.restart()
+            self._reopen()
 
     def _restart(self) -> None:
         """Restart the runtime, whether it was closed, has died, or goes on."""
         self.done += 1
-        self._lm.restart()
+        self._reopen()
+
+    def _reopen(self) -> None:
+        try:
+            self._lm.restart()
+        except EngineFailed as error:  # there is no step that takes long here
+            raise Violation(f"the runtime cannot be restarted: {error}") from error
 
     def _interrupted(self, loop: VirtualLoop) -> None:
         """Do what may follow an interrupt: let the loop go on, as a notebook does; or cancel everything
@@ -276,7 +290,7 @@ class SimulatedClients:
             self._row,
             self._row,
             self._batch,
-            self._host_row,
+            self._read,
             self._draw,
             self._draw,
             self._draws,
@@ -299,12 +313,14 @@ class SimulatedClients:
         contexts = [context, *(self._context() for _ in range(self._random.randint(0, 3)))]
         (await self._lm.batch_next_token_logprobs(contexts, adapter=name)).fill_(5.0)
 
-    async def _host_row(self, context: list[int], name: str | None) -> None:
+    async def _read(self, context: list[int], name: str | None) -> None:
+        """Ask for an example of a kind that there is, in turn by context."""
         row = LogprobsRequest(
             context, self._lm._adapters.by_name.get(name) if name is not None else None
         )
-        [found] = await self._runtime.batcher.ask([ReadRequest(row, HostRow())])
-        if isinstance(found, torch.Tensor):
+        wanted = EXAMPLES[sum(context) % len(EXAMPLES)]
+        [found] = await self._runtime.batcher.ask([ReadRequest(row, wanted)])
+        if isinstance(wanted, HostRow):
             self._have(row, found)
 
     async def _draw(self, context: list[int], name: str | None) -> None:
