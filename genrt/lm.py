@@ -111,7 +111,7 @@ class AsyncLM:
 
     @cached_property
     def byte_vocab(self) -> list[bytes]:
-        """What each token adds to a text, in bytes; ``vocab_size`` of them."""
+        """The bytes that each token adds to a text; ``vocab_size`` of them."""
         return vocabulary.byte_vocab(self.tokenizer, self.vocab_size)
 
     @cached_property
@@ -172,7 +172,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """The row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
+        """Return the row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
 
         It is on ``self.device``, or on the host with ``device="cpu"``: from a GPU, the rows of a step
         are moved there together, through pinned memory.
@@ -199,7 +199,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """The rows after each of ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
+        """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
 
         One question with one future, however many contexts; raises and cancels as
         ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too.
@@ -224,7 +224,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> Draw:
-        """One token from the row after ``token_ids``, restricted to ``mask``, with its weight.
+        """Draw one token from the row after ``token_ids``, restricted to ``mask``, with its weight.
 
         The result's ``logprob`` is the log-probability with which the token was drawn, and ``log_mass``
         is ``logsumexp(row[mask])``, of the row itself whatever the temperature: at temperature 1 the
@@ -259,7 +259,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> BatchDraw:
-        """One ``draw`` after each of ``contexts``, in order, as one question; tensors on the host.
+        """Draw after each of ``contexts``, in order, as one question; return tensors on the host.
 
         ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
         tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``.
@@ -276,7 +276,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """The row's entries for ``candidates``: float32 ``[len(candidates)]`` on the host."""
+        """Return the row's entries for ``candidates``: float32 ``[len(candidates)]`` on the host."""
         bound = self._adapters.bound(adapter)
         request = candidates_request(self._limits, token_ids, candidates, bound)
         return cast("torch.Tensor", (await self._ask(timeout, (request,)))[0])
@@ -289,7 +289,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> TopLogprobs:
-        """The ``k`` likeliest tokens, likeliest first: ``(token_ids, logprobs)``, ``[k]`` on the host."""
+        """Return the ``k`` likeliest tokens, likeliest first: ``(token_ids, logprobs)``, on the host."""
         request = top_request(self._limits, token_ids, k, self._adapters.bound(adapter))
         return cast("TopLogprobs", (await self._ask(timeout, (request,)))[0])
 
@@ -301,7 +301,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """The log-probability of each token of ``continuation``, given those before it: float32
+        """Return each token's log-probability in ``continuation``, given those before it: float32
         ``[len(continuation)]`` on the host; their sum is the continuation's.
 
         It takes a row for each token, all in one question; the engine's prefix cache makes each cost
@@ -327,7 +327,7 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> list[int]:
-        """Up to ``max_tokens`` tokens drawn one after another, by the engine's own decode loop.
+        """Draw up to ``max_tokens`` tokens one after another, by the engine's own decode loop.
 
         Args:
             stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it
@@ -365,7 +365,7 @@ class AsyncLM:
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[list[int]]:
-        """One sample after each of ``contexts``, in order, as one question; options as ``sample``'s.
+        """Sample after each of ``contexts``, in order, as one question; options as ``sample``'s.
 
         With a ``seed``, context ``i`` is drawn with seed ``seed + i``: equal contexts give independent
         samples, and each equals ``sample`` with that seed.
@@ -409,7 +409,7 @@ class AsyncLM:
         await asyncio.wrap_future(self._adapters.add(name, path))
 
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
-        """``add_adapter``, blocking."""
+        """Load an adapter as ``add_adapter`` does, blocking."""
         self._adapters.add(name, path).result()
 
     def remove_adapter(self, name: str) -> None:
@@ -447,7 +447,7 @@ class AsyncLM:
         self._thread.close()
 
     async def aclose(self) -> None:
-        """``close`` without holding up the event loop."""
+        """Close as ``close`` does, without holding up the event loop."""
         await aside(self.close)
 
     def restart(self) -> None:
@@ -472,7 +472,7 @@ class AsyncLM:
             raise
 
     async def arestart(self) -> None:
-        """``restart`` without holding up the event loop."""
+        """Restart as ``restart`` does, without holding up the event loop."""
         await aside(self.restart)
 
     def __enter__(self) -> Self:

@@ -1,1 +1,1 @@
-"""What is asked: requests as values, and what callers give, checked."""
+"""The questions: one kind a file, and the arguments of callers, checked."""

@@ -1,4 +1,4 @@
-"""What every question is about, a context and an adapter, and what a model can be asked.
+"""The context and the adapter of a question, the limits of a model, and seeds.
 
 Nothing here touches an engine. A request that is made in this folder can be computed.
 """
@@ -51,7 +51,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a model can be asked: token ids below ``vocab_size``, contexts up to ``max_model_len``."""
+    """The limits of a model: token ids below ``vocab_size``, contexts up to ``max_model_len``."""
 
     vocab_size: int
     max_model_len: int
@@ -97,12 +97,12 @@ class Drawn(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """What fixes the draws, whatever else is in the batch."""
+        """The number that fixes the draws, whatever else is in the batch."""
         ...
 
     @property
     def nonce(self) -> int | None:
-        """What sets apart equal questions without a seed, whose answers are independent."""
+        """The number that sets apart equal questions without a seed, whose answers are independent."""
         ...
 
     @property

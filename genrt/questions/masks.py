@@ -123,7 +123,7 @@ def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
 
 
 def _are_flags(words: array.array[int], vocab_size: int) -> bool:
-    """Whether these numbers are 0 or 1 for each token, or may be meant so, rather than token ids."""
+    """Tell whether these numbers are 0 or 1 for each token, or may be meant so, rather than token ids."""
     count = len(words)
     if count != vocab_size and count < MANY_IDS:
         return False

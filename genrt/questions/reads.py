@@ -1,4 +1,4 @@
-"""What is read from a row that stays on the device: the request, and what each kind of read provides.
+"""Reads from rows that stay on the device: the request, and what each kind of read provides.
 
 A kind is a file beside this one, with a frozen value that is a ``Wanted``, a function that makes the
 request from what a caller gives, and a method that answers all reads of that kind in a step.
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Wanted(Protocol):
-    """What is read from a row: a frozen value. The methods here are what most kinds do."""
+    """The frozen value that says what is read from a row. The methods here are what most kinds do."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class Wanted(Protocol):
 
     @property
     def group(self) -> Hashable:
-        """What reads have in common that are answered together."""
+        """The same value for reads that are answered together."""
         return type(self)
 
     @staticmethod
@@ -65,7 +65,7 @@ class Wanted(Protocol):
 
 
 class Answering(Protocol):
-    """What a kind of read may use of the engine that answers."""
+    """The part of the answering engine that a kind of read may use."""
 
     def expect(self, reads: Sequence[Read], token_ids: Tensor) -> None:
         """Tell the engine which tokens, float64 ``[n]`` on its device, were drawn from these rows."""
@@ -78,8 +78,8 @@ class Answering(Protocol):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReadRequest:
-    """What is read from a row that stays on the device. An engine never sees one: ``answers.py`` asks it
-    for the row, once for all who read from it, and answers from that."""
+    """A read from a row that stays on the device. An engine never sees one: ``answers.py`` asks it for
+    the row, once for all reads from it, and answers from that."""
 
     row: LogprobsRequest
     wanted: Wanted

@@ -21,7 +21,7 @@ __all__ = ["AdapterNames"]
 
 
 class AdapterNames:
-    """What each name stands for now. Safe from any thread.
+    """The adapter that each name stands for now. Safe from any thread.
 
     Attributes:
         by_name: the adapters by their names, those too that a restart has lost.

@@ -1,4 +1,4 @@
-"""Who may queue, and who is sent next: bounds, turns for those who wait, the ready requests in order.
+"""The queue's bounds, turns for waiters without room, and the ready requests in order.
 
 Pure bookkeeping, under the batcher's lock.
 
@@ -41,11 +41,11 @@ class Admission:
         self._clients: dict[Waiter, Hashable] = {}
 
     def __len__(self) -> int:
-        """How many waiters wait for room."""
+        """Return how many waiters wait for room."""
         return len(self._clients)
 
     def requests(self) -> Iterator[Request]:
-        """Requests of the waiters that wait for room."""
+        """Yield the requests of waiters not yet admitted."""
         for waiter in self._clients:
             yield from waiter.requests
 
@@ -55,22 +55,22 @@ class Admission:
         return self._queued
 
     def enter(self, requests: Collection[Request]) -> None:
-        """These are in the queue from now on."""
+        """Count requests that enter the queue."""
         self._queued += len(requests)
         self._bytes += sum(map(_NBYTES, requests))
 
     def leave(self, requests: Collection[Request]) -> None:
-        """These have left the queue: for the engine, or for good."""
+        """Count requests that have left the queue: for the engine, or for good."""
         self._queued -= len(requests)
         self._bytes -= sum(map(_NBYTES, requests))
 
     def recount(self, requests: Iterable[Request]) -> None:
-        """These are in the queue, and no others."""
+        """Count anew: these requests are in the queue, and no others."""
         self._queued = self._bytes = 0
         self.enter(list(requests))
 
     def must_wait(self, requests: Collection[Request]) -> bool:
-        """Whether there is no room for a question of these, or others have waited longer."""
+        """Tell whether a question of these has no room, or others have waited longer."""
         return bool(self._clients) or not self._fits(requests, sum(map(_NBYTES, requests)))
 
     def _fits(self, requests: Collection[Request], nbytes: int) -> bool:
@@ -124,7 +124,7 @@ class Admission:
         ]
 
     def clear(self) -> list[Waiter]:
-        """Empty the queue; returns who waited for room in it."""
+        """Empty the queue; return the waiters without room in it."""
         waiting = [*self._clients]
         self._waiting.clear()
         self._clients.clear()
@@ -176,7 +176,7 @@ class Ready:
         self._entries.pop(entry, None)
 
     def seconds_until_due(self) -> float | None:
-        """How long nothing is to be sent; ``None`` while there is nothing."""
+        """Return how long nothing is to be sent; ``None`` while there is nothing."""
         if not self._entries:
             return None
         return 0.0 if len(self._entries) >= self._most else max(0.0, self._due - self._clock())

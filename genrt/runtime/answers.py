@@ -84,7 +84,7 @@ class AnsweringEngine:
         return f"AnsweringEngine({self.engine!r}, {readers} reads in progress)"
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As in the Engine protocol, and reads. What needs no forward is in ``ready`` from now on."""
+        """Take a flush as an engine does, with reads. ``ready`` has those that need no forward."""
         new: dict[Request, None] = {}
         asked: list[Request] = []
         readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
@@ -124,14 +124,14 @@ class AnsweringEngine:
             self._readers.setdefault(row, joining).update(joining)
 
     def ready(self) -> list[Finished]:
-        """The ends of what was submitted and needs no forward: reads from rows that are in the cache, and
+        """Return the ends of submitted requests that need no forward: reads from rows in the cache, and
         requests that the engine can't take."""
         cached, self._cached = self._cached, {}
         refused, self._refused = self._refused, []
         return refused + self._answered([Read(each, row) for each, row in cached.items()])
 
     def step(self) -> list[Finished]:
-        """As in the Engine protocol."""
+        """Step as the Engine protocol says, and answer the reads of the step's rows."""
         try:
             ends = self.engine.step()
         except EngineDied:
@@ -160,8 +160,8 @@ class AnsweringEngine:
         return finished + self._answered(reads)
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """As in the Engine protocol; a row is cancelled with the last who wants it. Raises EngineDied
-        alone: any other error of the engine concerns only who asks the same again."""
+        """Cancel as the Engine protocol says; a row goes with the last request for it. Raises EngineDied
+        alone: any other error of the engine concerns only equal requests that come later."""
         unwanted: list[Request] = []
         for request in requests:
             if isinstance(request, ReadRequest):
@@ -190,7 +190,7 @@ class AnsweringEngine:
             self._unforgotten.clear()
 
     def _still_held(self, new: Collection[Request]) -> dict[Request, GenrtError]:
-        """Those of these that the engine was to forget and may still hold, and what it raised instead."""
+        """Return those that the engine was told to forget and may still hold, with what it raised."""
         if self._unforgotten:
             self._cancel([])
         return {each: error for each, error in self._unforgotten.items() if each in new}
@@ -206,7 +206,7 @@ class AnsweringEngine:
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """As in the Engine protocol; one that is not loaded, as after a restart, is ignored. Raises
+        """Remove an adapter; one that is not loaded, as after a restart, is ignored. Raises
         EngineDied alone: after any other error the weights may stay until the next restart."""
         if adapter not in self._adapters:
             return
@@ -231,8 +231,8 @@ class AnsweringEngine:
         return lost
 
     def statistics(self) -> EngineStatistics:
-        """The engine's, with the reads and what they moved; ``rows`` and ``requests`` count the rows that
-        were computed for reads."""
+        """Return the engine's, with the reads and the bytes they moved; its ``rows`` and ``requests``
+        count those computed for reads too."""
         counted = self.engine.statistics()
         return replace(
             counted, reads=self._reads, bytes_to_host=counted.bytes_to_host + self._bytes_to_host
@@ -247,7 +247,7 @@ class AnsweringEngine:
         self.engine.close()
 
     def _forget(self) -> None:
-        """After a failed step: nothing is in progress, nor may the engine think so."""
+        """Forget everything after a failed step, and have the engine forget it."""
         unasked = [row for row in self._readers if row not in self._asked]
         self._readers.clear()
         self._asked.clear()

@@ -109,7 +109,7 @@ class Batcher:
     async def ask(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
-        """The results in order, each in storage of its own; equal requests may appear more than once.
+        """Return the results in order, each in storage of its own; requests may appear more than once.
         With ``stacked``, the only result is the stack of the rows, of which there is at least one.
 
         Cancelling the await withdraws this caller alone. Questions that the cache answers let others run.
@@ -145,7 +145,7 @@ class Batcher:
     def ask_sync(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
-        """``ask`` for a thread, which blocks; an interrupt withdraws the question."""
+        """Ask as ``ask`` does, blocking the thread; an interrupt withdraws the question."""
         future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
         waiter = Waiter(requests, None, future, stacked, {})
         longest = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
@@ -181,7 +181,7 @@ class Batcher:
         return None if waiter.missing else outcome_of(waiter)
 
     def _register(self, waiter: Waiter) -> list[Entry]:
-        """Under the lock: find or join each request; the entries that have to be queued."""
+        """Find or join each request, under the lock; return the entries that have to be queued."""
         if self._observer is not None:
             self._observer.registering(waiter)
         queued: list[Entry] = []
@@ -215,13 +215,13 @@ class Batcher:
         return queued
 
     def _recount(self) -> None:
-        """Under the lock: count what is queued and bound anew, after an interrupt in the middle of it."""
+        """Count what is queued and bound anew, under the lock, after an interrupt in the middle of it."""
         self._admission.recount(each for each, e in self._entries.items() if not e.in_flight)
         self._bindings.clear()
         self._bindings.bind([*self._entries, *self._admission.requests()])
 
     def _admit(self) -> list[Waiter]:
-        """Under the lock: register who waited for room, while there is some; those who lack nothing."""
+        """Register waiters while there is room, under the lock; return those that lack nothing."""
         answered: list[Waiter] = []
         while (waiter := self._admission.first()) is not None:
             self._enter(waiter)
@@ -231,14 +231,14 @@ class Batcher:
         return answered
 
     def _enter(self, waiter: Waiter) -> None:
-        """Under the lock: register one that waited for room."""
+        """Register a waiter that waited for room, under the lock."""
         self._admission.admit(waiter)
         self._bindings.bind(waiter.requests, -1)
         self._make_ready(self._register(waiter))
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
-        """Under the lock: have these sent, but for those that were dropped, or sent by another loop.
-        Returns whether the engine thread must look."""
+        """Have entries sent, under the lock, except those that were dropped, or sent by another loop.
+        Return whether the engine thread must look."""
         added = [entry for entry in entries if entry.waiters and not entry.in_flight]
         self._ready.add(added)
         return bool(added)
@@ -253,13 +253,13 @@ class Batcher:
         self._wake()  # to forget requests, an adapter, or let in who waits for room
 
     def _cancel(self, waiter: Waiter) -> None:
-        """Under the lock: take off, and count, a waiter that leaves by itself, if it has not ended."""
+        """Count and drop a waiter that leaves by itself, under the lock, if it has not ended."""
         if waiter.missing:
             self._counted["cancelled"] += 1
             self._drop(waiter)
 
     def _drop(self, waiter: Waiter) -> None:
-        """Under the lock: take a waiter off every request it still waits for."""
+        """Take a waiter off every request it still waits for, under the lock."""
         waiter.missing = 0
         self._on_loops.discard(waiter)
         if self._admission.withdraw(waiter):
@@ -277,13 +277,13 @@ class Batcher:
                 self._admission.leave([request])
 
     def _end(self, entry: Entry) -> None:
-        """Under the lock: this one is on its way no more."""
+        """Forget an entry that has ended, under the lock."""
         del self._entries[entry.request]
         self._flight.end(entry)
         self._bindings.bind([entry.request], -1)
 
     def _sweep(self) -> list[object]:
-        """Under the lock: take off the waiters of closed loops; return all that is let go of by that."""
+        """Cancel the waiters of closed loops, under the lock; return all that is let go of by that."""
         waiters = self._on_loops.closed()
         for waiter in waiters:
             self._cancel(waiter)
@@ -292,7 +292,7 @@ class Batcher:
     # -- turning: the engine thread -----------------------------------------------------------
 
     def seconds_until_due(self) -> float | None:
-        """How long ``turn`` has nothing to do: 0.0 for now, ``None`` for until the next ``wake``."""
+        """Return the seconds until ``turn`` has something to do; ``None``: not before ``wake``."""
         with self._lock:
             if self._flight or self._bindings.free() or self._admission.first():
                 return 0.0
@@ -400,7 +400,7 @@ class Batcher:
         return [end for end in finished if not isinstance(end.error, OutOfMemory)]
 
     def _requeue(self, entries: Iterable[Entry]) -> None:
-        """Under the lock: these, which the engine has forgotten, are ready again, before all others."""
+        """Make entries that the engine has forgotten ready again, before all others, under the lock."""
         withdrawn, again = set(self._flight.withdrawn), []
         for entry in [entry for entry in entries if entry.in_flight]:
             if entry in withdrawn:
@@ -437,7 +437,7 @@ class Batcher:
 
     @property
     def is_closed(self) -> bool:
-        """Whether questions are refused; looked at without the lock."""
+        """True once questions are refused; read without the lock."""
         return self._closed is not None
 
     def close(self, reason: GenrtError | None = None) -> bool:
@@ -461,7 +461,7 @@ class Batcher:
         return True
 
     def _let_go(self) -> Iterable[Waiter]:
-        """Under the lock: forget everything that is asked; who waited."""
+        """Forget everything that is asked, under the lock; return the waiters."""
         waiting = dict.fromkeys(self._admission.clear())
         waiters = waiting | {w: None for e in self._entries.values() for w in e.waiters}
         for waiter in waiters:

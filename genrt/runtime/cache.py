@@ -28,7 +28,7 @@ __all__ = ["CacheStatistics", "RowCache"]
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What the row cache did, and what it holds.
+    """Counters of the row cache, and its size.
 
     Attributes:
         hits: look-ups that found their row.
@@ -68,7 +68,7 @@ class RowCache:
             return request in self._rows
 
     def borrow(self, request: LogprobsRequest) -> Tensor | None:
-        """The stored row itself, to be copied and not written to, or ``None``; counts a hit or a miss."""
+        """Return the stored row itself, which is not to be written to; count a hit or a miss."""
         with self._lock:
             row = self._rows.get(request) if self._max_bytes else None
             if row is None:
@@ -83,7 +83,7 @@ class RowCache:
             raise error
 
     def keep(self, finished: Sequence[Finished]) -> dict[Request, GenrtError]:
-        """``put`` the rows that are among these ends; the errors of those there is no memory for."""
+        """Put the rows that are among these ends; return the errors of those there is no memory for."""
         rows = {
             end.request: end.result
             for end in (finished if self._max_bytes else ())
@@ -92,8 +92,8 @@ class RowCache:
         return {each: failure(error) for each, error in self.put_all(rows).items()}
 
     def put_all(self, rows: dict[LogprobsRequest, Tensor]) -> dict[LogprobsRequest, Exception]:
-        """``put`` each in turn, all copied at once; those that the ones after them drive out again are
-        not copied at all. The errors of those for whose copies there is no memory."""
+        """Put each in turn, all copied at once; those that the ones after them drive out again are not
+        copied at all. Return the errors of those for whose copies there is no memory."""
         try:
             self._put(rows)
         except Exception as error:
@@ -121,7 +121,7 @@ class RowCache:
     def _divided(
         self, rows: dict[LogprobsRequest, Tensor]
     ) -> tuple[dict[LogprobsRequest, Tensor], list[LogprobsRequest]]:
-        """The last of these rows, as many as fit at once, and the requests of those before them."""
+        """Return the last rows, as many as fit at once, and the requests of those before them."""
         fitting = [(each, row) for each, row in rows.items() if row.nbytes <= self._max_bytes]
         room, first = self._max_bytes, len(fitting)
         while first and room >= fitting[first - 1][1].nbytes:

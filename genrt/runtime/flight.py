@@ -1,4 +1,4 @@
-"""What the engine has: which requests are in flight, which of them nobody wants, how many may be.
+"""The requests in flight, those of them that nobody wants, and how many there may be.
 
 Pure bookkeeping, under the batcher's lock.
 """
@@ -30,17 +30,17 @@ class Flight:
 
     @property
     def requests(self) -> list[Request]:
-        """What is in flight."""
+        """The requests in flight."""
         return [entry.request for entry in self._entries]
 
     @property
     def entries(self) -> list[Entry]:
-        """What is in flight, with who waits for it."""
+        """The requests in flight, with their waiters."""
         return [*self._entries]
 
     @property
     def withdrawn(self) -> list[Entry]:
-        """What nobody wants any more."""
+        """The entries that have lost their last waiter."""
         return [*self._withdrawn]
 
     def send(self, entries: Iterable[Entry]) -> None:
@@ -81,11 +81,11 @@ class Window:
         self._good_steps = 0
 
     def room(self, in_flight: int) -> int:
-        """How many more may be sent."""
+        """Return how many more may be sent."""
         return max(0, self._size - in_flight)
 
     def shrink(self, in_flight: int) -> None:
-        """Halve the window: these ran out of memory together."""
+        """Halve the window after running out of memory with so many in flight."""
         self._size = max(1, in_flight // 2)
         self._good_steps = 0
 

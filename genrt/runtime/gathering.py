@@ -42,7 +42,7 @@ class AtOnce(threading.local):
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """What one event loop has asked since it was last quiet."""
+    """The entries that one event loop has asked for since it was last quiet."""
 
     entries: dict[Entry, None] = field(default_factory=dict)
     questions: int = 0
@@ -50,7 +50,7 @@ class _Gathering:
 
 
 class Gatherings:
-    """What each event loop has asked since it was last quiet.
+    """The entries that each event loop has asked for since it was last quiet.
 
     Args:
         lock: the batcher's.
@@ -73,7 +73,7 @@ class Gatherings:
         self._by_loop: dict[asyncio.AbstractEventLoop, _Gathering] = {}
 
     def __len__(self) -> int:
-        """How many loops are being waited for."""
+        """Return how many loops are being waited for."""
         return len(self._by_loop)
 
     def __contains__(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -100,7 +100,7 @@ class Gatherings:
         return [(loop, self._by_loop.pop(loop)) for loop in closed]
 
     def end(self) -> None:
-        """Hand on what was gathered so far, without waiting for quiet."""
+        """Pass on what was gathered so far, without waiting for quiet."""
         for gathering in [*self._by_loop.values()]:
             self._end(gathering)
 
@@ -115,8 +115,8 @@ class Gatherings:
         return wake
 
     def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: _Gathering, seen: int) -> None:
-        """In the loop, once a pass. The pass that brought the first question counts as one that brought
-        some, so tasks that others started in it are waited for too."""
+        """Look for new questions once a pass of the loop. The pass that brought the first counts as one
+        that brought some, so tasks that others started in it are waited for too."""
         try:
             with self._lock:
                 gathering.passes += 1

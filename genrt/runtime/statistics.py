@@ -1,4 +1,4 @@
-"""What a runtime did, counted where it happens: frozen values, and what was done between two of them."""
+"""Counters of a runtime as frozen values, and the difference of two of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BatcherStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a runtime did since it was loaded.
+    """The counters of a runtime since it was loaded.
 
     Attributes:
         batcher: the questions asked, and what became of them.
@@ -92,5 +92,5 @@ def _difference(later: Part, earlier: Part, *, but: set[str]) -> Part:
 
 
 def _is_less(later: Any, earlier: Any, *, but: set[str]) -> bool:
-    """Whether a counter went down, which it never does in one engine's life."""
+    """Tell whether a counter went down, which it never does in one engine's life."""
     return any(getattr(later, name) < getattr(earlier, name) for name in _counters(later, but=but))

@@ -1,4 +1,4 @@
-"""Who waits for what: a waiter for each awaiting caller, an entry for each request; delivery.
+"""A waiter for each awaiting caller, an entry for each request, and delivery of results.
 
 Rules:
     Every waiter gets storage (or an exception object) of its own.
@@ -62,7 +62,7 @@ class Waiter:
     missing: int = 0
 
     def results(self) -> list[Result]:
-        """What was found for each request, in their order; others may hold it too."""
+        """Return what was found for each request, in their order; others may hold it too."""
         found = cast("dict[Request, Result]", self.found)
         if len(found) == len(self.requests):
             return [*found.values()]
@@ -125,7 +125,7 @@ class OnLoops:
 
 
 def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
-    """What each of these waiters gets: results in storage of its own, or an error if there is no memory
+    """Return what each waiter gets: results in storage of its own, or an error if there is no memory
     for that. All are copied at once; or, if that fails, one by one, to see whose copies do."""
     try:
         return list(_own(waiters))
@@ -136,7 +136,7 @@ def outcomes(waiters: Sequence[Waiter]) -> list[Outcome]:
 
 
 def outcome_of(waiter: Waiter) -> list[Result]:
-    """What this one gets, or the error that it gets raised."""
+    """Return what a waiter gets, or raise the error that it gets."""
     [outcome] = outcomes([waiter])
     if isinstance(outcome, GenrtError):
         raise outcome
@@ -206,7 +206,7 @@ _DONE = contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.Invali
 
 
 async def within(seconds: float, answer: Awaitable[T]) -> T:
-    """The answer, if it comes in time; if not, it is cancelled.
+    """Return the answer if it comes in time, and cancel it otherwise.
 
     Raises:
         TimedOut: it did not.
@@ -219,5 +219,5 @@ async def within(seconds: float, answer: Awaitable[T]) -> T:
 
 
 def timed_out(seconds: float) -> TimedOut:
-    """That there was no answer within these seconds."""
+    """Return the error that says that no answer came within these seconds."""
     return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")

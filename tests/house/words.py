@@ -42,8 +42,8 @@ VERBS = frozenset(
     abort accept acquire add admit advance allocate allow answer append apply approximate ask
     assert attach await begin bind block bound build call cancel check choose claim clear close
     collect compare compute convert copy count cut decide declare decode describe diagnose dispatch do
-    download draw drop encode end enter escape estimate evaluate evict expect extend fill find
-    finish flush fold forget fork format free freeze gather generate give group grow guard
+    download draw drop empty encode end enter escape estimate evaluate evict expect extend fill find
+    finish flush fold forget fork format free freeze gather generate give group grow guard halve
     handle hash have hold ignore import infill insert install interrupt iterate join judge keep
     kill lay leave let list load lock log look make map mark mask match measure merge move name
     normalise note notify observe offer open order pack park parse pass pause pick place plan
