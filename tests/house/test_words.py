@@ -15,27 +15,19 @@ from tests.house.words import (
     words_for,
 )
 
-NOT_YET: tuple[str, ...] = (
-    "engines/",
-    "testing/",
-)
-"""Rooms whose words have not been put right."""
-
 LONGEST_FILE = 450
 STILL_LONG = {"lm.py": 500, "runtime/batcher.py": 500, "engines/vllm/engine.py": 480}
-MOST_LINES = 23_600
+MOST_LINES = 23_550
 """Bounds for the whole package; issue 11 asks for 450 lines a file, without exceptions, and 18,500."""
 
-DONE = [file for file in files_of() if not file.startswith(NOT_YET)]
 
-
-@pytest.mark.parametrize("file", DONE)
+@pytest.mark.parametrize("file", files_of())
 def test_docstrings_open_with_what_they_say(file: str) -> None:
     found = measured([file]).docstrings
     assert [str(each) for each in found if each.is_vague or each.lacks_verb] == []
 
 
-@pytest.mark.parametrize("file", DONE)
+@pytest.mark.parametrize("file", files_of())
 def test_one_word_is_used_for_one_thing(file: str) -> None:
     assert measured([file]).synonyms == []
 
@@ -45,10 +37,6 @@ def test_the_package_and_its_files_are_short() -> None:
     most = dict.fromkeys(lines, LONGEST_FILE) | STILL_LONG
     assert {file: count for file, count in lines.items() if count > most[file]} == {}
     assert sum(lines.values()) <= MOST_LINES
-
-
-def test_the_rooms_that_are_not_done_exist() -> None:
-    assert [room for room in NOT_YET if not files_of(room)] == []
 
 
 @pytest.mark.parametrize(
