@@ -1,8 +1,10 @@
 """AsyncLM: what users hold; asks its engine every kind of question and owns its lifetime.
 
-A request's way, from here down: a method here checks the question and makes its requests, by its kind in
-``questions/``; ``runtime/batcher.py`` finds them in the cache, joins them to equal ones or queues them;
-``thread.py`` there turns the crank; ``answers.py`` reads from rows; ``engines/`` compute.
+A request's way, from here down: a method here checks the question and makes its requests, by its kind
+in ``questions/``. In ``runtime/``, ``ask.py`` asks; ``batcher.py`` finds rows in the cache, joins equal
+requests or queues them; ``gathering.py`` waits until the loop has asked all it will; ``engine_loop.py``
+gives the batcher its turns; ``answers.py`` submits the flush, and reads from its rows; ``engines/``
+compute. Back: ``batcher.py`` ends the requests, ``waiters.py`` gives each caller results of its own.
 """
 
 from __future__ import annotations

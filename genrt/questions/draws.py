@@ -208,7 +208,7 @@ def _drawn(reads: Sequence[Read]) -> Tensor:
 
 
 def _masks(asked: Sequence[DrawToken], row: Tensor) -> Tensor | None:
-    """Return the masks as ``sampling.draw`` takes them, packed and on the row's device; ``None`` if
+    """Return the masks as ``sampling.drawn`` takes them, packed and on the row's device; ``None`` if
     nothing is masked."""
     masks = [each.mask for each in asked]
     if not any(mask is not None for mask in masks):

@@ -33,7 +33,7 @@ MANY_IDS = 256
 
 
 def packed_mask(mask: Mask, vocab_size: int) -> bytes:
-    """Return a mask as ``engine.DrawToken`` has it; the same for every form of the same mask.
+    """Return a mask as ``draws.DrawToken`` has it; the same for every form of the same mask.
 
     Raises:
         InvalidRequest: it is none of the forms, of another length, or could mean two things.

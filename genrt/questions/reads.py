@@ -51,7 +51,8 @@ class Wanted(Protocol):
         ...
 
     def owned(self, result: Any) -> object:
-        """Return a result for one caller alone; tensors are copied before, all at once."""
+        """Return a result for one caller alone. A result that is a tensor does not come here:
+        ``waiters.py`` copies those of all callers at once."""
         return result
 
     def is_answer(self, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
@@ -132,7 +133,7 @@ def wanted_of(reads: Sequence[Read]) -> list[Any]:
 
 
 def parts_of(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
-    """Yield as many reads at a time as are best worked on."""
+    """Yield as many reads at a time as fit a CPU's caches, or leave room in a GPU's memory."""
     size = rows_at_once(reads[0].row)
     for start in range(0, len(reads), size):
         yield reads[start : start + size]

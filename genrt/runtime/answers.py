@@ -1,12 +1,11 @@
-"""Rows in, answers out: what is read from a step's rows where they are, for all who ask at once.
+"""Rows in, answers out: who reads from which row. How a kind of read is answered, ``questions/`` knows.
 
 Engines know rows and samples; ``AnsweringEngine`` makes of any such engine one that takes reads too.
 
 Rules:
     All who read from one row share it: with each other, with whoever asked for the row itself, and with
     the cache, whose rows answer without the engine.
-    A step's reads are answered together, kind by kind, with one copy to the host per kind, and nothing
-    waits for the device before that.
+    A step's reads are answered together, kind by kind, with few copies to the host.
     What needs no forward, a read from a row in the cache, is answered beside the step, not in its place.
     An engine that raises when it is told to forget something may still hold it: it is told again before
     it gets anything new, and if it raises again, an equal request fails, alone.
@@ -92,6 +91,7 @@ class AnsweringEngine:
         for request in requests:
             if not isinstance(request, ReadRequest):
                 asked.append(request)
+                # A row that only reads have asked for so far is in the engine already.
                 if request not in self._readers or request in self._asked:
                     new[request] = None
                 continue

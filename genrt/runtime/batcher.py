@@ -14,11 +14,11 @@ Rules:
     A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
     the queue at once, from the engine at the next turn, unless an equal question comes first.
     A row is in the cache before its request leaves ``_entries``; a question looks at both under the lock.
-    A waiter is held by its entries. So a coroutine that is collected, by any thread at any moment, the
-    one that holds the lock included, waits for nothing any more, or on a closed loop: it takes no lock.
+    Entries hold their waiters. So a coroutine that the garbage collector ends, perhaps in a thread that
+    holds the lock, waits for nothing any more, or its loop is closed: ending it takes no lock.
     Waiters and loops that are let go of are kept until the lock is free: their end may run any code.
-    The garbage collector and signal handlers may run any code under the lock all the same. What such code
-    may call here takes the lock a second time and reads; ``close`` sees that, and does nothing.
+    The garbage collector and signal handlers may run code while this thread holds the lock, which it can
+    take again. What such code calls here only reads; ``close`` would change something, so it refuses.
 """
 
 from __future__ import annotations
@@ -424,7 +424,7 @@ class Batcher:
         """End every request that is bound to one of these adapters with that one's error."""
         with self._lock:
             for waiter in self._admission.bound_to(lost):
-                self._enter(waiter)  # there is room now: it is not sent
+                self._enter(waiter)  # its bounds do not matter: it fails below and is never sent
             bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
             queued = [entry for entry in bound if not entry.in_flight]
             for entry in queued:

@@ -54,7 +54,8 @@ class Gatherings:
 
     Args:
         lock: the batcher's.
-        hand_on: takes what was gathered, under the lock; whether the engine thread must look.
+        hand_on: the batcher's ``_make_ready``: takes what was gathered, under the lock, and returns
+            whether the engine thread must look.
         wake: has the engine thread look; called without the lock.
         most: that many entries of one loop are handed on at once.
     """

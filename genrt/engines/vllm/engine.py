@@ -205,7 +205,7 @@ class VLLMEngine:
 
     def step(self) -> list[Finished]:
         self._admit_samples()
-        # No forward here: if it failed, it would take these ends from their requests.
+        # These ends are handed on before any forward: one that failed would replace them by its error.
         if self._ended or not self._in_progress:
             ended, self._ended = self._ended, []
             return ended
@@ -267,6 +267,7 @@ class VLLMEngine:
     def _collect(self, outputs: Sequence[Any]) -> list[Finished]:
         """Return what a step's outputs end, with rows on the default stream."""
         finished: list[Finished] = []
+        # Rows of open requests are not in the outputs: their scheduler drops the token that ends a step.
         answered = self._open.take_answered() if self._open is not None else []
         computed = sampled = 0
         for output in outputs:

@@ -1,10 +1,10 @@
 """Logprobs requests as open vLLM requests: which sequences are resident, and what starts from which.
 
 A question whose context is a resident sequence and one token more *extends* it. If several questions
-extend the same sequence, the others *fork* it: each takes the seat of a sequence that was last asked
-about in the same flush as their parent, and that this flush has passed over, as happens in resampling. A
-question without such a seat opens a new vLLM request, which shares the blocks of the nearest resident
-sequence; so does any other context that shares a prefix with a resident one.
+extend the same sequence, the others *fork* it. After resampling there are sequences of the last flush
+that nobody asks about any more: a fork takes over the *seat* of one, its vLLM request and its place in
+the batch. A question without such a seat opens a new vLLM request, which shares the blocks of the
+nearest resident sequence; so does any other context that shares a prefix with a resident one.
 
 Rule:
     A sequence that this flush extends or forks keeps its seat.

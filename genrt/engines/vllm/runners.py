@@ -64,7 +64,8 @@ class Runner(Protocol):
         ...
 
     def refresh(self, step: Prepared) -> None:
-        """Tell a prepared step of requests that were reseated since, none of them to another position."""
+        """Refresh a prepared step after some of its requests took other seats of the batch, at
+        the same position."""
         ...
 
     def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:

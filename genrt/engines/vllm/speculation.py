@@ -184,9 +184,8 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def prepare_next(self) -> None:
-        """End the step that ``run`` launched, while the device computes: prepare the step after it, if
-        its
-        requests were those of the step before and the steps prepared lately were used."""
+        """Prepare the step after the one that ``run`` launched, while the device computes, if it will
+        likely be used; then park the requests of the launched one."""
         if self._ahead and self._is_steady and self._is_worth_it(self._unused):
             output = self._scheduler.decode_step_ahead()
             if output is not None:
