@@ -47,7 +47,7 @@ VERBS = frozenset(
     handle hash have hold ignore import infill insert install interrupt iterate join judge keep
     kill lay leave let list load lock log look make map mark mask match measure merge move name
     normalise note notify observe offer open order pack park parse pass pause pick place plan
-    play poll prepare print probe process propose prove pull push put queue raise rank read
+    play poll prepare print probe process propose prove pull push put queue raise rank read refresh
     rebuild receive record redraw refuse register reject release remember remove render repeat
     replace replay report request resample reseat reserve reset resolve restart restore resume
     retire retry return rewrite round run sample save say schedule score search see select send
