@@ -656,7 +656,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "engines.residency",
-        "test_residency.py",
+        "test_residency_machine.py",
         (
             "Residents.is_parent",
             "a guess may be another adapter's sequence",
@@ -667,7 +667,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "a context shares all of its tokens, the one to compute too",
             Swap("min(best[1], most)", "best[1]"),
         ),
-        only="TestResidents or grew",
     ),
     *breaks(
         "engines.vllm.capture",
