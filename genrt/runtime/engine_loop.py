@@ -56,9 +56,8 @@ class EngineLoop:
         self._batcher = batcher
         self._cache = cache
         self._restarts = restarts
-        self._answering: AnsweringEngine | None = (
-            None  # written by rounds, and kept when they are over
-        )
+        # Written by rounds, and kept when they are over.
+        self._answering: AnsweringEngine | None = None
         self._calls: collections.deque[
             tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
         ] = collections.deque()
