@@ -437,7 +437,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Adapter",
             "the version of an adapter's weights is no part of the key",
-            Swap("version: int", "version: int = field(compare=False)"),
+            Swap("version: int", "version: int = __import__('dataclasses').field(compare=False)"),
         ),
         ("abbreviated", "messages hold whole prompts", Swap("4", "4096")),
     ),
