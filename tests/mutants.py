@@ -153,7 +153,7 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
-        "runtime.gathering",
+        "runtime.waiters",
         "test_batcher.py",
         ("Gatherings._quiet", "a loop's third pass is not waited for", Swap("PATIENCE", "2")),
         (
@@ -216,7 +216,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "runtime.batcher",
-        "test_admission.py test_recovery.py",
+        "test_queue.py test_recovery.py",
         (
             "Batcher._let_go",
             "who waits for room is not told of the close",
@@ -243,7 +243,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.bindings",
+        "runtime.queue",
         "test_batcher.py",
         (
             "Bindings.free",
@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.admission",
+        "runtime.queue",
         "test_batcher.py",
         (
             "Ready.take",
@@ -261,8 +261,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.admission",
-        "test_admission.py test_recovery.py",
+        "runtime.queue",
+        "test_queue.py test_recovery.py",
         (
             "Admission.must_wait",
             "newcomers overtake those who wait for room",
@@ -278,12 +278,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "the bytes of what left the queue are counted for ever",
             Swap("sum(map(_NBYTES, requests))", "0"),
         ),
-    ),
-    *breaks(
-        "runtime.flight",
-        "test_admission.py test_recovery.py",
         (
-            "Window.grow",
+            "Flight.grow",
             "after running out of memory flushes stay small for good",
             Instead("pass"),
         ),

@@ -37,15 +37,14 @@ from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
-from genrt.runtime.admission import Admission, Ready
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.bindings import Bindings
 from genrt.runtime.cache import RowCache
-from genrt.runtime.flight import Flight, Window
-from genrt.runtime.gathering import AtOnce, Gatherings
+from genrt.runtime.queue import Admission, Bindings, Flight, Ready
 from genrt.runtime.statistics import BatcherStatistics
 from genrt.runtime.waiters import (
+    AtOnce,
     Entry,
+    Gatherings,
     Observer,
     OnLoops,
     Outcome,
@@ -98,7 +97,6 @@ class Batcher:
         self._bindings = Bindings()
         self._at_once = AtOnce()
         self._admission = Admission(max_queued_requests, max_queued_bytes)
-        self._window = Window()
         self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
         self._closed: GenrtError | None = None
         self._last_told: list[tuple[Waiter, Outcome]] = []
@@ -336,7 +334,7 @@ class Batcher:
         except Exception as error:
             failed = survived(error)
             with self._lock:
-                lost = self._flight.requests
+                lost = [entry.request for entry in self._flight]
             engine.cancel(lost)
             return [Finished(request, error=failed) for request in lost]
 
@@ -346,7 +344,7 @@ class Batcher:
             withdrawn = self._flight.withdrawn
             for entry in withdrawn:
                 self._end(entry)
-            sent = self._ready.take(self._window.room(len(self._flight)))
+            sent = self._ready.take(self._flight.room)
             self._flight.send(sent)
             flush = [entry.request for entry in sent]
             self._counted["flushes"] += bool(flush)
@@ -364,7 +362,7 @@ class Batcher:
             if len(self._flight) > 1:
                 finished = self._send_again(finished)
         elif stepped:
-            self._window.grow()
+            self._flight.grow()
         no_room = self._cache.keep(finished)
         failed: list[tuple[Waiter, Outcome]] = []
         answered: list[Waiter] = []
@@ -395,7 +393,7 @@ class Batcher:
         """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
         short = [end.request for end in finished if isinstance(end.error, OutOfMemory)]
         with self._lock:
-            self._window.shrink(len(self._flight))
+            self._flight.shrink()
             self._requeue([entry for entry in map(self._entries.get, short) if entry is not None])
         return [end for end in finished if not isinstance(end.error, OutOfMemory)]
 
@@ -483,7 +481,7 @@ class Batcher:
     def resume(self) -> None:
         """Send everything that was in flight again: another engine is in the place of that one's."""
         with self._lock:
-            self._requeue(self._flight.entries)
+            self._requeue(self._flight)
 
     def statistics(self) -> BatcherStatistics:
         with self._lock:

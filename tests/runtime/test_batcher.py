@@ -23,8 +23,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
-from genrt.runtime.gathering import MOST_AT_ONCE, PATIENCE
-from genrt.runtime.waiters import TOLD_AT_ONCE, Waiter, deliver
+from genrt.runtime.waiters import MOST_AT_ONCE, PATIENCE, TOLD_AT_ONCE, Waiter, deliver
 from genrt.tokens.rows import apart
 from tests.scripted import (
     PATIENCE_SECONDS,

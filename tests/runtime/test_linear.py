@@ -22,7 +22,7 @@ from genrt.questions.draws import draw_request
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.tops import TopTokens
-from genrt.runtime.admission import Admission
+from genrt.runtime.queue import Admission
 from genrt.runtime.waiters import Waiter
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, sample
 
@@ -30,11 +30,8 @@ PACKAGE = Path(genrt.__file__).parent
 COUNTED = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *(
-            f"runtime/{name}"
-            for name in ("batcher", "bindings", "admission", "gathering", "flight")
-        ),
-        *("runtime/waiters", "runtime/cache", "questions/rows", "questions/draws"),
+        *("runtime/ask", "runtime/batcher", "runtime/queue", "runtime/waiters", "runtime/cache"),
+        *("questions/rows", "questions/draws"),
     )
 }
 FEW, MANY = 100, 800

@@ -13,8 +13,8 @@ import torch
 
 import genrt
 import genrt.questions.draws
-import genrt.runtime.admission
 import genrt.runtime.cache
+import genrt.runtime.queue
 import genrt.runtime.waiters
 from genrt.engines.protocol import Finished
 from genrt.engines.residency import Residents
@@ -24,9 +24,9 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
-from genrt.runtime.bindings import Bindings
 from genrt.runtime.cache import RowCache
-from genrt.runtime.gathering import Gatherings
+from genrt.runtime.queue import Bindings
+from genrt.runtime.waiters import Gatherings
 from genrt.tokens.rows import together
 from tests.simulation import soak
 from tests.simulation.simulation import simulate
@@ -145,7 +145,7 @@ def the_youngest_go_first(patch: Patch) -> None:
         def popitem(self, last: bool = True) -> tuple[Any, Any]:
             return super().popitem(last=not last)
 
-    patch.setattr(genrt.runtime.admission, "OrderedDict", Reversed)
+    patch.setattr(genrt.runtime.queue, "OrderedDict", Reversed)
 
 
 def a_quiet_loop_wakes_nobody(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""admission.py in the batcher: a bounded queue, room by turns, nobody dropped, nobody left behind."""
+"""queue.py in the batcher: a bounded queue, room by turns, nobody dropped, nobody left behind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.tops import TopTokens
-from genrt.runtime.admission import Admission
-from genrt.runtime.flight import GOOD_STEPS, Window
-from genrt.runtime.waiters import Waiter
+from genrt.runtime.queue import GOOD_STEPS, Admission, Flight
+from genrt.runtime.waiters import Entry, Waiter
 from tests.scripted import (
     PATIENCE_SECONDS,
     ByHand,
@@ -348,7 +347,7 @@ def test_who_is_interrupted_on_its_way_to_wait_does_not(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("genrt.runtime.admission.OrderedDict", interrupted)
+        patch.setattr("genrt.runtime.queue.OrderedDict", interrupted)
         with pytest.raises(KeyboardInterrupt):
             admission.wait(waiter(B))
     assert len(admission) == 0
@@ -390,20 +389,29 @@ def test_the_bound_is_kept_whatever_comes_and_goes(events: list[tuple[bool, int]
         assert queue or not len(admission), "an empty queue keeps nobody waiting"
 
 
-def test_the_window_is_halved_and_grows_back() -> None:
-    window = Window()
-    window.shrink(9)
-    assert window.room(0) == 4
-    assert window.room(3) == 1
-    assert window.room(6) == 0
-    window.shrink(1)
-    assert window.room(0) == 1
+def test_what_may_be_in_flight_is_halved_and_grows_back() -> None:
+    flight = Flight()
+    entries = [Entry(logprobs(number), {}) for number in range(9)]
+
+    def room(in_flight: int) -> int:
+        flight.clear()
+        flight.send(entries[:in_flight])
+        return flight.room
+
+    def shrink(in_flight: int) -> None:
+        room(in_flight)
+        flight.shrink()
+
+    shrink(9)
+    assert [room(0), room(3), room(6)] == [4, 1, 0]
+    shrink(1)
+    assert room(0) == 1
     for _ in range(GOOD_STEPS - 1):
-        window.grow()
-    assert window.room(0) == 1
-    window.grow()
-    assert window.room(0) == 2
-    window.shrink(2)
+        flight.grow()
+    assert room(0) == 1
+    flight.grow()
+    assert room(0) == 2
+    shrink(2)
     for _ in range(3 * GOOD_STEPS):
-        window.grow()
-    assert window.room(0) == 8
+        flight.grow()
+    assert room(0) == 8

@@ -1,4 +1,4 @@
-"""The queue's bounds, turns for waiters without room, and the ready requests in order.
+"""Where requests are: in the bounded queue, ready to be sent, in flight; and which adapters they hold.
 
 Pure bookkeeping, under the batcher's lock.
 
@@ -6,12 +6,14 @@ Rules:
     A question enters the queue whole, or waits whole; one that is larger than the queue enters an empty
     one, so nobody waits for ever.
     Those who wait enter by turns, one question of each client: who asks for much waits for its own.
+    A retired adapter goes after the last request that is bound to it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
@@ -19,7 +21,10 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.runtime.waiters import Entry, Waiter
 
-__all__ = ["Admission", "Ready"]
+__all__ = ["Admission", "Bindings", "Flight", "Ready"]
+
+GOOD_STEPS = 8
+"""After so many steps that went well, more is sent again: a step that fails costs as much as many do."""
 
 _NBYTES = attrgetter("nbytes")
 
@@ -191,3 +196,109 @@ class Ready:
     def clear(self) -> None:
         """Have nothing sent."""
         self._entries.clear()
+
+
+class Flight:
+    """The entries in flight; those of them that are withdrawn, which the engine is to forget at the next
+    turn, unless somebody asks for them first; and how many there may be: any number, until the engine's
+    memory runs out."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Entry, None] = {}
+        self._withdrawn: dict[Entry, None] = {}
+        self._most = sys.maxsize
+        self._good_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    @property
+    def withdrawn(self) -> list[Entry]:
+        """The entries that have lost their last waiter."""
+        return [*self._withdrawn]
+
+    @property
+    def room(self) -> int:
+        """How many more may be sent."""
+        return max(0, self._most - len(self._entries))
+
+    def shrink(self) -> None:
+        """Halve what may be in flight, after running out of memory with what is now."""
+        self._most = max(1, len(self._entries) // 2)
+        self._good_steps = 0
+
+    def grow(self) -> None:
+        """Count a step that went well; after ``GOOD_STEPS`` of them, double what may be in flight."""
+        self._good_steps += 1
+        if self._good_steps == GOOD_STEPS:
+            self._most = min(2 * self._most, sys.maxsize)
+            self._good_steps = 0
+
+    def send(self, entries: Iterable[Entry]) -> None:
+        """Have these in flight."""
+        for entry in entries:
+            entry.in_flight = True
+            self._entries[entry] = None
+
+    def withdraw(self, entry: Entry) -> None:
+        """Have the engine forget this one, which has lost its last waiter."""
+        self._withdrawn[entry] = None
+
+    def rescue(self, entry: Entry) -> None:
+        """Let this one go on: it has a waiter again, if it had none."""
+        self._withdrawn.pop(entry, None)
+
+    def end(self, entry: Entry) -> None:
+        """Forget this one, wherever it is."""
+        self._entries.pop(entry, None)
+        self._withdrawn.pop(entry, None)
+
+    def bring_back(self, entry: Entry) -> None:
+        """Have this one in flight no more; it is to be sent again."""
+        entry.in_flight = False
+        del self._entries[entry]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._withdrawn.clear()
+
+
+class Bindings:
+    """How many requests are bound to each adapter, queued, in flight or waiting for room; and the
+    adapters that are retired, whose weights are still loaded."""
+
+    def __init__(self) -> None:
+        self._bound: Counter[Adapter] = Counter()
+        self._retired: list[Adapter] = []
+
+    def bind(self, requests: Iterable[Request], times: int = 1) -> None:
+        """Count these for their adapters; -1 times undoes it."""
+        for request in requests:
+            adapter = request.adapter
+            if adapter is not None:
+                self._bound[adapter] += times
+                if not self._bound[adapter]:
+                    del self._bound[adapter]
+
+    def clear(self) -> None:
+        """Forget every request; what is retired stays so."""
+        self._bound.clear()
+
+    def retire(self, adapter: Adapter) -> None:
+        """Have this one go once no request is bound to it."""
+        self._retired.append(adapter)
+
+    def gone(self, adapter: Adapter) -> None:
+        """Forget a retired adapter: its weights are loaded no more."""
+        self._retired.remove(adapter)
+
+    def free(self) -> list[Adapter]:
+        """Return the retired adapters that no request is bound to."""
+        return [adapter for adapter in self._retired if adapter not in self._bound]
+
+    def __bool__(self) -> bool:
+        return bool(self._retired)
