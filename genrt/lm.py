@@ -33,7 +33,7 @@ from genrt.questions.scores import joined, score_requests
 from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
 from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.ask import Asker, blocking
+from genrt.runtime.ask import Asker, blocking_question
 from genrt.runtime.cache import RowCache
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.thread import EngineThread, aside
@@ -380,15 +380,15 @@ class AsyncLM:
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
 
-    next_token_logprobs_sync = blocking(next_token_logprobs)
-    batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs)
-    draw_sync = blocking(draw)
-    batch_draw_sync = blocking(batch_draw)
-    token_logprobs_sync = blocking(token_logprobs)
-    top_logprobs_sync = blocking(top_logprobs)
-    score_sync = blocking(score)
-    sample_sync = blocking(sample)
-    batch_sample_sync = blocking(batch_sample)
+    next_token_logprobs_sync = blocking_question(next_token_logprobs)
+    batch_next_token_logprobs_sync = blocking_question(batch_next_token_logprobs)
+    draw_sync = blocking_question(draw)
+    batch_draw_sync = blocking_question(batch_draw)
+    token_logprobs_sync = blocking_question(token_logprobs)
+    top_logprobs_sync = blocking_question(top_logprobs)
+    score_sync = blocking_question(score)
+    sample_sync = blocking_question(sample)
+    batch_sample_sync = blocking_question(batch_sample)
 
     # -- adapters -----------------------------------------------------------------------------
 

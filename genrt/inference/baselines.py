@@ -173,8 +173,7 @@ class Rejection:
         return replace(self.result(state), statistics=counting.statistics())
 
     run_sync = blocking_twin(run)
-    """``run`` from a script or anywhere else: it blocks until the end, and calls ``on_step`` in another
-    thread. An interrupt cancels it."""
+    """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
 
     def result(self, state: Kept) -> Result:
         """Return what was kept so far, and the estimate of the evidence."""
@@ -268,7 +267,7 @@ class BestOfN:
         return replace(self.result(state), statistics=counting.statistics())
 
     run_sync = blocking_twin(run)
-    """``run`` from a script or anywhere else: it blocks until the end. An interrupt cancels it."""
+    """``run``, blocking: in another thread. An interrupt cancels it."""
 
     def result(self, state: Ranked) -> Result:
         """Return all texts so far, of which the best alone has a weight."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import functools
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from genrt.runtime.ask import twin_of
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -43,7 +44,7 @@ def blocking_twin(
 ) -> Callable[Concatenate[S, P], T]:
     """Return a method that blocks until this one has ended, as ``blocking`` does."""
 
-    @functools.wraps(method)
+    @twin_of(method, interrupted="It runs in another thread; an interrupt cancels it.")
     def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return blocking(method(self, *args, **kwargs))
 

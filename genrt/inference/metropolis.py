@@ -212,8 +212,7 @@ class MetropolisHastings:
         return replace(self._result(visits, counted), statistics=counting.statistics())
 
     run_sync = blocking_twin(run)
-    """``run`` from a script or anywhere else: it blocks until the end, and calls ``on_step`` in another
-    thread. An interrupt cancels it."""
+    """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
 
     def result(self, states: Sequence[Chains], *, moves: Sequence[Moves] = ()) -> Result:
         """Return every text of these states of one run, weighted alike, with how well the chains mixed.

@@ -181,8 +181,7 @@ class SMC:
         return replace(self.result(state, infos=infos), statistics=counting.statistics())
 
     run_sync = blocking_twin(run)
-    """``run`` from a script or anywhere else: it blocks until the end, and calls ``on_step`` in another
-    thread. An interrupt cancels it."""
+    """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return a state as a result, with the infos of the steps that led to it. Before the last step

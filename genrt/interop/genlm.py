@@ -104,7 +104,7 @@ class GenrtLM:
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Block for ``next_token_logprobs``."""
+        """Return what ``next_token_logprobs`` returns, blocking."""
         return self._fitted(self._lm.next_token_logprobs_sync(token_ids, adapter=lora_name))
 
     async def batch_next_token_logprobs(
@@ -117,7 +117,7 @@ class GenrtLM:
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Block for ``batch_next_token_logprobs``."""
+        """Return what ``batch_next_token_logprobs`` returns, blocking."""
         rows = self._lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
         return self._fitted(rows)
 

@@ -13,11 +13,12 @@ from genrt.questions.request import Request, Result
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.thread import EngineThread
 
-__all__ = ["Asker", "blocking"]
+__all__ = ["Asker", "blocking_question", "twin_of"]
 
 S = TypeVar("S")
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Asker:
@@ -67,13 +68,26 @@ def _left(until: float | None) -> float | None:
     return None if until is None else max(0.0, until - time.monotonic())
 
 
-def blocking(
+def twin_of(method: Callable[..., Any], *, interrupted: str) -> Callable[[F], F]:
+    """Return a decorator that names a function as the ``_sync`` twin of this method; its docstring is the
+    method's, after what an interrupt does."""
+
+    def named(twin: F) -> F:
+        functools.update_wrapper(twin, method)
+        twin.__name__, twin.__qualname__ = f"{method.__name__}_sync", f"{method.__qualname__}_sync"
+        twin.__doc__ = f"``{method.__name__}``, blocking. {interrupted}\n\n{method.__doc__}"
+        return twin
+
+    return named
+
+
+def blocking_question(
     question: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], T]:
     """Return the twin of a question that blocks its thread. The question's method awaits ``self._ask(…)``
     and nothing else; its object has that, and ``_ask_sync``."""
 
-    @functools.wraps(question)
+    @twin_of(question, interrupted="An interrupt withdraws it.")
     def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         asked = question(cast("S", _Blocking(lm)), *args, **kwargs)
         try:
@@ -82,9 +96,6 @@ def blocking(
             return cast("T", end.value)
         raise RuntimeError(f"{question.__name__} awaits something besides its answer")
 
-    name = question.__name__
-    twin.__name__, twin.__qualname__ = f"{name}_sync", f"{question.__qualname__}_sync"
-    twin.__doc__ = f"``{name}``, blocking. An interrupt withdraws it.\n\n{question.__doc__}"
     return twin
 
 

@@ -182,6 +182,33 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
     assert set(there.__all__) - modules - documented == set()
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "genrt",
+        "genrt.inference",
+        pytest.param("genrt.interop.genlm", marks=[pytest.mark.genlm]),
+    ],
+)
+def test_every_blocking_twin_says_whose_it_is(module: str) -> None:
+    there = importlib.import_module(module)
+    classes = [value for name in there.__all__ if inspect.isclass(value := getattr(there, name))]
+    twins = [
+        (owner, name, twin)
+        for owner in classes
+        for name, twin in vars(owner).items()
+        if name.endswith("_sync") and not name.startswith("_")
+    ]
+    assert twins
+    for owner, name, twin in twins:
+        assert twin.__name__ == name
+        assert twin.__qualname__ == f"{owner.__name__}.{name}"
+        opening = str(inspect.getdoc(twin)).partition("\n\n")[0]
+        assert f"``{name.removesuffix('_sync')}``" in opening
+        assert "blocking" in opening
+        assert hasattr(owner, name.removesuffix("_sync"))
+
+
 def test_the_errors_page_has_them_all() -> None:
     assert "::: genrt.errors\n" in text_of("reference/errors.md")
     told = re.findall(r"^\| `(\w+)` \|", text_of("guide/running.md"), re.M)

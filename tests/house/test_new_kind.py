@@ -17,7 +17,7 @@ from genrt.lm import AsyncLM
 from genrt.questions import kinds
 from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of, rows_of
 from genrt.questions.rows import row_request
-from genrt.runtime.ask import blocking
+from genrt.runtime.ask import blocking_question
 from genrt.testing import check_engine, conformance
 
 MODEL = NGram.random(11, order=2, seed=3)
@@ -51,7 +51,7 @@ async def entropy(lm: AsyncLM, token_ids: Sequence[int], *, timeout: float | Non
     return cast("float", (await lm._ask(timeout, (request,)))[0])
 
 
-entropy_sync = blocking(entropy)
+entropy_sync = blocking_question(entropy)
 
 
 async def test_it_is_batched_shared_cached_and_cancelled_as_all_others() -> None:
