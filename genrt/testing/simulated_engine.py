@@ -160,7 +160,9 @@ class SimulatedEngine:
         self._spend(self._seconds * self._random.random())
         if self._faults.death and self._random.random() < self._faults.death:
             kind = self._random.choice([SuddenDeath, EngineDied])
-            raise self._remembered(kind("the simulated engine died"))
+            error: BaseException = self._remembered(kind("the simulated engine died"))
+            self._record.add("died", error)
+            raise error
         if self._is_due("step", self._faults.step):
             self._forget()
             self._fail("step")

@@ -16,7 +16,7 @@ from torch import Tensor
 from genrt.engines.protocol import Engine
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import LogprobsRequest, is_row
 from genrt.questions.samples import SampleRequest
 from genrt.testing.witness import row_in, tokens_in
 
@@ -83,6 +83,15 @@ class EngineModel:
 
 
 Model: TypeAlias = HashedModel | EngineModel
+
+
+def is_right(model: Model, request: Request, result: Result) -> bool:
+    """Return whether a result answers its request: rows and samples exactly, a read as its kind says."""
+    if isinstance(request, SampleRequest):
+        return bool(result == model.sample(request))
+    if isinstance(request, LogprobsRequest):
+        return is_row(model.row(request), result)
+    return request.wanted.is_answer(model.row(request.row), result)
 
 
 def share_of(request: Request) -> float:

@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import random
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
+from genrt.engines.protocol import Engine
 from genrt.lm import AsyncLM
+from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
-from genrt.runtime.thread import EngineThread
+from genrt.runtime.thread import EngineThread, Rounds
+from genrt.runtime.waiters import Waiter
 from genrt.testing.record import Record, Violation
-from genrt.testing.simulated_batcher import SimulatedBatcher, SimulatedRounds
 from genrt.testing.simulated_engine import Faults, SimulatedEngine
-from genrt.testing.simulated_model import Model
+from genrt.testing.simulated_model import Model, is_right
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 
 T = TypeVar("T")
@@ -47,8 +51,10 @@ class SimulatedRuntime:
         restarts: whether another engine takes the place of one that died.
         seed: what draws without a seed are drawn from.
 
-    The methods ``make_…`` are there to be overridden: by simulations that see more.
+    Simulations that see more override ``ask``, what is observed, and the types of the parts.
     """
+
+    engine_type: type[SimulatedEngine] = SimulatedEngine
 
     def __init__(
         self,
@@ -71,6 +77,8 @@ class SimulatedRuntime:
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
         self.on_interrupt: Callable[[VirtualLoop], None] = lambda loop: None
+        self.unanswered: set[int] = set()
+        self._number = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
         self._is_meanwhile = False
         self._most_meanwhile = random.choice([0, 2, 8])
@@ -82,22 +90,24 @@ class SimulatedRuntime:
             max_wait_seconds=max_wait_seconds,
             max_queued_requests=max_queued_requests,
             restarts=restarts,
-            make_batcher=self._make_batcher,
+            make_batcher=self.make_batcher,
             make_thread=self._make_rounds,
         )
+        self.batcher = self.thread.batcher
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
+        self._ask = self.lm._ask
+        self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:
         """Return the cache."""
         return BusyCache(max_bytes, self)
 
-    def make_batcher(self, cache: RowCache, **options: Any) -> SimulatedBatcher:
+    def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
         """Return the batcher."""
-        return SimulatedBatcher(cache, **options)
+        return Batcher(cache, observer=self, clock=self.clock.time, **options)
 
-    def make_engine(self) -> SimulatedEngine:
-        """Return an engine, the first or one in place of another."""
-        return SimulatedEngine(
+    def _open_engine(self) -> SimulatedEngine:
+        self.engine = self.engine_type(
             self.random,
             self.model,
             self.faults,
@@ -105,21 +115,8 @@ class SimulatedRuntime:
             meanwhile=self.meanwhile,
             spend=self.spend,
         )
-
-    def _make_batcher(self, cache: RowCache, **options: Any) -> SimulatedBatcher:
-        self.batcher = self.make_batcher(
-            cache,
-            record=self.record,
-            model=self.model,
-            run_blocked=self.run_blocked,
-            on_turn=self._on_turn,
-            clock=self.clock.time,
-            **options,
-        )
-        return self.batcher
-
-    def _on_turn(self) -> None:
-        self.rounds.is_turning = True
+        self.record.add("opened")
+        return self.engine
 
     def _make_rounds(
         self, round: Callable[[], float | None], close: Callable[..., None]
@@ -127,9 +124,51 @@ class SimulatedRuntime:
         self.rounds = SimulatedRounds(round, self.clock)
         return self.rounds
 
-    def _open_engine(self) -> SimulatedEngine:
-        self.engine = self.make_engine()
-        return self.engine
+    # -- questions ----------------------------------------------------------------------------
+
+    async def ask(
+        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+    ) -> list[Result]:
+        """Ask as an AsyncLM does, and check the answers. Everything goes into the record."""
+        number = next(self._number)
+        self.unanswered.add(number)
+        self.record.add("asked", number, *requests)
+        try:
+            results = await self._ask(timeout, requests, stacked=stacked)
+        except GeneratorExit:  # collected with its loop, at any moment
+            raise
+        except BaseException as error:
+            self.record.add(type(error).__name__, number)
+            raise
+        finally:
+            self.unanswered.discard(number)
+        self.record.add("answered", number)
+        for request, result in zip(requests, results[0] if stacked else results, strict=True):
+            if not is_right(self.model, request, result):
+                self.record.violated(f"{request} was answered wrongly: {result}")
+        return results
+
+    def ask_sync(
+        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+    ) -> list[Result]:
+        """Do as ``ask`` does: the loop that this is called on is held up, others are not."""
+        return self.run_blocked(self.ask(timeout, requests, stacked=stacked))
+
+    # -- as the batcher's observer ------------------------------------------------------------
+
+    def registering(self, waiter: Waiter) -> None:
+        """Pass over it."""
+
+    def leaving(self, waiter: Waiter) -> None:
+        """Pass over it."""
+
+    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
+        """Record a turn, in the rest of which loops go on."""
+        self.rounds.is_turning = True
+        if withdrawn:
+            self.record.add("withdrawn", *withdrawn)
+        if flush:
+            self.record.add("taken", *flush)
 
     # -- loops --------------------------------------------------------------------------------
 
@@ -254,8 +293,10 @@ class SimulatedRuntime:
         """
         for loop in self.loops:
             self.check_reports(loop)
-        if waiting := self.batcher.unanswered:
-            raise Violation(f"nothing can happen any more, but nobody told {sorted(waiting)}")
+        if self.unanswered:
+            raise Violation(
+                f"nothing can happen any more, but nobody told {sorted(self.unanswered)}"
+            )
         s = self.batcher.statistics()
         if s.queued + s.in_flight + s.waiting:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
@@ -285,3 +326,61 @@ class BusyCache(RowCache):
         errors = super().put_all(rows)
         self.runtime.meanwhile()
         return errors
+
+
+class SimulatedRounds(Rounds):
+    """Rounds without a thread, each taken by ``go_round``. Between them it sleeps, as the thread does,
+    until it is woken or due: a wake that is forgotten is found out."""
+
+    def __init__(self, round: Callable[[], float | None], clock: VirtualClock) -> None:
+        super().__init__(round, lambda **_: None)
+        self.is_at_work = self.is_turning = False
+        self.alarm = math.inf
+        self._clock = clock
+        self._is_awake = False
+        self._is_over = False
+
+    def go_round(self) -> None:
+        """Take one round."""
+        self._is_awake, self.alarm, self.is_at_work = False, math.inf, True
+        try:
+            seconds = self._round()
+        finally:
+            self.is_at_work = self.is_turning = False
+        if seconds is None:
+            self._is_over = True
+        elif seconds > 0.0:
+            self.alarm = self._clock.now + seconds
+        else:
+            self._is_awake = True
+
+    @property
+    def is_due(self) -> bool:
+        """True if it is awake, or would be by now."""
+        is_free = not self._is_over and not self.is_at_work
+        return is_free and (self._is_awake or self.alarm <= self._clock.now)
+
+    # -- as a thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open the engine, as whoever starts a thread blocks until that is done, and go to sleep."""
+        self._is_awake = True
+        while self._is_awake:
+            self.go_round()
+
+    def wake(self) -> None:
+        """Wake: there is a round to take."""
+        self._is_awake = True
+
+    def join(self, timeout: float | None = None) -> None:
+        """Take the last round, unless one is being taken, which can't be waited for."""
+        if not self.is_at_work and not self._is_over:
+            self.go_round()
+
+    def is_alive(self) -> bool:
+        """Return whether there are rounds to come."""
+        return not self._is_over
+
+    def open(self, open_engine: Callable[[], Engine]) -> Engine:
+        """Return a new engine."""
+        return open_engine()

@@ -1,4 +1,4 @@
-"""Whether a result is the right one for its request, from the model's row and arithmetic of its own."""
+"""What holds of an answer beside that it is right: whose storage it is, and whether chance decides it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from torch import Tensor
 from genrt.questions.draws import DrawToken
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import LogprobsRequest, is_row
-from genrt.questions.samples import SampleRequest
-from genrt.testing.simulated_model import Model
 from genrt.tokens.sampling import TopLogprobs
-
-
-def is_right(model: Model, request: Request, result: Result) -> bool:
-    """Tell whether the result answers the request: rows and samples exactly, a read as its kind says."""
-    if isinstance(request, SampleRequest):
-        return bool(result == model.sample(request))
-    if isinstance(request, LogprobsRequest):
-        return is_row(model.row(request), result)
-    return request.wanted.is_answer(model.row(request.row), result)
 
 
 def owns_storage(result: Result) -> bool:

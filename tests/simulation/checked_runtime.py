@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +15,10 @@ from genrt.engines.protocol import EngineStatistics
 from genrt.errors import GenrtError, NotFinite
 from genrt.questions.contexts import Adapter
 from genrt.questions.reads import ReadRequest
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
+from genrt.runtime.waiters import Waiter
 from genrt.testing.record import Violation
 from genrt.testing.simulated_engine import SimulatedEngine
 from genrt.testing.simulated_runtime import BusyCache, SimulatedRuntime, coroutine_of
@@ -83,6 +85,7 @@ class CheckedRuntime(SimulatedRuntime):
 
     batcher: WatchedBatcher
     engine: CheckedEngine
+    engine_type = CheckedEngine
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -93,17 +96,34 @@ class CheckedRuntime(SimulatedRuntime):
         return _CheckedCache(max_bytes, self)
 
     def make_batcher(self, cache: RowCache, **options: Any) -> WatchedBatcher:
-        return WatchedBatcher(cache, self.ledger, **options)
-
-    def make_engine(self) -> CheckedEngine:
-        return CheckedEngine(
-            self.random,
-            self.model,
-            self.faults,
-            self.record,
-            meanwhile=self.meanwhile,
-            spend=self.spend,
+        return WatchedBatcher(
+            cache, self.ledger, self.record, observer=self, clock=self.clock.time, **options
         )
+
+    async def ask(
+        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+    ) -> list[Result]:
+        question = self.ledger.asked(requests, stacked, timeout)
+        try:
+            results = await super().ask(timeout, question.requests, stacked=stacked)
+        except BaseException as error:
+            self.ledger.left(question, error)
+            raise
+        self.ledger.answered(question, results)
+        return results
+
+    def registering(self, waiter: Waiter) -> None:
+        self.ledger.registering(waiter)
+
+    def leaving(self, waiter: Waiter) -> None:
+        self.ledger.leaving(waiter)
+
+    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
+        super().taken(flush, withdrawn)
+        if withdrawn:
+            self.ledger.withdrawn(withdrawn)
+        if flush:
+            self.ledger.taken(flush)
 
     def close_loop(self, loop: VirtualLoop) -> None:
         """Close a loop, whatever is pending on it. What was cancelled there and can't run any more may be

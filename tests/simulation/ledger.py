@@ -23,7 +23,7 @@ from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.waiters import Entry, Waiter
 from genrt.tokens.sampling import Draw
-from tests.simulation.answer_laws import is_random, is_right, owns_storage
+from tests.simulation.answer_laws import is_random, owns_storage
 
 if TYPE_CHECKING:
     from tests.simulation.checked_runtime import CheckedRuntime
@@ -178,8 +178,6 @@ class Ledger:
         if len(results) != len(question.requests):
             self._violated(f"{question} got {len(results)} results")
         for request, result in zip(question.requests, results, strict=True):
-            if not is_right(self._runtime.engine.model, request, result):
-                self._violated(f"{request} was answered wrongly: {result}")
             if isinstance(result, Draw) and not is_random(request):
                 known = self._decided.setdefault(request, result)
                 if known.token_id != result.token_id:

@@ -10,44 +10,32 @@ from typing import Any, cast
 
 from genrt.engines.protocol import Finished
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
-from genrt.questions.request import Request, Result
+from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
-from genrt.runtime.waiters import Waiter
 from genrt.testing.record import Record, Violation
-from genrt.testing.simulated_batcher import SimulatedBatcher
 from tests.simulation.ledger import Ledger
 
 
-class WatchedBatcher(SimulatedBatcher):
-    """A batcher that tells the ledger what its callers, its thread and its own parts do."""
+class WatchedBatcher(Batcher):
+    """A batcher that tells the ledger what its thread has it do, and records its ends and beginnings."""
 
-    def __init__(self, cache: RowCache, ledger: Ledger, *, record: Record, **options: Any) -> None:
-        lock = cast("threading.RLock", CheckedLock(record))
-        super().__init__(cache, record=record, lock=lock, **options)
+    def __init__(self, cache: RowCache, ledger: Ledger, record: Record, **options: Any) -> None:
+        super().__init__(cache, lock=cast("threading.RLock", CheckedLock(record)), **options)
         self._ledger = ledger
+        self._record = record
 
     def held(self) -> AbstractContextManager[object]:
         """Return the batcher's lock."""
         return self._lock
 
-    async def ask(
-        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
-    ) -> list[Result]:
-        question = self._ledger.asked(requests, stacked, timeout)
-        try:
-            results = await super().ask(question.requests, stacked=stacked, timeout=timeout)
-        except BaseException as error:
-            self._ledger.left(question, error)
-            raise
-        self._ledger.answered(question, results)
-        return results
-
     def turn(self, engine: AnsweringEngine) -> None:
         self._ledger.turning()
         try:
             super().turn(cast("AnsweringEngine", _WatchedEngine(engine, self._ledger)))
-        except Violation:
+        except Violation as violation:  # else it would end as the engine's death
+            self._record.violation = self._record.violation or violation
             raise
         except BaseException as error:
             self._ledger.died(error)
@@ -55,30 +43,23 @@ class WatchedBatcher(SimulatedBatcher):
         self._ledger.turned()
 
     def close(self, reason: GenrtError | None = None) -> bool:
-        if not self.is_closed and not self._lock._is_owned():  # type: ignore[attr-defined]
+        was_closed = self.is_closed
+        if not was_closed and not self._lock._is_owned():  # type: ignore[attr-defined]
             self._ledger.closed(reason or Closed(WAS_CLOSED))
-        return super().close(reason)
+        done = super().close(reason)
+        if done and not was_closed:
+            self._record.add("closed", self._closed)
+        return done
 
     def reopen(self) -> None:
         self._ledger.reopened()
+        self._record.add("reopened")
         super().reopen()
 
     def resume(self) -> None:
+        self._record.add("restarted")
         super().resume()
         self._ledger.resumed()
-
-    def registering(self, waiter: Waiter) -> None:
-        self._ledger.registering(waiter)
-
-    def leaving(self, waiter: Waiter) -> None:
-        self._ledger.leaving(waiter)
-
-    def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
-        super().taken(flush, withdrawn)
-        if withdrawn:
-            self._ledger.withdrawn(withdrawn)
-        if flush:
-            self._ledger.taken(flush)
 
 
 class _WatchedEngine:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import pytest
 import torch
 
 import genrt
 from genrt.engines.exact import NGram
+from genrt.engines.protocol import Finished
 from genrt.errors import EngineDied, EngineFailed
 from genrt.lm import AsyncLM
 from genrt.testing import Faults, Report, run_simulated, simulate
+from genrt.testing.simulated_engine import SimulatedEngine
 
 MODEL = NGram.random(5, seed=0)
 
@@ -157,6 +161,47 @@ def test_what_a_sampler_raises_comes_out() -> None:
 
     with pytest.raises(genrt.InvalidRequest, match="99"):
         run_simulated(wrong, seed=0)
+
+
+async def rows(lm: AsyncLM) -> None:
+    await lm.next_token_logprobs([1])
+
+
+async def stacks(lm: AsyncLM) -> None:
+    await lm.batch_next_token_logprobs([[1], [2]])
+
+
+async def draws(lm: AsyncLM) -> None:
+    await lm.draw([1], mask=[3])
+
+
+async def tops(lm: AsyncLM) -> None:
+    await lm.top_logprobs([1], 2)
+
+
+async def candidates(lm: AsyncLM) -> None:
+    await lm.token_logprobs([1], [0, 3])
+
+
+async def blocking(lm: AsyncLM) -> None:
+    lm.token_logprobs_sync([1], [0, 3])
+
+
+@pytest.mark.parametrize("asking", [rows, stacks, draws, tops, candidates, blocking])
+def test_a_wrong_answer_is_found(
+    asking: Callable[[AsyncLM], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is read from a row, or is one, that is not the question's own."""
+    finished = SimulatedEngine._ends
+
+    def mixed_up(*args: Any) -> list[Finished]:
+        ends = finished(*args)
+        return [Finished(end.request, cast("torch.Tensor", end.result).roll(1)) for end in ends]
+
+    run_simulated(asking, seed=0)
+    monkeypatch.setattr(SimulatedEngine, "_ends", mixed_up)
+    with pytest.raises(AssertionError, match=r"^seed 0: .+ was answered wrongly"):
+        run_simulated(asking, seed=0)
 
 
 # -- everything at once -------------------------------------------------------------------------------
