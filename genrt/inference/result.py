@@ -14,8 +14,8 @@ from genrt.errors import InvalidRequest
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis, diagnose
 from genrt.inference.display import plots, rendering
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.display.summary import Summary, summarised
-from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, normalised
+from genrt.inference.display.summary import Summary
+from genrt.inference.resampling import Ancestors, Floats
 from genrt.inference.state import Info
 from genrt.numbers import check_int
 from genrt.runtime.statistics import Statistics
@@ -68,13 +68,7 @@ class Result:
 
         Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, NaN if unknown.
         """
-        if not self._is_alive:
-            return 0.0
-        return effective_sample_size(self.log_weights) if self.chains is None else self.chains.ess
-
-    @property
-    def _is_alive(self) -> bool:
-        return bool((self.log_weights > -math.inf).any())
+        return self._summary.ess
 
     @property
     def ancestors(self) -> tuple[Ancestors, ...]:
@@ -84,9 +78,7 @@ class Result:
     @property
     def weights(self) -> Floats:
         """The normalised weights, float64 ``[N]``; all 0 if every particle died."""
-        if not self._is_alive:
-            return np.zeros(len(self.log_weights))
-        return normalised(self.log_weights)
+        return self._summary.weights
 
     def posterior(self, *, of: Callable[[Any], Any] | None = None) -> list[tuple[Any, float]]:
         """Return the distinct values with their normalised weights, heaviest first; ``[]`` if all are
@@ -118,7 +110,7 @@ class Result:
         Raises:
             InvalidRequest: the function returns something that is not a number.
         """
-        mean = 0.0 if self._is_alive else math.nan
+        mean = 0.0 if self._summary.alive else math.nan
         for value, weight in zip(self.values, self.weights, strict=True):
             if weight > 0:
                 found = function(value)
@@ -138,7 +130,7 @@ class Result:
         """
         rng = np.random.default_rng(check_int("seed", seed, 0))
         size = check_int("count", count, 0)
-        if not self._is_alive:
+        if not self._summary.alive:
             raise InvalidRequest("every particle died: there is nothing to draw from")
         chosen = rng.choice(len(self.values), size, p=self.weights)
         return [self.values[index] for index in chosen]
@@ -182,7 +174,7 @@ class Result:
         Raises:
             ExtraNotInstalled: matplotlib is missing.
         """
-        return plots.figure_of(self._summary())
+        return plots.figure_of(self._summary)
 
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
         """Return a table with a row for each particle, or for each step.
@@ -196,31 +188,31 @@ class Result:
             ExtraNotInstalled: pandas is missing.
         """
         if steps:
-            return plots.steps_frame(self.infos, self._summary().curves)
+            return plots.steps_frame(self.infos, self._summary.curves)
         return plots.particles_frame(
             self.texts, self.token_ids, self.values, self.log_weights, self.weights
         )
 
     def __repr__(self) -> str:
-        return rendering.one_line(self._summary(with_curves=False))
+        return rendering.one_line(self._summary)
 
     def __str__(self) -> str:
-        return rendering.text(self._summary(with_curves=False))
+        return rendering.text(self._summary)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the result in a terminal's IPython."""
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        return rendering.html(self._summary(), self.genealogy() if self.infos else None)
+        return rendering.html(self._summary, self.genealogy() if self.infos else None)
 
-    def _summary(self, *, with_curves: bool = True) -> Summary:
-        return summarised(
+    @property
+    def _summary(self) -> Summary:
+        return Summary(
             self.values,
             self.log_weights,
             self.log_evidence,
             self.infos,
             self.statistics,
             self.chains,
-            with_curves=with_curves,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,6 @@ BLUE, ORANGE, GREY = "#2f7fc1", "#d55e00", "#8b929c"
 
 WIDE, HIGH = 310, 130
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 302.0, 26.0, 108.0
-
-Scale: TypeAlias = Callable[[Floats], Floats]
 
 MOST_POINTS = 400
 """Of a curve; a curve of more points is drawn through the extremes of equal stretches."""
@@ -67,19 +65,12 @@ def _chart(
     *,
     limits: tuple[float, float] | None = None,
 ) -> str:
-    low, high = limits or _limits(line.y for line in lines)
-    first, last = float(curves.steps[0]), float(curves.steps[-1])
-
-    def x_of(step: Floats) -> Floats:
-        if last == first:
-            return np.full(len(step), (LEFT + RIGHT) / 2)
-        return LEFT + (step - first) / (last - first) * (RIGHT - LEFT)
-
-    def y_of(value: Floats) -> Floats:
-        return BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP)
-
-    at = sorted({round(float(x)) for x in x_of(curves.steps[curves.resampled].astype(np.float64))})
-    ticks = "".join(f"M{x} {BOTTOM:.0f}v6" for x in at)
+    low, high = limits or _limits([line.y for line in lines])
+    steps = curves.steps.astype(np.float64)
+    # A single step is in the middle.
+    place = (steps - steps[0]) / (steps[-1] - steps[0]) if len(steps) > 1 else np.array([0.5])
+    x = LEFT + place * (RIGHT - LEFT)
+    ticks = sorted({round(float(each)) for each in x[curves.resampled]})
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{HIGH}" '
         f'viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="{name}" color="currentColor" '
@@ -90,19 +81,20 @@ def _chart(
         '<g fill="currentColor" fill-opacity="0.7" text-anchor="end">'
         f'<text x="{LEFT - 4}" y="{TOP + 4}">{_axis_number(high)}</text>'
         f'<text x="{LEFT - 4}" y="{BOTTOM + 1}">{_axis_number(low)}</text>'
-        f'<text x="{RIGHT}" y="{BOTTOM + 18}">{last:.0f}</text>'
-        f'<text x="{LEFT}" y="{BOTTOM + 18}" text-anchor="start">step {first:.0f}</text></g>',
+        f'<text x="{RIGHT}" y="{BOTTOM + 18}">{steps[-1]:.0f}</text>'
+        f'<text x="{LEFT}" y="{BOTTOM + 18}" text-anchor="start">step {steps[0]:.0f}</text></g>',
     ]
     if ticks:
+        marks = "".join(f"M{each} {BOTTOM:.0f}v6" for each in ticks)
         parts.append(
-            f'<path d="{ticks}" stroke="{ORANGE}" stroke-width="1.2"><title>resampled: '
-            f"{int(curves.resampled.sum())} of {count_of(len(curves.steps), 'step')}</title></path>"
+            f'<path d="{marks}" stroke="{ORANGE}" stroke-width="1.2"><title>resampled: '
+            f"{int(curves.resampled.sum())} of {count_of(len(steps), 'step')}</title></path>"
         )
     parts += [
         f'<path d="{path}" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round" '
         f'stroke-linecap="round" {style}/>'
         for y, colour, style in lines
-        for path in _paths(curves.steps.astype(np.float64), y, x_of, y_of)
+        for path in _paths(x, BOTTOM - (y - low) / (high - low) * (BOTTOM - TOP))
     ]
     return "".join([*parts, "</svg>"])
 
@@ -112,28 +104,23 @@ def _axis_number(value: float) -> str:
     return number(value, digits=digits)
 
 
-def _limits(lines: Iterable[Floats]) -> tuple[float, float]:
-    everything = np.concatenate(list(lines))
+def _limits(lines: Sequence[Floats]) -> tuple[float, float]:
+    everything = np.concatenate(lines)
     finite = everything[np.isfinite(everything)]
     if not len(finite):
         return -1.0, 0.0
     low, high = float(finite.min()), float(finite.max())
-    if high - low < 1e-9:
-        return low - 0.5, high + 0.5
-    return low, high
+    return (low - 0.5, high + 0.5) if high - low < 1e-9 else (low, high)
 
 
-def _paths(steps: Floats, y: Floats, x_of: Scale, y_of: Scale) -> list[str]:
+def _paths(x: Floats, y: Floats) -> list[str]:
     """Return a path for each stretch of finite values; a single value is a dot."""
     found = []
-    finite = np.isfinite(y)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], finite, [False]])))
+    edges = np.flatnonzero(np.diff(np.isfinite(y), prepend=False, append=False))
     for start, stop in edges.reshape(-1, 2):
         places = start + thinned(y[start:stop])
-        points = [
-            f"{a:.1f} {b:.1f}" for a, b in zip(x_of(steps[places]), y_of(y[places]), strict=True)
-        ]
-        found.append("M" + "L".join(points) + ("h0.01" if len(points) == 1 else ""))
+        points = [f"{a:.1f} {b:.1f}" for a, b in zip(x[places], y[places], strict=True)]
+        found.append("M" + "L".join(points) + "h0.01" * (len(points) == 1))
     return found
 
 

@@ -6,10 +6,12 @@ after them, markup, or a megabyte in one line. Everything that is shown of it go
 
 from __future__ import annotations
 
+import bisect
 import html
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from genrt.tokens.texts import decoded
@@ -82,12 +84,8 @@ def escaped_attribute(text: str, *, most: int) -> str:
     whole = html.escape(text)
     if len(whole.encode(errors="replace")) <= most:
         return whole
-    end = most - len(ELLIPSIS.encode())
-    taken, place = 0, 0
-    for place, character in enumerate(text):  # noqa: B007
-        taken += len(html.escape(character).encode(errors="replace"))
-        if taken > end:
-            break
+    lengths = accumulate(len(html.escape(each).encode(errors="replace")) for each in text)
+    place = bisect.bisect_right(list(lengths), most - len(ELLIPSIS.encode()))
     return html.escape(text[:place]) + ELLIPSIS
 
 

@@ -17,13 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.inference.model import DEAD
-from genrt.inference.resampling import Ancestors, Floats
+from genrt.inference.resampling import Floats, normalised
 from genrt.inference.state import Info
 
 Nodes: TypeAlias = NDArray[np.int64]
 """``[n, 2]``: steps and particles."""
-
-NOBODY: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 End: TypeAlias = Literal["survived", "died", "dropped", "forked"]
 """How a branch ends: at the last step; by dying; without children; or by having several."""
@@ -68,6 +66,11 @@ class Branch:
         """The place of its last step in the infos."""
         return self.first + len(self.particles) - 1
 
+    @property
+    def drawn(self) -> list[tuple[int, int]]:
+        """The tokens that were drawn, each after the place of its step in the infos."""
+        return [each for each in enumerate(self.token_ids, self.first) if each[1] != DEAD]
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
@@ -103,19 +106,17 @@ def tree_of(infos: Sequence[Info], *, lineages: int) -> Tree:
 
 def _leaves(infos: Sequence[Info]) -> dict[End, Nodes]:
     """Return all leaves by how they end, in the order of their steps."""
-    found: dict[End, list[Nodes]] = {"survived": [], "died": [], "dropped": []}
-    for step, info in enumerate(infos):
-        alive = info.log_weights > -math.inf
-        ended = {"died": ~alive & (info.log_increments == -math.inf)}
-        if step + 1 < len(infos):
-            children = np.bincount(infos[step + 1].ancestors, minlength=len(alive))
-            ended["dropped"] = alive & (children == 0)
-        else:
-            ended["survived"] = alive
-        for end, nodes in found.items():
-            [particles] = np.nonzero(ended[end]) if end in ended else [NOBODY]
-            nodes.append(np.column_stack([np.full(len(particles), step), particles]))
-    return {end: np.concatenate(nodes) for end, nodes in found.items()}
+    alive = np.array([info.log_weights for info in infos]) > -math.inf
+    increments = np.array([info.log_increments for info in infos])
+    dropped, survived = alive.copy(), np.zeros_like(alive)
+    for step, info in enumerate(infos[1:]):
+        dropped[step, info.ancestors] = False
+    dropped[-1], survived[-1] = False, alive[-1]
+    return {
+        "survived": np.argwhere(survived),
+        "died": np.argwhere(~alive & (increments == -math.inf)),
+        "dropped": np.argwhere(dropped),
+    }
 
 
 def _ranked(infos: Sequence[Info], survivors: Nodes) -> Nodes:
@@ -178,16 +179,11 @@ def _trace(
 def _shares(infos: Sequence[Info]) -> list[Floats]:
     """Return for every step ``[N]`` the posterior weight of all that descends from each particle."""
     log_weights = infos[-1].log_weights
-    peak = log_weights.max()
-    share = np.zeros(len(log_weights))
-    if peak > -math.inf:
-        share = np.exp(log_weights - peak)
-        share /= share.sum()
-    shares: list[Floats] = [share]
+    alive = bool((log_weights > -math.inf).any())
+    shares = [normalised(log_weights) if alive else np.zeros(len(log_weights))]
     for info in reversed(infos[1:]):
-        ancestors: Ancestors = info.ancestors
-        share = np.bincount(ancestors, weights=share, minlength=len(share)).astype(np.float64)
-        shares.append(share)
+        share = np.bincount(info.ancestors, shares[-1], len(log_weights))
+        shares.append(share.astype(np.float64))
     return shares[::-1]
 
 
@@ -234,9 +230,9 @@ def _branches(
 
 def lineage(branches: Sequence[Branch], index: int) -> tuple[int, ...]:
     """Return the tokens from the beginning of the run to the end of a branch."""
-    parts: list[tuple[int, ...]] = []
+    parts: list[list[tuple[int, int]]] = []
     place: int | None = index
     while place is not None:
-        parts.append(branches[place].token_ids)
+        parts.append(branches[place].drawn)
         place = branches[place].parent
-    return tuple(token_id for part in reversed(parts) for token_id in part if token_id != DEAD)
+    return tuple(token_id for part in reversed(parts) for _, token_id in part)

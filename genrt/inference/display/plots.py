@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -33,14 +33,13 @@ def figure_of(summary: Summary) -> Figure:
     Raises:
         ExtraNotInstalled: matplotlib is missing.
     """
-    bars = 0.9 + 0.28 * max(len(summary.entries) + bool(summary.others), 2)
+    bars = 0.9 + 0.28 * max(len(_rows(summary)), 2)
     if summary.curves is None:
         figure = _empty_figure(9.0, bars)
         _draw_posterior(figure.add_subplot(), summary)
         return figure
     figure = _empty_figure(11.0, 2.8 + bars)
-    parts: Any = figure.subfigures(2, 1, height_ratios=[2.8, bars])
-    above, below = parts
+    above, below = cast("Any", figure.subfigures(2, 1, height_ratios=[2.8, bars]))
     _draw_curves(above.subplots(1, 3), summary.curves, summary)
     _draw_posterior(below.add_subplot(), summary)
     return figure
@@ -97,19 +96,23 @@ def _draw_posterior(axes: Axes, summary: Summary) -> None:
     axes.set_title("posterior" if summary.entries else "posterior: every particle died")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("weight")
-    rows = [(entry.label, entry.weight, BLUE) for entry in summary.entries]
-    if summary.others:
-        more = f"({count_of(summary.others, 'value')} more)"
-        rows.append((more, summary.others_weight, GREY))
-    places = range(len(rows))
-    drawn = axes.barh(places, [weight for _, weight, _ in rows], color=[each[2] for each in rows])
+    rows = _rows(summary)
+    places, weights = range(len(rows)), [weight for _, weight, _ in rows]
+    drawn = axes.barh(places, weights, color=[colour for _, _, colour in rows])
     axes.bar_label(drawn, fmt="%.3f", padding=3, fontsize=8)
-    axes.set_xlim(0, 1.15 * max([weight for _, weight, _ in rows], default=1.0))
+    axes.set_xlim(0, 1.15 * max(weights, default=1.0))
     axes.set_yticks(places, [_drawable(abbreviated(name, LABEL)) for name, _, _ in rows])
     for tick in axes.get_yticklabels():
         tick.set_parse_math(False)
         tick.set_fontsize(9)
     axes.invert_yaxis()
+
+
+def _rows(summary: Summary) -> list[tuple[str, float, str]]:
+    """Return label, weight and colour of every bar."""
+    rows = [(entry.label, entry.weight, BLUE) for entry in summary.entries]
+    others = summary.others
+    return rows if others is None else [*rows, (f"({others.label})", others.weight, GREY)]
 
 
 def _drawable(text: str) -> str:

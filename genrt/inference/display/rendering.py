@@ -59,37 +59,33 @@ STYLE = f"""
 def one_line(summary: Summary) -> str:
     """Return the figures and the heaviest value, for ``repr``."""
     parts = [count_of(summary.particles, "particle"), f"{summary.alive:,} alive"]
-    if summary.steps:
-        parts.append(count_of(summary.steps, "step"))
+    if summary.infos:
+        parts.append(count_of(len(summary.infos), "step"))
     if summary.chains is None:
         parts.append(f"log_evidence={fixed(summary.log_evidence)}, ess={summary.ess:.1f}")
     else:
         parts.append(count_of(len(summary.chains.values), "chain"))
         parts.append(f"ess={summary.ess:.1f}, r_hat={summary.chains.r_hat:.2f}")
-    if summary.entries:
-        first = summary.entries[0]
-        parts.append(f'{first.weight:.3f} "{abbreviated(first.label, 60)}"')
+    parts += [f'{each.weight:.3f} "{abbreviated(each.label, 60)}"' for each in summary.entries[:1]]
     return f"Result({', '.join(parts)})"
 
 
 def text(summary: Summary) -> str:
     """Return the figures and the posterior's table, for ``print``."""
     figures = list(_figures(summary))
-    name_width = max(len(name) for name, _, _ in figures)
-    figure_width = max(len(figure) for _, figure, _ in figures)
+    name_width, figure_width, _ = (max(map(len, column)) for column in zip(*figures, strict=True))
     lines = [
         f"{name:<{name_width}}  {figure:>{figure_width}}  {note}".rstrip()
         for name, figure, note in figures
     ]
-    if summary.entries:
-        lines += ["", "weight  value"]
-        lines += [
-            f"{entry.weight:.4f}  {abbreviated(entry.label, COLUMNS)}" for entry in summary.entries
-        ]
-        if summary.others:
-            lines.append(f"{summary.others_weight:.4f}  ({count_of(summary.others, 'value')} more)")
-    else:
-        lines += ["", ALL_DEAD if summary.particles else NOTHING]
+    if not summary.entries:
+        return "\n".join([*lines, "", ALL_DEAD if summary.particles else NOTHING])
+    lines += ["", "weight  value"]
+    lines += [
+        f"{entry.weight:.4f}  {abbreviated(entry.label, COLUMNS)}" for entry in summary.entries
+    ]
+    if summary.others is not None:
+        lines.append(f"{summary.others.weight:.4f}  ({summary.others.label})")
     return "\n".join(lines)
 
 
@@ -129,8 +125,7 @@ def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Yield name, figure and note."""
     alive = ""
     if summary.alive < summary.particles:
-        what = "of them alive" if summary.steps else "of positive weight"
-        alive = f"{summary.alive:,} {what}"
+        alive = f"{summary.alive:,} {'of them alive' if summary.infos else 'of positive weight'}"
     yield "particles", f"{summary.particles:,}", alive
     if not math.isnan(summary.log_evidence):
         note = f"Z = {math.exp(summary.log_evidence):.3g}" if summary.log_evidence < 700 else ""
@@ -139,13 +134,10 @@ def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
         yield from _mixing(summary.chains)
     else:
         yield "ESS", f"{summary.ess:,.1f}", ""
-    if summary.steps:
-        resampled = summary.resampled
-        yield (
-            "steps",
-            f"{summary.steps:,}",
-            f"resampled before {resampled:,} of them" if resampled else "never resampled",
-        )
+    if summary.infos:
+        often = f"before {summary.resampled:,} of them"
+        note = f"resampled {often}" if summary.resampled else "never resampled"
+        yield "steps", f"{len(summary.infos):,}", note
 
 
 def _mixing(chains: ChainStatistics) -> Iterable[tuple[str, str, str]]:
@@ -169,37 +161,28 @@ def _table(summary: Summary) -> Iterable[str]:
         return
     names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
     yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
-    largest = max(entry.weight for entry in summary.entries)
     for entry in summary.entries:
-        yield _row(entry, largest)
-    if summary.others:
-        shown = sum(entry.particles for entry in summary.entries)
-        yield (
-            f'<tr><td class="weight">{summary.others_weight:.4f}</td>'
-            "<td></td>"
-            f'<td class="weight">{summary.alive - shown:,}</td>'
-            f'<td class="note">{count_of(summary.others, "value")} more</td></tr>'
-        )
+        share = 100 * entry.weight / summary.entries[0].weight
+        bar = f'<div class="bar"><div style="width:{share:.1f}%"></div></div>'
+        yield _row(entry, bar, _value(entry.label))
+    if summary.others is not None:
+        yield _row(summary.others, "", f'<td class="note">{summary.others.label}</td>')
     yield "</tbody></table>"
 
 
-def _row(entry: Entry, largest: float) -> str:
-    shown = abbreviated(entry.label, COLUMNS)
-    title = ""
-    if shown != entry.label:
-        title = f' title="{escaped_attribute(entry.label, most=TITLE)}"'
-    # A right-to-left text keeps its direction, but an escape in it must not be reversed.
-    direction = "ltr" if "\\" in shown else "auto"
+def _row(entry: Entry, bar: str, value: str) -> str:
     return (
-        f'<tr><td class="weight">{entry.weight:.4f}</td><td>{_bar(entry.weight, largest)}</td>'
-        f'<td class="weight">{entry.particles:,}</td>'
-        f'<td class="text"{title}><bdi dir="{direction}">{escaped(shown)}</bdi></td></tr>'
+        f'<tr><td class="weight">{entry.weight:.4f}</td><td>{bar}</td>'
+        f'<td class="weight">{entry.particles:,}</td>{value}</tr>'
     )
 
 
-def _bar(weight: float, largest: float) -> str:
-    share = min(weight / largest, 1.0)
-    return f'<div class="bar"><div style="width:{100 * share:.1f}%"></div></div>'
+def _value(value: str) -> str:
+    shown = abbreviated(value, COLUMNS)
+    title = f' title="{escaped_attribute(value, most=TITLE)}"' if shown != value else ""
+    # A right-to-left text keeps its direction, but an escape in it must not be reversed.
+    direction = "ltr" if "\\" in shown else "auto"
+    return f'<td class="text"{title}><bdi dir="{direction}">{escaped(shown)}</bdi></td>'
 
 
 def _runtime(statistics: Statistics) -> Iterable[str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genrt.inference.diagnostics import ChainStatistics, key_of
-from genrt.inference.display.legible import label
-from genrt.inference.resampling import Floats, effective_sample_size, normalised
+from genrt.inference.display.legible import count_of, label
+from genrt.inference.resampling import Floats, effective_sample_size, log_mean_exp, normalised
 from genrt.inference.state import Info
 from genrt.runtime.statistics import Statistics
 
@@ -25,8 +26,8 @@ BAND = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A distinct value as one printable line, with its normalised weight and the number of its
-    particles."""
+    """A distinct value, or all that are not shown, as one printable line, with the normalised weight and
+    the number of particles."""
 
     label: str
     weight: float
@@ -55,90 +56,84 @@ class Curves:
     heaviest: Floats
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Summary:
-    """Weighted values in short.
+    """A result's fields, and what is worth seeing of them."""
 
-    Attributes:
-        particles: how many there are, dead ones included.
-        alive: how many have a positive weight.
-        ess: the effective sample size; NaN if unknown.
-        log_evidence: log Z_hat; NaN without an estimate.
-        entries: the heaviest distinct values of positive weight.
-        others: how many more distinct values there are.
-        others_weight: what these weigh together.
-        steps: how many there were; 0 from algorithms without particles that grow.
-        resampled: how many of them began by resampling.
-        curves: ``None`` without steps, or if not asked for.
-        statistics: what the runtime did; ``None`` if unknown.
-        chains: how chains mixed, if there are some.
-    """
-
-    particles: int
-    alive: int
-    ess: float
+    values: Sequence[Any]
+    log_weights: Floats
     log_evidence: float
-    entries: tuple[Entry, ...]
-    others: int
-    others_weight: float
-    steps: int
-    resampled: int
-    curves: Curves | None
+    infos: Sequence[Info]
     statistics: Statistics | None
     chains: ChainStatistics | None
 
+    @property
+    def particles(self) -> int:
+        """How many there are, dead ones included."""
+        return len(self.log_weights)
 
-def summarised(
-    values: Sequence[Any],
-    log_weights: Floats,
-    log_evidence: float,
-    infos: Sequence[Info],
-    statistics: Statistics | None,
-    chains: ChainStatistics | None,
-    *,
-    with_curves: bool,
-) -> Summary:
-    """Summarise a result, cheaply without the curves. Values that cannot be hashed are told apart by how
-    Python writes them."""
-    alive = int((log_weights > -math.inf).sum())
-    ess = 0.0
-    if alive:
-        ess = effective_sample_size(log_weights) if chains is None else chains.ess
-    weights = normalised(log_weights) if alive else np.zeros(len(log_weights))
-    total: dict[Any, list[Any]] = {}
-    for value, weight in zip(values, weights, strict=True):
-        if weight > 0:
-            entry = total.setdefault(key_of(value), [value, 0.0, 0])
-            entry[1] += float(weight)
-            entry[2] += 1
-    heaviest = sorted(total.values(), key=lambda entry: -entry[1])
-    return Summary(
-        particles=len(log_weights),
-        alive=alive,
-        ess=ess,
-        log_evidence=log_evidence,
-        entries=tuple(Entry(label(value), *rest) for value, *rest in heaviest[:SHOWN]),
-        others=len(heaviest[SHOWN:]),
-        others_weight=sum(weight for _, weight, _ in heaviest[SHOWN:]),
-        steps=len(infos),
-        resampled=sum(info.resampled for info in infos),
-        curves=_curves(infos) if infos and with_curves else None,
-        statistics=statistics,
-        chains=chains,
-    )
+    @property
+    def alive(self) -> int:
+        """How many particles have a positive weight."""
+        return int((self.log_weights > -math.inf).sum())
 
+    @property
+    def weights(self) -> Floats:
+        """The normalised weights; all 0 if every particle died."""
+        return normalised(self.log_weights) if self.alive else np.zeros(self.particles)
 
-def _curves(infos: Sequence[Info]) -> Curves:
-    relative = np.array([_relative(info.log_weights) for info in infos]).T
-    return Curves(
-        steps=np.array([info.step for info in infos]),
-        resampled=np.array([info.resampled for info in infos]),
-        ess=np.array([info.ess for info in infos]),
-        log_evidence=np.array([info.log_evidence for info in infos]),
-        alive=np.array([(info.log_weights > -math.inf).sum() for info in infos]),
-        band=relative[:-1],
-        heaviest=relative[-1],
-    )
+    @property
+    def ess(self) -> float:
+        """The effective sample size, of chains theirs; 0 if every particle died, NaN if unknown."""
+        if not self.alive:
+            return 0.0
+        return effective_sample_size(self.log_weights) if self.chains is None else self.chains.ess
+
+    @property
+    def resampled(self) -> int:
+        """How many steps began by resampling."""
+        return sum(info.resampled for info in self.infos)
+
+    @cached_property
+    def _distinct(self) -> list[list[Any]]:
+        """The distinct values of positive weight, each with its weight and its number of particles, the
+        heaviest first. Values that cannot be hashed are told apart by how Python writes them."""
+        total: dict[Any, list[Any]] = {}
+        for value, weight in zip(self.values, self.weights, strict=True):
+            if weight > 0:
+                entry = total.setdefault(key_of(value), [value, 0.0, 0])
+                entry[1] += float(weight)
+                entry[2] += 1
+        return sorted(total.values(), key=lambda entry: -entry[1])
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The heaviest distinct values."""
+        return [Entry(label(value), *rest) for value, *rest in self._distinct[:SHOWN]]
+
+    @property
+    def others(self) -> Entry | None:
+        """All other values together; ``None`` if there is none."""
+        if not (others := self._distinct[SHOWN:]):
+            return None
+        _, weights, particles = zip(*others, strict=True)
+        return Entry(f"{count_of(len(others), 'value')} more", sum(weights), sum(particles))
+
+    @cached_property
+    def curves(self) -> Curves | None:
+        """How the weights developed; ``None`` without steps."""
+        if not self.infos:
+            return None
+        relative = np.array([_relative(info.log_weights) for info in self.infos]).T
+        return Curves(
+            steps=np.array([info.step for info in self.infos]),
+            resampled=np.array([info.resampled for info in self.infos]),
+            ess=np.array([info.ess for info in self.infos]),
+            log_evidence=np.array([info.log_evidence for info in self.infos]),
+            alive=np.array([(info.log_weights > -math.inf).sum() for info in self.infos]),
+            band=relative[:-1],
+            heaviest=relative[-1],
+        )
 
 
 def _relative(log_weights: Floats) -> Floats:
@@ -147,7 +142,5 @@ def _relative(log_weights: Floats) -> Floats:
     alive = log_weights[log_weights > -math.inf]
     if not len(alive):
         return np.full(len(BAND) + 1, math.nan)
-    peak = alive.max()
-    mean = peak + math.log(np.exp(alive - peak).sum() / len(log_weights))
-    found: Floats = np.quantile(alive, [*BAND, 1.0]) - mean
-    return found
+    quantiles: Floats = np.quantile(alive, [*BAND, 1.0])
+    return quantiles - log_mean_exp(log_weights)
