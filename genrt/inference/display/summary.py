@@ -142,5 +142,5 @@ def _relative(log_weights: Floats) -> Floats:
     alive = log_weights[log_weights > -math.inf]
     if not len(alive):
         return np.full(len(BAND) + 1, math.nan)
-    quantiles: Floats = np.quantile(alive, [*BAND, 1.0])
-    return quantiles - log_mean_exp(log_weights)
+    quantiles = np.quantile(alive, [*BAND, 1.0])
+    return (quantiles - log_mean_exp(log_weights)).astype(np.float64)
