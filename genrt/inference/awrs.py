@@ -55,11 +55,6 @@ async def draw(
     one by one. It takes about as many rounds as the logarithm of the number of draws; for each of the two
     accepted tokens, at most as many are asked about in vain as were rejected before it.
 
-    Draws are made ahead, as if all were rejected, and asked about together: at first one, then as many as
-    were rejected so far. What comes after an accepted one is drawn anew. So the law is that of draws one
-    by one, in about as many rounds as the logarithm of their number; of those asked about in vain there
-    are at most as many for each of the two accepted ones as were rejected before it.
-
     Args:
         weights: ``[V]``, at least 0, normalised or not; a token of weight 0 is never asked about.
         check: asked about a token at most once.
@@ -92,41 +87,25 @@ def _ahead(
     """Return the next draws and their rates, taking every token of unknown answer for rejected: up to
     ``most`` unknown ones, or up to one that is known to be accepted."""
     left = remaining.copy()
-    drawn = _Inversion(left)
     ahead: list[tuple[int, float]] = []
     unknown = 0
-    while drawn.total > 0 and unknown < most:
-        token_id = drawn.token(rng)
+    cumulative = np.cumsum(left)
+    total = rate = float(cumulative[-1])
+    while total > 0 and unknown < most:
+        below = min(rng.random() * total, np.nextafter(total, 0.0))
+        token_id = int(np.searchsorted(cumulative, below, side="right"))
         if left[token_id] == 0:  # rejected since the sums were made: skip its arrival
             continue
-        ahead.append((token_id, drawn.rate))
+        ahead.append((token_id, rate))
         if answers.get(token_id, False):
             break
         unknown += token_id not in answers
-        drawn.leave_out(float(left[token_id]))
+        rate -= float(left[token_id])
         left[token_id] = 0.0
-        if drawn.is_stale:
-            drawn = _Inversion(left)
+        if rate < 0.5 * total:  # too much of the sums is left out: make them anew
+            cumulative = np.cumsum(left)
+            total = rate = float(cumulative[-1])
     return ahead
-
-
-class _Inversion:
-    """Draws by inversion of cumulative sums, made anew when half of the weight they hold is left out."""
-
-    def __init__(self, remaining: Floats) -> None:
-        self._cumulative = np.cumsum(remaining)
-        self.total = self.rate = float(self._cumulative[-1])
-
-    def token(self, rng: np.random.Generator) -> int:
-        below = min(rng.random() * self.total, np.nextafter(self.total, 0.0))
-        return int(np.searchsorted(self._cumulative, below, side="right"))
-
-    def leave_out(self, weight: float) -> None:
-        self.rate -= weight
-
-    @property
-    def is_stale(self) -> bool:
-        return self.rate < 0.5 * self.total
 
 
 def log_mean_rate(rates: Floats) -> float:

@@ -24,7 +24,7 @@ import numpy as np
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
-from genrt.inference.checks import frozen, seeds_of_step, state_of
+from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import Counting
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
@@ -94,19 +94,18 @@ class Rejection:
             InvalidRequest: an argument is out of its range.
         """
         self._plain = _Plain(model)
-        self._model = model
         self._num_samples = check_int("num_samples", num_samples, 1)
         self._max_texts = check_int("max_texts", max_texts, 1)
         self._batch_size = check_int("batch_size", batch_size, 1)
         self._bound = check_float("bound", bound)
 
     def __repr__(self) -> str:
-        return f"Rejection({self._model!r}, num_samples={self._num_samples}, max_texts={self._max_texts})"
+        return f"Rejection({self.model!r}, num_samples={self._num_samples}, max_texts={self._max_texts})"
 
     @property
     def model(self) -> TextModel:
         """The model that is run."""
-        return self._model
+        return self._plain.model
 
     def init(self, seed: int) -> Kept:
         """Return the state before the first batch. Raises InvalidRequest unless the seed is an integer
@@ -131,7 +130,7 @@ class Rejection:
         missing = self._num_samples - len(state.texts)
         count = min(self._batch_size, self._max_texts - state.drawn) if missing > 0 else 0
         texts = await self._plain.texts(count, models)
-        log_weights = await self._plain.log_weights(texts, self._model.potential)
+        log_weights = await self._plain.log_weights(texts, self.model.potential)
         thresholds = np.log1p(-np.random.default_rng(own).random(count))
         batch: list[Drawn] = []
         for text, log_weight, threshold in zip(texts, log_weights, thresholds, strict=True):
@@ -163,7 +162,7 @@ class Rejection:
     ) -> Result:
         """Draw all batches from ``init(seed)`` and return what was kept, weighted alike. Equal seeds give
         equal texts."""
-        state, counting = self.init(seed), Counting(self._model)
+        state, counting = self.init(seed), Counting(self.model)
         with Progress("rejection", None, shown=progress) as shown:
             async for after, batch in self.steps(state):
                 state = after
@@ -222,19 +221,17 @@ class BestOfN:
             InvalidRequest: an argument is out of its range.
         """
         self._plain = _Plain(model)
-        self._model = model
         self._n = check_int("n", n, 1)
-        if score is not None and not callable(score):
-            raise InvalidRequest(f"the score is {score!r}: give a function of a Text")
+        check_callable("the score", score, "a function of a Text", optional=True)
         self._score = model.potential if score is None else score
 
     def __repr__(self) -> str:
-        return f"BestOfN({self._model!r}, n={self._n})"
+        return f"BestOfN({self.model!r}, n={self._n})"
 
     @property
     def model(self) -> TextModel:
         """The model that is run."""
-        return self._model
+        return self._plain.model
 
     def init(self, seed: int) -> Ranked:
         """Return the state before any text. Raises InvalidRequest unless the seed is an integer from 0
@@ -262,7 +259,7 @@ class BestOfN:
     async def run(self, seed: int) -> Result:
         """Make one step and return its N texts in order, the best as the only one of positive weight; the
         log evidence is NaN. The same seed gives the same."""
-        counting = Counting(self._model)
+        counting = Counting(self.model)
         state, _ = await self.step(self.init(seed))
         return replace(self.result(state), statistics=counting.statistics())
 
@@ -283,7 +280,7 @@ class _Plain:
     def __init__(self, model: TextModel) -> None:
         if not isinstance(model, TextModel):
             raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
-        self._model = model
+        self.model = model
         constraint = model.constraint
         if constraint is not None and model.ends.never:
             raise InvalidRequest(
@@ -294,7 +291,7 @@ class _Plain:
 
     async def texts(self, count: int, seed: int) -> list[Text]:
         """Draw this many independent texts."""
-        model = self._model
+        model = self.model
         sampled = await model.lm.batch_sample(
             [model.prompt] * count,
             max_tokens=model.max_steps,
@@ -307,31 +304,27 @@ class _Plain:
 
     def _text(self, token_ids: Sequence[int]) -> Text:
         """Return the text that these tokens are, up to a string that ends it."""
-        if not self._model.ends.strings:
-            vocabulary = self._model.lm.byte_vocab
-            data = b"".join(map(vocabulary.__getitem__, token_ids))
-            return Text(tuple(token_ids), data, finished=True)
+        if not self.model.ends.strings:
+            data = b"".join(map(self.model.lm.byte_vocab.__getitem__, token_ids))
+            return Text(token_ids, data, finished=True)
         text = Text()
         for token_id in token_ids:
-            text = self._model.extended(text, token_id)
+            text = self.model.extended(text, token_id)
             if text.finished:
                 break
         return Text(text.token_ids, text.bytes, finished=True)
 
     async def log_weights(self, texts: Sequence[Text], potential: Potential | None) -> list[float]:
         """Return what the potential gives each text; -inf for those that don't satisfy the constraint."""
-        log_weights = [0.0] * len(texts)
-        if self._indicator is not None:
-            # A text cut at max_tokens has not ended, so it is not one of the constraint's.
-            ended = [len(text.token_ids) < self._model.max_steps for text in texts]
-            asked = [text for text, whole in zip(texts, ended, strict=True) if whole]
-            answers = iter(await evaluated("constraint", self._indicator, asked))
-            log_weights = [next(answers) if whole else -math.inf for whole in ended]
-        if potential is not None:
-            places = [place for place, weight in enumerate(log_weights) if weight > -math.inf]
-            judged = await evaluated("potential", potential, [texts[place] for place in places])
-            for place, value in zip(places, judged, strict=True):
-                log_weights[place] = value
+        # A text cut at max_tokens has not ended, so it is not one of the constraint's.
+        longest = math.inf if self._indicator is None else self.model.max_steps
+        log_weights = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
+        for name, judge in (("constraint", self._indicator), ("potential", potential)):
+            if judge is not None:
+                places = [place for place, each in enumerate(log_weights) if each > -math.inf]
+                found = await evaluated(name, judge, [texts[place] for place in places])
+                for place, value in zip(places, found, strict=True):
+                    log_weights[place] = value
         return log_weights
 
 

@@ -14,7 +14,7 @@ from genrt.constraints import CheckedState, Constraint, ConstraintState
 from genrt.constraints.tokens import Tokens, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import is_truth_value
+from genrt.numbers import check_float, is_truth_value
 from genrt.questions.token_ids import advice_for, host_array, id_words
 
 A = TypeVar("A", bound=NDArray[Any])
@@ -33,6 +33,23 @@ def state_of(kind: type[S], state: S) -> S:
     if not isinstance(state, kind):
         raise InvalidRequest(f"the state is {state!r}: give a state, at first that of init(seed)")
     return state
+
+
+def check_callable(name: str, value: Any, what: str, *, optional: bool = False) -> None:
+    """Raise InvalidRequest unless a value can be called, or is ``None`` and ``optional``; the message
+    says ``what`` to give."""
+    if not callable(value) and not (optional and value is None):
+        raise InvalidRequest(f"{name} is {value!r}: give {what}")
+
+
+def check_temperature(temperature: Any) -> float:
+    """Return the temperature. Raises InvalidRequest unless it is a positive number."""
+    number = check_float("temperature", temperature)
+    if number <= 0:
+        raise InvalidRequest(
+            f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
+        )
+    return number
 
 
 def token_bytes(lm: AsyncLM) -> Sequence[bytes]:

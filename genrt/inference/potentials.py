@@ -39,7 +39,7 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
         if answers and inspect.isawaitable(answers[-1]):
             rest, first = distinct[len(answers) :], answers.pop()
             answers += await together(
-                [_awaited(first), *(_asked(potential, text) for text in rest)]
+                [_asked(lambda _: first, texts[0]), *(_asked(potential, text) for text in rest)]
             )
     by_text = {
         text: _log_weight(name, text, answer)
@@ -71,10 +71,6 @@ def _called(
 async def _asked(potential: Potential, text: Text) -> Any:
     answer = potential(text)
     return await answer if inspect.isawaitable(answer) else answer
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer
 
 
 def _is_async(function: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -26,50 +27,42 @@ Drawn: TypeAlias = tuple[int, float]
 """A token, or ``DEAD``, and the logarithm of the mass it was drawn from."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
-    """The law of the next tokens; the arguments are those of a ``TextModel``, checked."""
+    """The law of the next tokens; the fields are the arguments of a ``TextModel``, checked."""
 
-    def __init__(
-        self,
-        lm: AsyncLM,
-        prompt: tuple[int, ...],
-        *,
-        kind: Proposal,
-        is_constrained: bool,
-        ends: Ends,
-        eos_token_id: int | None,
-        max_tokens: int,
-        temperature: float,
-        adapter: str | None,
-    ) -> None:
-        self._lm = lm
-        self._prompt = prompt
-        self._kind = kind
-        self._is_constrained = is_constrained
-        self._stops = sorted(ends.token_ids)
-        self._eos_token_id = cast("int", eos_token_id)  # which a constrained model has
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        self._adapter = adapter
+    lm: AsyncLM
+    prompt: tuple[int, ...]
+    kind: Proposal
+    is_constrained: bool
+    ends: Ends
+    eos_token_id: int | None
+    max_tokens: int
+    temperature: float
+    adapter: str | None
+
+    @property
+    def end_token(self) -> int:
+        """The end token, which a constrained model has."""
+        return cast("int", self.eos_token_id)
 
     async def draw(
         self, texts: Sequence[tuple[int, ...]], states: Sequence[State | None], seed: int
     ) -> list[Drawn]:
         """Draw a token after each text, whose constraint is in the state beside it: one question to the
         model for all of them, masks computed meanwhile."""
-        contexts = [self._prompt + text for text in texts]
-        at_last = [len(text) + 1 >= self._max_tokens for text in texts]
-        if self._kind == "awrs" and self._is_constrained:
-            rows = await self._lm.batch_next_token_logprobs(contexts, adapter=self._adapter)
-            return await self._by_rejection(
-                rows, cast("Sequence[CheckedState]", states), at_last, seed
-            )
-        if self._temperature != 1:
-            asking = self._lm.batch_next_token_logprobs(contexts, adapter=self._adapter)
+        contexts = [self.prompt + text for text in texts]
+        at_last = [len(text) + 1 >= self.max_tokens for text in texts]
+        if self.kind == "awrs" and self.is_constrained:
+            rows = await self.lm.batch_next_token_logprobs(contexts, adapter=self.adapter)
+            checked = cast("Sequence[CheckedState]", states)
+            return await self._by_rejection(rows, checked, at_last, seed)
+        if self.temperature != 1:
+            asking = self.lm.batch_next_token_logprobs(contexts, adapter=self.adapter)
             rows, masks = await asyncio.gather(asking, self._masks(states, at_last))
             return await asyncio.to_thread(self._by_masks, rows, masks, seed)
         masks = await self._masks(states, at_last)
-        found = await self._lm.batch_draw(contexts, masks=masks, seed=seed, adapter=self._adapter)
+        found = await self.lm.batch_draw(contexts, masks=masks, seed=seed, adapter=self.adapter)
         return _drawn(found, masked=masks is not None)
 
     async def _masks(
@@ -77,17 +70,17 @@ class Proposals:
     ) -> Tensor | None:
         """Return the packed masks of what may follow, int32 ``[n, ceil(V / 32)]``; at the last token, the
         end alone."""
-        if not self._is_constrained:
+        if not self.is_constrained:
             return None
         masks = await abitmasks(cast("Sequence[State]", states))
-        end = packed_tokens([self._eos_token_id], masks.shape[1])
-        if self._stops != [self._eos_token_id]:
-            stops = packed_tokens(self._stops, masks.shape[1])
+        end = packed_tokens({self.end_token}, masks.shape[1])
+        if self.ends.token_ids != {self.end_token}:
+            stops = packed_tokens(self.ends.token_ids, masks.shape[1])
             may_end = (masks & end).any(dim=1)
             masks &= ~(end | stops)
             masks[may_end] |= stops
             end = stops
-        if self._stops:
+        if self.ends.token_ids:
             masks[torch.tensor(at_last)] &= end
         return masks
 
@@ -96,16 +89,11 @@ class Proposals:
         model whose rows they are."""
         seeds = [(seed + place) % 2**63 for place in range(len(rows))]
         found = sampling.draw(
-            self._tempered(rows),
+            sampling.truncate(rows, temperature=self.temperature),
             mask=None if masks is None else masks.view(torch.uint8).to(rows.device),
             uniforms=sampling.seeded_uniforms(seeds).to(rows.device),
         )
         return _drawn(found, masked=masks is not None)
-
-    def _tempered(self, rows: Tensor) -> Tensor:
-        if self._temperature == 1:
-            return rows
-        return sampling.truncate(rows, temperature=self._temperature)
 
     async def _by_rejection(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool], seed: int
@@ -121,17 +109,20 @@ class Proposals:
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool]
     ) -> Floats:
         """Return the tokens' probabilities ``[n, V]``, 0 where the constraint need not be asked."""
-        weights: Floats = self._tempered(rows).cpu().double().exp().numpy()
+        if self.temperature != 1:
+            rows = sampling.truncate(rows, temperature=self.temperature)
+        weights: Floats = rows.cpu().double().exp().numpy()
         distinct = {id(state): state for state in states}
         allowed = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
+        stops = sorted(self.ends.token_ids)
         for row, state, is_last in zip(weights, states, at_last, strict=True):
-            ending = row[self._stops].sum()
-            row[self._stops] = 0.0
+            ending = row[stops].sum()
+            row[stops] = 0.0
             # The constraint is asked about the end token whether a text may end, by any stop token.
-            row[self._eos_token_id] = ending
+            row[self.end_token] = ending
             row[~allowed[id(state)]] = 0.0
-            if self._stops and is_last:
-                row[np.arange(len(row)) != self._eos_token_id] = 0.0
+            if stops and is_last:
+                row[np.arange(len(row)) != self.end_token] = 0.0
         return weights
 
 

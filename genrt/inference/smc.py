@@ -28,7 +28,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
-from genrt.inference.checks import frozen, seeds_of_step, state_of
+from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import Counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.progress import Progress
@@ -74,17 +74,12 @@ class SMC:
         """
         self._model = checked_model(model)
         self._num_particles = check_int("num_particles", num_particles, 1)
-        if (
-            not callable(resample_when)
-            and not 0 <= check_float("resample_when", resample_when) <= 1
-        ):
+        given = resample_when
+        if not callable(given) and not 0 <= check_float("resample_when", given) <= 1:
             raise InvalidRequest(
                 f"resample_when is {resample_when!r}: give a share from 0 to 1, or a rule"
             )
-        if not callable(resample):
-            raise InvalidRequest(
-                f"resample is {resample!r}: give a resampler, such as genrt.inference.systematic"
-            )
+        check_callable("resample", resample, "a resampler, such as genrt.inference.systematic")
         self._resample_when = resample_when
         self._resample = resample
 

@@ -46,19 +46,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import cast
 
 from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.together import together
 from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.inference.checks import adapter_name, constraint_start, prompt_ids, runtime
+from genrt.inference.checks import (
+    adapter_name,
+    check_callable,
+    check_temperature,
+    constraint_start,
+    prompt_ids,
+    runtime,
+)
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
 from genrt.inference.proposals import Drawn, Proposal, Proposals, State, packed_tokens
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float, check_int
+from genrt.numbers import check_int
 from genrt.tokens.texts import Potential, Text, decoded
 
 
@@ -130,33 +136,27 @@ class TextModel:
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step; the adapter is bound at every one.
         """
-        self._lm = runtime(lm)
-        self._prompt = prompt_ids(lm, prompt)
-        self._max_tokens = check_int("max_tokens", max_tokens, 1)
-        self._temperature = check_float("temperature", temperature)
-        if self._temperature <= 0:
-            raise InvalidRequest(
-                f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
-            )
+        ids = prompt_ids(runtime(lm), prompt)
+        max_tokens = check_int("max_tokens", max_tokens, 1)
+        temperature = check_temperature(temperature)
         if proposal not in (None, "mask", "awrs"):
             raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs"')
-        for name, function in {"potential": potential, "twist": twist}.items():
-            if function is not None and not callable(function):
-                raise InvalidRequest(f"the {name} is {function!r}: give a function of a Text")
-        longest = len(self._prompt) + self._max_tokens - 1
+        for name, function in {"the potential": potential, "the twist": twist}.items():
+            check_callable(name, function, "a function of a Text", optional=True)
+        longest = len(ids) + max_tokens - 1
         if longest > lm.max_model_len:
             raise ContextTooLong(
-                f"a prompt of {len(self._prompt)} tokens and a text of {self._max_tokens} need a context "
-                f"of {longest}, and the model's is {lm.max_model_len}: shorten one of them"
+                f"a prompt of {len(ids)} tokens and a text of {max_tokens} need a context of {longest}, "
+                f"and the model's is {lm.max_model_len}: shorten one of them"
             )
-        self._eos_token_id: int | None = getattr(lm.tokenizer, "eos_token_id", None)
-        if constraint is not None and self._eos_token_id is None:
+        eos_token_id: int | None = getattr(lm.tokenizer, "eos_token_id", None)
+        if constraint is not None and eos_token_id is None:
             raise InvalidRequest(
                 "a constrained text ends with the end token, and the model's tokenizer names none: "
                 "set its eos_token_id"
             )
-        self._ends = ends_of(stop, eos_token_id=self._eos_token_id, vocab_size=lm.vocab_size)
-        if constraint is not None and self._ends.strings:
+        ends = ends_of(stop, eos_token_id=eos_token_id, vocab_size=lm.vocab_size)
+        if constraint is not None and ends.strings:
             raise InvalidRequest(
                 "stop has strings, which may begin inside of a token, where no constraint can tell: put "
                 "the string into the constraint, as in regex(r'[^\\n]*\\n', lm), and give stop=None"
@@ -171,34 +171,33 @@ class TextModel:
         self._constraint = constraint
         self._potential = potential
         self._twist = twist
-        self._adapter = adapter_name(adapter)
         self._byte_vocab = lm.byte_vocab
         self._proposals = Proposals(
-            lm,
-            self._prompt,
+            lm=lm,
+            prompt=ids,
             kind=proposal or ("awrs" if is_asked else "mask"),
             is_constrained=constraint is not None,
-            ends=self._ends,
-            eos_token_id=self._eos_token_id,
-            max_tokens=self._max_tokens,
-            temperature=self._temperature,
-            adapter=self._adapter,
+            ends=ends,
+            eos_token_id=eos_token_id,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            adapter=adapter_name(adapter),
         )
 
     def __repr__(self) -> str:
         what = {"constraint": self._constraint, "potential": self._potential, "twist": self._twist}
         given = "".join(f", {name}={each!r}" for name, each in what.items() if each is not None)
-        return f"TextModel({len(self._prompt)} tokens, max_tokens={self._max_tokens}{given})"
+        return f"TextModel({len(self.prompt)} tokens, max_tokens={self.max_steps}{given})"
 
     @property
     def lm(self) -> AsyncLM:
         """The runtime that is asked."""
-        return self._lm
+        return self._proposals.lm
 
     @property
     def prompt(self) -> tuple[int, ...]:
         """The prompt's token ids."""
-        return self._prompt
+        return self._proposals.prompt
 
     @property
     def constraint(self) -> Constraint | None:
@@ -213,27 +212,27 @@ class TextModel:
     @property
     def temperature(self) -> float:
         """The temperature of the rows."""
-        return self._temperature
+        return self._proposals.temperature
 
     @property
     def adapter(self) -> str | None:
         """The name of the adapter that is asked."""
-        return self._adapter
+        return self._proposals.adapter
 
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text."""
-        return self._eos_token_id
+        return self._proposals.eos_token_id
 
     @property
     def ends(self) -> Ends:
         """The ways in which a text ends."""
-        return self._ends
+        return self._proposals.ends
 
     @property
     def max_steps(self) -> int:
         """``max_tokens``: a step draws one token of every text."""
-        return self._max_tokens
+        return self._proposals.max_tokens
 
     def start(self) -> TextParticle:
         """Return the empty text."""
@@ -249,38 +248,32 @@ class TextModel:
 
     def extended(self, text: Text, token_id: int) -> Text:
         """Return the text after one more token, which may end it, as ``max_tokens`` may."""
-        if token_id in self._ends.token_ids:
+        if token_id in self.ends.token_ids:
             return Text(text.token_ids, text.bytes, finished=True)
         token_ids = (*text.token_ids, token_id)
         data = text.bytes + self._byte_vocab[token_id]
-        if (cut := self._ends.cut(data, len(self._byte_vocab[token_id]))) is not None:
+        if (cut := self.ends.cut(data, len(self._byte_vocab[token_id]))) is not None:
             starts = accumulate((len(self._byte_vocab[each]) for each in token_ids), initial=0)
-            kept = tuple(
-                each for each, start in zip(token_ids, starts, strict=False) if start < cut
-            )
+            kept = [each for each, start in zip(token_ids, starts, strict=False) if start < cut]
             return Text(kept, data[:cut], finished=True)
-        return Text(token_ids, data, self._start is None and len(token_ids) >= self._max_tokens)
+        return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_steps)
 
     async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
         """Grow each text by one token, with one question to the model for all; masks are computed
         meanwhile."""
-        if (
-            self._ends.never
-            and self._start is not None
-            and not particles[0].token_ids
-            and self._is_complete(self._start)  # the empty text is the only one
-        ):
-            return await self._judged(
-                particles, await self._ended(particles, [0.0] * len(particles))
-            )
+        start = self._start if self.ends.never else None
+        if start is not None and not particles[0].token_ids and self._is_complete(start):
+            # The empty text is the only one.
+            nothing = [Growth(each, 0.0, DEAD) for each in particles]
+            return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
         drawn = await self._proposals.draw(
             [particle.token_ids for particle in particles],
             [particle.constraint_state for particle in particles],
             seed,
         )
         grown = await asyncio.to_thread(self._advance, particles, drawn)
-        if self._ends.never and self._start is not None:
-            grown = await self._settled(grown)
+        if start is not None:
+            grown = await self._ended(grown, await asyncio.to_thread(self._complete, grown))
         return await self._judged(particles, grown)
 
     # -- what follows from a draw -------------------------------------------------------------
@@ -294,8 +287,8 @@ class TextModel:
                 grown.append(Growth(particle, -math.inf, DEAD))
                 continue
             state = particle.constraint_state
-            if self._ends.token_ids and self._start is not None and token_id == self._eos_token_id:
-                token_id = min(self._ends.token_ids)  # a rejection does not tell which stop token
+            if self.ends.token_ids and state is not None and token_id == self.eos_token_id:
+                token_id = min(self.ends.token_ids)  # a rejection does not tell which stop token
             text = self.extended(particle.generated, token_id)
             if state is not None and not text.finished:
                 key = (id(state), token_id)
@@ -305,86 +298,62 @@ class TextModel:
             grown.append(Growth(TextParticle(text, state), log_mass, token_id))
         return grown
 
+    def _complete(self, grown: Sequence[Growth]) -> list[bool]:
+        """Tell of each text whether it ends here where no token or string ends texts."""
+        return [
+            each.token_id != DEAD
+            and (
+                len(each.particle.token_ids) >= self.max_steps
+                or self._is_complete(each.particle.constraint_state)
+            )
+            for each in grown
+        ]
+
     def _is_complete(self, state: State) -> bool:
         """Tell whether the constraint lets nothing follow, except the end."""
         words = words_of(state)[0]
-        end = packed_tokens([cast("int", self._eos_token_id)], len(words)).numpy()
+        end = packed_tokens({self._proposals.end_token}, len(words)).numpy()
         return not (words & ~end).any()
 
-    async def _settled(self, grown: Sequence[Growth]) -> list[Growth]:
-        """Finish, where no token or string ends a text, those that end here and that the constraint
-        accepts."""
-        complete = await asyncio.to_thread(
-            lambda: [
-                each.token_id != DEAD
-                and (
-                    len(each.particle.token_ids) >= self._max_tokens
-                    or self._is_complete(each.particle.constraint_state)
-                )
-                for each in grown
-            ]
-        )
-        places = [place for place, ends in enumerate(complete) if ends]
-        settled = list(grown)
-        ended = await self._ended(
-            [grown[place].particle for place in places],
-            [grown[place].log_weight for place in places],
-        )
-        for place, each in zip(places, ended, strict=True):
-            token_id = DEAD if each.log_weight == -math.inf else grown[place].token_id
-            settled[place] = each._replace(token_id=token_id)
-        return settled
-
-    async def _ended(
-        self, particles: Sequence[TextParticle], log_weights: Sequence[float]
-    ) -> list[Growth]:
-        """Return each of these finished, with its log-weight; dead if the constraint does not accept
-        it."""
-        states = {id(each.constraint_state): each.constraint_state for each in particles}
-        answers = await together([self._accepts(cast("State", each)) for each in states.values()])
+    async def _ended(self, grown: Sequence[Growth], complete: Sequence[bool]) -> list[Growth]:
+        """Finish the complete ones; those that the constraint does not accept are dead."""
+        ending = [each.particle for each, ends in zip(grown, complete, strict=True) if ends]
+        states = {id(each.constraint_state): each.constraint_state for each in ending}
+        answers = await together([self._accepts(state) for state in states.values()])
         accepts = dict(zip(states, answers, strict=True))
-        return [
-            Growth(
-                replace(each, generated=Text(each.token_ids, each.generated.bytes, finished=True)),
-                log_weight,
-                DEAD,
-            )
-            if accepts[id(each.constraint_state)]
-            else Growth(each, -math.inf, DEAD)
-            for each, log_weight in zip(particles, log_weights, strict=True)
-        ]
+        ended = list(grown)
+        for place, (particle, log_weight, token_id) in enumerate(grown):
+            if not complete[place]:
+                continue
+            if accepts[id(particle.constraint_state)]:
+                text = Text(particle.token_ids, particle.generated.bytes, finished=True)
+                ended[place] = Growth(replace(particle, generated=text), log_weight, token_id)
+            else:
+                ended[place] = Growth(particle, -math.inf, DEAD)
+        return ended
 
     async def _accepts(self, state: State) -> bool:
         if isinstance(state, CheckedState):
-            return (await state.check([cast("int", self._eos_token_id)]))[0]
+            return (await state.check([self._proposals.end_token]))[0]
         return state.accepting
 
     async def _judged(
         self, particles: Sequence[TextParticle], grown: Sequence[Growth]
     ) -> list[Growth]:
         """Weigh texts that are finished now by the potential, and the others by the twist."""
-        twisted = [math.nan] * len(grown)
+        twists = {place: 0.0 for place, each in enumerate(grown) if each.log_weight > -math.inf}
         for name, function, finished in (
             ("potential", self._potential, True),
             ("twist", self._twist, False),
         ):
-            places = [
-                place
-                for place, each in enumerate(grown)
-                if each.log_weight > -math.inf and each.particle.finished == finished
-            ]
-            values = [0.0] * len(places)
+            places = [place for place in twists if grown[place].particle.finished == finished]
             if function is not None and places:
                 texts = [grown[place].particle.generated for place in places]
                 values = await evaluated(name, function, texts)
-            for place, value in zip(places, values, strict=True):
-                twisted[place] = value
-        return [
-            each
-            if each.log_weight == -math.inf
-            else each._replace(
-                particle=replace(each.particle, log_twist=value),
-                log_weight=each.log_weight + value - before.log_twist,
-            )
-            for before, each, value in zip(particles, grown, twisted, strict=True)
-        ]
+                twists.update(zip(places, values, strict=True))
+        judged = list(grown)
+        for place, twist in twists.items():
+            particle, log_weight, token_id = grown[place]
+            gained = log_weight + twist - particles[place].log_twist
+            judged[place] = Growth(replace(particle, log_twist=twist), gained, token_id)
+        return judged
