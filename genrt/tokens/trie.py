@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -40,43 +40,28 @@ class ByteTrie:
         tokens = checked_vocabulary(vocabulary)
         self._vocab_size = len(tokens)
         self._token_ids = sorted((i for i, t in enumerate(tokens) if t), key=tokens.__getitem__)
-        self._tokens = [tokens[token_id] for token_id in self._token_ids]
-        # Of each node: its depth, where its tokens begin and end in self._tokens, and the first node
-        # after its descendants. Of each token: its node.
-        self._depths, self._starts, self._stops, self._ends = [0], [0], [0], [0]
-        self._token_nodes: list[int] = []
-        path = [0]
-        previous = b""
-        for index, token in enumerate(self._tokens):
-            shared = _shared_length(previous, token)
-            self._close(path[shared + 1 :], index)
-            del path[shared + 1 :]
-            for depth in range(shared + 1, len(token) + 1):
-                path.append(len(self._depths))
-                self._depths.append(depth)
-                self._starts.append(index)
-                self._stops.append(0)
-                self._ends.append(0)
-            self._token_nodes.append(path[-1])
-            previous = token
-        self._close(path, len(self._tokens))
+        spelt = [tokens[token_id] for token_id in self._token_ids]
+        begun = Counter(token[:depth] for token in spelt for depth in range(len(token) + 1))
+        self._prefixes = sorted({b"", *begun})
+        nodes = {prefix: node for node, prefix in enumerate(self._prefixes)}
+        token_nodes = np.array([nodes[token] for token in spelt], dtype=np.int64)
+        # Where a node's tokens begin, with one more for the end of the last, and where they all end.
+        self._starts = np.searchsorted(token_nodes, np.arange(self.num_nodes + 1)).tolist()
+        self._stops = [
+            start + begun[x] for start, x in zip(self._starts, self._prefixes, strict=False)
+        ]
 
-        nodes = np.full(self._vocab_size, -1, dtype=np.int64)
-        nodes[self._token_ids] = self._token_nodes
-        self.token_node: Tensor = torch.from_numpy(nodes).to(device)
+        node_of = np.full(self._vocab_size, -1, dtype=np.int64)
+        node_of[self._token_ids] = token_nodes
+        self.token_node: Tensor = torch.from_numpy(node_of).to(device)
         """``[vocab_size]``, int64: each token's node, -1 for one without bytes. Do not write to it."""
-        sums = _RangeSums.of(self._token_ids, self._starts, self._stops)
-        self._sums = {self.token_node.device: sums.to(self.token_node.device)}
-
-    def _close(self, nodes: Sequence[int], stop: int) -> None:
-        for node in nodes:
-            self._stops[node] = stop
-            self._ends[node] = len(self._depths)
+        self._sums: dict[torch.device, _RangeSums] = {}
+        self._sums_on(self.token_node.device)
 
     @property
     def num_nodes(self) -> int:
         """The number of distinct prefixes of the tokens, the empty one included."""
-        return len(self._depths)
+        return len(self._prefixes)
 
     @property
     def vocab_size(self) -> int:
@@ -87,36 +72,32 @@ class ByteTrie:
 
     def node(self, prefix: bytes) -> int | None:
         """Return the node of a prefix; ``None`` if no token begins with it."""
-        if not prefix:
-            return 0
-        first = bisect_left(self._tokens, prefix)
-        if first == len(self._tokens) or not self._tokens[first].startswith(prefix):
-            return None
-        # The first token with this prefix made the nodes from here to its own, numbered in a row.
-        return self._token_nodes[first] - (len(self._tokens[first]) - len(prefix))
+        node = bisect_left(self._prefixes, prefix)
+        return node if self._prefixes[node : node + 1] == [prefix] else None
 
     def prefix(self, node: int) -> bytes:
         """Return the bytes on the way from the root. Raises InvalidRequest for a number that is no
         node."""
-        node = self._checked(node)
-        return self._tokens[self._starts[node]][: self._depths[node]] if node else b""
+        return self._prefixes[self._checked(node)]
 
     def children(self, node: int) -> dict[int, int]:
         """Return the next nodes by their byte, in the order of the bytes. Raises as ``prefix`` does."""
-        node = self._checked(node)
-        children = {}
-        child = node + 1
-        while child < self._ends[node]:
-            children[self._tokens[self._starts[child]][self._depths[node]]] = child
-            child = self._ends[child]
+        depth = len(self.prefix(node))
+        children, child, end = {}, int(node) + 1, self._end(node)
+        while child < end:
+            children[self._prefixes[child][depth]] = child
+            child = self._end(child)
         return children
+
+    def _end(self, node: int) -> int:
+        """Return the first node after a node's descendants: its tokens are not among the node's."""
+        return bisect_left(self._starts, self._stops[node])
 
     def tokens(self, node: int) -> tuple[int, ...]:
         """Return the ids of the tokens whose bytes are the node's prefix, rising. Raises as ``prefix``
         does."""
-        prefix = self.prefix(node)
-        start = self._starts[node]
-        return tuple(self._token_ids[start : bisect_right(self._tokens, prefix, lo=start)])
+        node = self._checked(node)
+        return tuple(self._token_ids[self._starts[node] : self._starts[node + 1]])
 
     def mass(self, rows: Tensor) -> Tensor:
         """Return the total probability of the tokens that begin with each node's prefix.
@@ -180,9 +161,7 @@ class ByteTrie:
             )
         if not rows.is_floating_point():
             raise InvalidRequest(f"rows are {rows.dtype}; give log-probabilities")
-        sums = self._sums.get(rows.device)
-        if sums is None:
-            sums = self._sums[rows.device] = self._sums[self.token_node.device].to(rows.device)
+        sums = self._sums_on(rows.device)
         many = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
         if rows.dim() == 1:
             many = many[None]
@@ -194,75 +173,52 @@ class ByteTrie:
             sums.sum(many[part], leaf, add, zero, out=result[part])
         return result if rows.dim() == 2 else result[0]
 
+    def _sums_on(self, device: torch.device) -> _RangeSums:
+        if device not in self._sums:
+            self._sums[device] = _RangeSums(self._token_ids, self._starts[:-1], self._stops, device)
+        return self._sums[device]
 
-@dataclass(frozen=True, slots=True)
+
 class _RangeSums:
     """Sums of many ranges of columns at once, in about ``2 log2(columns)`` vectorised additions.
 
     A segment tree: level 0 holds the columns, in the given order, and each further level adds the
     complete pairs of the one below. A range is the union of at most two tree nodes a level. The levels
-    lie side by side, followed by a zero. ``rounds[k]`` holds each range's k-th tree node, the ranges with
-    most nodes first, so that later rounds concern a shrinking front part; equal ranges are summed once.
+    lie side by side, followed by a zero. ``_rounds[k]`` holds each range's k-th tree node, the ranges
+    with most nodes first, so that later rounds concern a shrinking front part; equal ranges are summed
+    once.
     """
 
-    columns: Tensor  # which column of a row is where at level 0
-    levels: tuple[tuple[int, int], ...]  # where each level begins and how many tree nodes it has
-    width: int
-    rounds: tuple[Tensor, ...]
-    ranges: Tensor  # for each asked range, its place in the rounds' order
-
-    @staticmethod
-    def of(columns: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> _RangeSums:
+    def __init__(
+        self, columns: list[int], starts: list[int], stops: list[int], device: torch.device
+    ) -> None:
         """Prepare the sums of ranges ``starts[i] .. stops[i] - 1`` of places in ``columns``."""
         sizes = [len(columns)]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
         begins = [0, *np.cumsum(sizes).tolist()]
         zero = begins.pop()
-        asked, ranges = np.unique(np.array([starts, stops]), axis=1, return_inverse=True)
-        left, right = asked[0].copy(), asked[1].copy()
-        owners, nodes = [], []
+        ends, ranges = np.unique(np.array([starts, stops]), axis=1, return_inverse=True)
+        # A column for each range, of the tree nodes whose union it is.
+        table = np.full((2 * len(begins), ends.shape[1]), zero)
+        counts = np.zeros(ends.shape[1], dtype=np.int64)
         for begin in begins:
-            odd = np.flatnonzero((left < right) & (left % 2 == 1))
-            owners.append(odd)
-            nodes.append(begin + left[odd])
-            left[odd] += 1
-            odd = np.flatnonzero((left < right) & (right % 2 == 1))
-            right[odd] -= 1
-            owners.append(odd)
-            nodes.append(begin + right[odd])
-            left //= 2
-            right //= 2
-        owner, node = np.concatenate(owners), np.concatenate(nodes)
-        by_owner = np.argsort(owner, kind="stable")
-        owner, node = owner[by_owner], node[by_owner]
-        counts = np.bincount(owner, minlength=asked.shape[1])
-        turn = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-        most_first = np.argsort(-counts, kind="stable")
-        place = np.empty_like(most_first)
-        place[most_first] = np.arange(len(place))
-        rounds = []
-        for number in range(max(1, int(counts.max()))):
-            of_range = np.full(int(np.sum(counts > number)) if number else len(place), zero)
-            now = turn == number
-            of_range[place[owner[now]]] = node[now]
-            rounds.append(torch.from_numpy(of_range))
-        return _RangeSums(
-            columns=torch.tensor(columns, dtype=torch.int64),
-            levels=tuple(zip(begins, sizes, strict=True)),
-            width=zero + 1,
-            rounds=tuple(rounds),
-            ranges=torch.from_numpy(place[ranges.reshape(-1)]),
-        )
+            for side in (0, 1):
+                odd = np.flatnonzero((ends[0] < ends[1]) & (ends[side] % 2 == 1))
+                table[counts[odd], odd] = begin + ends[side, odd] - side
+                counts[odd] += 1
+            ends = (ends + np.array([[1], [0]])) // 2
+        counts = np.maximum(counts, 1)  # an empty range has the zero
+        order = np.argsort(-counts, kind="stable")
 
-    def to(self, device: torch.device) -> _RangeSums:
-        return _RangeSums(
-            columns=self.columns.to(device),
-            levels=self.levels,
-            width=self.width,
-            rounds=tuple(nodes.to(device) for nodes in self.rounds),
-            ranges=self.ranges.to(device),
-        )
+        self.width = zero + 1
+        self._levels = list(zip(begins, sizes, strict=True))
+        self._columns = torch.tensor(columns, dtype=torch.int64, device=device)
+        self._rounds = [
+            torch.tensor(table[turn, order[: np.sum(counts > turn)]], device=device)
+            for turn in range(counts.max())
+        ]
+        self._ranges = torch.tensor(np.argsort(order)[ranges.reshape(-1)], device=device)
 
     def sum(
         self,
@@ -276,21 +232,12 @@ class _RangeSums:
         """Fill ``out [n, ranges]`` with ``add``-sums of ``leaf(rows)``; ``zero`` is the neutral
         element."""
         tree = rows.new_full((rows.shape[0], self.width), zero)
-        tree[:, : len(self.columns)] = leaf(rows.index_select(1, self.columns))
-        for (begin, _), (above, half) in pairwise(self.levels):
+        tree[:, : len(self._columns)] = leaf(rows.index_select(1, self._columns))
+        for (begin, _), (above, half) in pairwise(self._levels):
             pairs = tree[:, begin : begin + 2 * half]
             add(pairs[:, 0::2], pairs[:, 1::2], out=tree[:, above : above + half])
-        totals = tree.index_select(1, self.rounds[0])
-        for nodes in self.rounds[1:]:
+        totals = tree.index_select(1, self._rounds[0])
+        for nodes in self._rounds[1:]:
             front = totals[:, : len(nodes)]
             add(front, tree.index_select(1, nodes), out=front)
-        torch.index_select(totals, 1, self.ranges, out=out)
-
-
-def _shared_length(a: bytes, b: bytes) -> int:
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
+        torch.index_select(totals, 1, self._ranges, out=out)
