@@ -605,7 +605,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("state.accepting", "True"),
         ),
         (
-            "GrammarState._advanced",
+            "GrammarState._after",
             "advancing a state changes it for those who share it",
             Swap("self.matcher.deep_copy()", "self.matcher"),
         ),
@@ -619,7 +619,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "constraints.products",
         "test_products.py",
         (
-            "_meet",
+            "ProductState._computed",
             "one factor of a product is enough",
             Swap("np.bitwise_and", "np.bitwise_or"),
         ),

@@ -9,10 +9,9 @@ import re
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-from torch import Tensor
 
 from genrt.constraints.ebnf import lark_of_ebnf
 from genrt.constraints.matching import (
@@ -25,7 +24,7 @@ from genrt.constraints.matching import (
 from genrt.constraints.productive import productive
 from genrt.constraints.protocols import MaskedConstraint
 from genrt.constraints.schemas import schema_text
-from genrt.constraints.tokens import Children, Tokens, Words, unpacked
+from genrt.constraints.tokens import PackedState, Tokens, Words, has_bit
 from genrt.errors import InvalidConstraint
 
 if TYPE_CHECKING:
@@ -284,45 +283,30 @@ class _Grammar:
         return f"<constraint: {self._start.name}>"
 
 
-class GrammarState:
-    """A matcher that is only ever copied; ``words`` is its packed mask once that is computed.
+class GrammarState(PackedState):
+    """A matcher that is only ever copied; ``name`` is the constraint's, for messages."""
 
-    ``name`` is the constraint's, for messages.
-    """
-
-    __slots__ = ("__weakref__", "accepting", "children", "matcher", "name", "vocabulary", "words")
+    __slots__ = ("accepting", "matcher", "name", "vocabulary")
 
     def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
+        super().__init__(len(vocabulary.tokens))
         self.vocabulary = vocabulary
         self.matcher = matcher
         self.name = name
         self.accepting: bool = matcher.is_accepting()
-        self.words: Words | None = None
-        self.children: Children[GrammarState] = Children()
 
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary.tokens)
+    def _computed(self) -> Words:
+        self.vocabulary.fill([self])
+        return self.packed()
 
-    def packed(self) -> Words:
-        while self.words is None:
-            self.vocabulary.fill([self])
-        return self.words
-
-    def mask(self) -> Tensor:
-        return unpacked(self.packed(), self.vocab_size)
-
-    def advance(self, token_id: int) -> GrammarState:
+    def _after(self, token_id: int) -> Self:
         self.vocabulary.tokens.text(token_id)
-        return self.children.get(token_id, lambda: self._advanced(token_id))
-
-    def _advanced(self, token_id: int) -> GrammarState:
         with self.vocabulary.lock:
             matcher = self.matcher.deep_copy()
             if matcher.consume_token(token_id):
-                return GrammarState(self.vocabulary, matcher, self.name)
+                return type(self)(self.vocabulary, matcher, self.name)
         # A matcher's refusal does not tell whether it met a limit; the mask does.
-        if self.packed()[token_id // 32] >> (token_id % 32) & 1:
+        if has_bit(self.packed(), token_id):
             raise self.too_complex(matcher.get_error())
         raise self.vocabulary.tokens.refused(token_id)
 

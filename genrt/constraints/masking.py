@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, from_numpy
 
 from genrt.constraints.grammars import GrammarState
-from genrt.constraints.products import CheckedProduct, MaskedProduct
+from genrt.constraints.products import ProductState
 from genrt.constraints.protocols import CheckedState, ConstraintState, State, is_checked
 from genrt.constraints.together import together
 from genrt.constraints.tokens import Words, packed, unpacked, words_of
@@ -108,7 +108,7 @@ def _grammar_states(states: Sequence[Any]) -> Iterator[GrammarState]:
     for state in states:
         if isinstance(state, GrammarState):
             yield state
-        elif isinstance(state, MaskedProduct | CheckedProduct):
+        elif isinstance(state, ProductState):
             yield from _grammar_states(state.factors)
 
 

@@ -86,7 +86,8 @@ def may_begin(lark: str, data: bytes) -> bool:
 
 @cache
 def _bytes() -> Any:
-    return new_tokenizer(Tokens([b"<end>", *(bytes([i]) for i in range(256))], 0, frozenset()))
+    byte_vocab = (b"<end>", *(bytes([i]) for i in range(256)))
+    return new_tokenizer(Tokens(byte_vocab, 0, frozenset({0})))
 
 
 def checked_pattern(pattern: str, name: str) -> str:

@@ -19,6 +19,7 @@ from genrt.constraints.protocols import (
 from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.tokens.texts import Potential, Text
+from genrt.tokens.vocabulary import checked_token_id
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
@@ -73,7 +74,7 @@ class _States:
             raise InvalidRequest(f"a potential was given {text!r}: call it with a Text")
         if self._tokens is not None:
             for token_id in text.token_ids:
-                self._tokens.checked(token_id)
+                checked_token_id(token_id, len(self._tokens))
         return text
 
     def after(self, token_ids: tuple[int, ...]) -> State | None:

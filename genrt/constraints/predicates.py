@@ -8,16 +8,16 @@ import inspect
 import threading
 import weakref
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
 from genrt.constraints.protocols import Constraint
 from genrt.constraints.together import together
-from genrt.constraints.tokens import Children, Tokens, Words, unpacked
+from genrt.constraints.tokens import PackedState, Tokens, Words
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.tokens.texts import Predicate, Text
+from genrt.tokens.vocabulary import checked_token_id
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
@@ -160,47 +160,28 @@ class _Asked:
 _Left: TypeAlias = BaseException | tuple[int, Awaitable[Any]] | None
 
 
-class PredicateState:
+class PredicateState(PackedState):
     """A text, and the predicate's answers about the texts that are one token longer."""
 
-    __slots__ = (
-        "__weakref__",
-        "_answers",
-        "_bytes",
-        "_children",
-        "_lock",
-        "_of",
-        "_token_ids",
-        "_turns",
-    )
+    __slots__ = ("_answers", "_asking", "_bytes", "_of", "_token_ids", "_turns")
 
     def __init__(self, of: _Asked, token_ids: tuple[int, ...], data: bytes) -> None:
+        super().__init__(len(of.tokens))
         self._of = of
         self._token_ids = token_ids
         self._bytes = data
         self._answers: dict[int, bool] = {}
         # Tokens being asked about, each with a future that is done when that check has ended.
         self._turns: dict[int, concurrent.futures.Future[None]] = {}
-        self._lock = threading.Lock()
-        self._children: Children[PredicateState] = Children()
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._of.tokens)
-
-    def packed(self) -> Words:
-        return self._of.tokens.open
-
-    def mask(self) -> Tensor:
-        return unpacked(self.packed(), self.vocab_size)
+        self._asking = threading.Lock()
 
     async def check(self, token_ids: Sequence[int]) -> list[bool]:
         tokens = self._of.tokens
-        asked = [tokens.checked(token_id) for token_id in token_ids]
+        asked = [checked_token_id(token_id, len(tokens)) for token_id in token_ids]
         wanted = [token_id for token_id in dict.fromkeys(asked) if tokens.is_open(token_id)]
         while True:
             turn: concurrent.futures.Future[None] = concurrent.futures.Future()
-            with self._lock:
+            with self._asking:
                 missing = [token_id for token_id in wanted if token_id not in self._answers]
                 others = {self._turns[token_id] for token_id in missing if token_id in self._turns}
                 mine = [token_id for token_id in missing if token_id not in self._turns]
@@ -210,7 +191,7 @@ class PredicateState:
                     texts = [(token_id, self._text(token_id)) for token_id in mine]
                     await self._of.ask(texts, self._answers)
                 finally:
-                    with self._lock:
+                    with self._asking:
                         for token_id in mine:
                             del self._turns[token_id]
                     turn.set_result(None)
@@ -226,11 +207,16 @@ class PredicateState:
             return Text(self._token_ids, self._bytes, finished=True)
         return Text((*self._token_ids, token_id), self._bytes + self._of.tokens.text(token_id))
 
-    def advance(self, token_id: int) -> PredicateState:
-        data = self._of.tokens.text(token_id)
-        if not self._answers.get(token_id, self._of.tokens.is_open(token_id)):
-            raise self._of.tokens.refused(token_id)
-        return self._children.get(
-            token_id,
-            lambda: PredicateState(self._of, (*self._token_ids, token_id), self._bytes + data),
-        )
+    def advance(self, token_id: int) -> Self:
+        tokens = self._of.tokens
+        tokens.text(token_id)
+        if not self._answers.get(token_id, tokens.is_open(token_id)):
+            raise tokens.refused(token_id)
+        return super().advance(token_id)
+
+    def _computed(self) -> Words:
+        return self._of.tokens.open
+
+    def _after(self, token_id: int) -> Self:
+        data = self._bytes + self._of.tokens.byte_vocab[token_id]
+        return type(self)(self._of, (*self._token_ids, token_id), data)

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from genrt.constraints.protocols import MaskedConstraint
-from genrt.constraints.tokens import Tokens, Words, packed, unpacked
+from genrt.constraints.tokens import PackedState, Tokens, Words, packed
 from genrt.errors import InvalidConstraint
 
 if TYPE_CHECKING:
@@ -107,43 +106,32 @@ class _Strings:
         return packed(mask)
 
 
-class _StringState:
+class _StringState(PackedState):
     """The texts ``first .. end - 1``, which share their first ``length`` bytes: the text so far."""
 
-    __slots__ = ("__weakref__", "_end", "_first", "_length", "_of", "_words")
+    __slots__ = ("_end", "_first", "_length", "_of")
 
     def __init__(self, of: _Strings, first: int, end: int, length: int) -> None:
+        super().__init__(len(of.tokens))
         self._of = of
         self._first = first
         self._end = end
         self._length = length
-        self._words: Words | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._of.tokens)
 
     @property
     def accepting(self) -> bool:
         return len(self._of.texts[self._first]) == self._length
 
-    def packed(self) -> Words:
-        if self._words is None:
-            self._words = self._of.words(self._first, self._end, self._length)
-        return self._words
+    def _computed(self) -> Words:
+        return self._of.words(self._first, self._end, self._length)
 
-    def mask(self) -> Tensor:
-        return unpacked(self.packed(), self.vocab_size)
-
-    def advance(self, token_id: int) -> _StringState:
+    def _after(self, token_id: int) -> _StringState:
         tokens, texts = self._of.tokens, self._of.texts
         token = tokens.text(token_id)
-        if not tokens.is_open(token_id):
-            raise tokens.refused(token_id)
         length = self._length + len(token)
         text = texts[self._first][: self._length] + token
         first = bisect_left(texts, text, self._first, self._end)
         end = bisect_right(texts, text, first, self._end, key=lambda other: other[:length])
-        if first == end:
+        if first == end or not tokens.is_open(token_id):
             raise tokens.refused(token_id)
         return self._of.state(first, end, length)

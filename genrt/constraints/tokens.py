@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from genrt.constraints.protocols import State
 from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.tokens.vocabulary import special_token_ids
+from genrt.tokens.vocabulary import checked_token_id, special_token_ids
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
@@ -26,45 +27,18 @@ Words: TypeAlias = NDArray[np.int32]
 """A packed mask: token ``i`` is bit ``i % 32`` of word ``i // 32``; the other bits are 0."""
 
 
-class PackedState(Protocol):
-    """A state that has its mask in packed form; the array that ``packed`` returns must not be written
-    to."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens in the mask."""
-        ...
-
-    def packed(self) -> Words:
-        """Return ``mask()`` as words, computed at the first call."""
-        ...
-
-
-class Masked(Protocol):
-    """Anything with a mask: states of both kinds."""
-
-    def mask(self) -> Tensor:
-        """Return a mask, bool ``[vocab_size]``."""
-        ...
-
-
+@dataclass(frozen=True)
 class Tokens:
-    """The tokens of a vocabulary: their bytes, the end token, and which ones stand for text.
+    """The tokens of a vocabulary; equal ones mean the same by a token id.
 
     Attributes:
         byte_vocab: each token's bytes.
         special: the tokens that stand for no text, the end token among them.
-        open: the packed mask of the tokens that stand for text, and of the end token.
     """
 
-    def __init__(self, byte_vocab: Sequence[bytes], eos_token_id: int, special: frozenset[int]):
-        self.byte_vocab = tuple(byte_vocab)
-        self.eos_token_id = eos_token_id
-        self.special = special | {eos_token_id}
-        allowed = np.array([bool(token) for token in self.byte_vocab], dtype=np.bool_)
-        allowed[[token_id for token_id in self.special if token_id < len(allowed)]] = False
-        allowed[eos_token_id] = True
-        self.open: Words = packed(allowed)
+    byte_vocab: tuple[bytes, ...]
+    eos_token_id: int
+    special: frozenset[int]
 
     @staticmethod
     def of(lm: AsyncLM) -> Tokens:
@@ -83,12 +57,20 @@ class Tokens:
                     "a constraint ends texts with the end token, and the model's tokenizer names none: "
                     "set its eos_token_id"
                 )
-            tokens = Tokens(lm.byte_vocab, eos_token_id, special_token_ids(lm.tokenizer))
-            tokens = _tokens.setdefault(lm, tokens)
+            special = special_token_ids(lm.tokenizer) | {eos_token_id}
+            tokens = _tokens.setdefault(lm, Tokens(tuple(lm.byte_vocab), eos_token_id, special))
         return tokens
 
     def __len__(self) -> int:
         return len(self.byte_vocab)
+
+    @cached_property
+    def open(self) -> Words:
+        """The packed mask of the tokens that stand for text, and of the end token."""
+        allowed = np.array([bool(token) for token in self.byte_vocab], dtype=np.bool_)
+        allowed[[token_id for token_id in self.special if token_id < len(allowed)]] = False
+        allowed[self.eos_token_id] = True
+        return packed(allowed)
 
     @cached_property
     def spelt(self) -> tuple[NDArray[np.int64], list[bytes]]:
@@ -97,21 +79,9 @@ class Tokens:
         token_ids.sort(key=self.byte_vocab.__getitem__)
         return np.array(token_ids, np.int64), [self.byte_vocab[i] for i in token_ids]
 
-    def same(self, other: Tokens) -> bool:
-        """Tell whether a token id means the same in both."""
-        return self is other or (self.byte_vocab, self.eos_token_id, self.special) == (
-            other.byte_vocab,
-            other.eos_token_id,
-            other.special,
-        )
-
-    def checked(self, token_id: int) -> int:
-        """Return the id. Raises InvalidRequest if it is not a token's."""
-        return checked_token_id(token_id, len(self.byte_vocab))
-
     def is_open(self, token_id: int) -> bool:
         """Tell whether a token is in ``open``: it stands for text, or is the end token."""
-        return bool(self.open[token_id // 32] >> (token_id % 32) & 1)
+        return has_bit(self.open, token_id)
 
     def text(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text.
@@ -119,7 +89,7 @@ class Tokens:
         Raises:
             InvalidRequest: not a token's id, or the end token's.
         """
-        index = self.checked(token_id)
+        index = checked_token_id(token_id, len(self))
         if index == self.eos_token_id:
             raise InvalidRequest(
                 f"token {index} is the end token: it ends the text, and nothing comes after it"
@@ -136,37 +106,45 @@ class Tokens:
 
 _tokens: weakref.WeakKeyDictionary[AsyncLM, Tokens] = weakref.WeakKeyDictionary()
 
-S = TypeVar("S")
 
+class PackedState(ABC):
+    """What genrt's own states have in common: a mask that is computed once, in packed form, and next
+    states that live as long as anyone holds them: particles with equal texts share a state, and with it
+    all that is computed for it.
 
-class Children(Generic[S]):
-    """A state's next states by token, for as long as anyone holds them: particles with equal texts share
-    a state, and with it all that is computed for it."""
+    ``words`` is the mask once that is computed; it must not be written to.
+    """
 
-    __slots__ = ("_lock", "_states")
+    __slots__ = ("__weakref__", "_children", "_lock", "vocab_size", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.words: Words | None = None
         self._lock = threading.Lock()
-        self._states: weakref.WeakValueDictionary[int, S] = weakref.WeakValueDictionary()
+        self._children: weakref.WeakValueDictionary[int, Self] = weakref.WeakValueDictionary()
 
-    def get(self, token_id: int, make: Callable[[], S]) -> S:
-        """Return the state that is there, or the one that ``make`` makes."""
+    def packed(self) -> Words:
+        """Return ``mask()`` as words, computed at the first call."""
+        if self.words is None:
+            self.words = self._computed()
+        return self.words
+
+    def mask(self) -> Tensor:
+        return unpacked(self.packed(), self.vocab_size)
+
+    def advance(self, token_id: int) -> Self:
+        index = checked_token_id(token_id, self.vocab_size)
         with self._lock:
-            state = self._states.get(token_id)
+            state = self._children.get(index)
             if state is None:
-                state = self._states[token_id] = make()
+                state = self._children[index] = self._after(index)
             return state
 
+    @abstractmethod
+    def _computed(self) -> Words: ...
 
-def checked_token_id(token_id: int, vocab_size: int) -> int:
-    """Return the id. Raises InvalidRequest if it is no integer, or out of range."""
-    try:
-        index = operator.index(token_id)
-    except TypeError as error:
-        raise InvalidRequest(f"{token_id!r} is not a token id: give an integer") from error
-    if not 0 <= index < vocab_size:
-        raise InvalidRequest(f"token id {index} is not in 0 .. {vocab_size - 1}")
-    return index
+    @abstractmethod
+    def _after(self, token_id: int) -> Self: ...
 
 
 def packed(mask: NDArray[np.bool_]) -> Words:
@@ -176,15 +154,13 @@ def packed(mask: NDArray[np.bool_]) -> Words:
     return np.packbits(padded, bitorder="little").view(np.int32)
 
 
-def is_packed(state: object) -> TypeGuard[PackedState]:
-    """Tell whether a state has a packed mask; ``isinstance`` with a protocol would take longer than the
-    rest."""
-    return hasattr(state, "packed") and hasattr(state, "vocab_size")
+def has_bit(words: Words, token_id: int) -> bool:
+    return bool(words[token_id // 32] >> (token_id % 32) & 1)
 
 
-def words_of(state: Masked) -> tuple[Words, int]:
+def words_of(state: State) -> tuple[Words, int]:
     """Return a state's mask as words, and its number of tokens."""
-    if is_packed(state):
+    if isinstance(state, PackedState):
         return state.packed(), state.vocab_size
     mask = state.mask().cpu().numpy()
     return packed(mask), len(mask)

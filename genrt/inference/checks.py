@@ -146,9 +146,7 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
             "regex(pattern, lm) or predicate(function, lm), or an object whose start() is a state"
         )
     tokens, (_, vocab_size) = getattr(constraint, "tokens", None), words_of(start)
-    if vocab_size != lm.vocab_size or (
-        isinstance(tokens, Tokens) and not tokens.same(Tokens.of(lm))
-    ):
+    if vocab_size != lm.vocab_size or (isinstance(tokens, Tokens) and tokens != Tokens.of(lm)):
         raise InvalidRequest(
             f"the constraint is over another vocabulary, of {vocab_size} tokens, and the model's has "
             f"{lm.vocab_size}: make it with the lm of the model"

@@ -105,7 +105,9 @@ class BytesTokenizer:
     def __init__(self, vocabulary: Sequence[bytes], *, eos_token_id: int | None = None) -> None:
         """Raise InvalidRequest for an entry that is not bytes or an end token out of range."""
         self._vocabulary = checked_vocabulary(vocabulary)
-        self._eos_token_id = None if eos_token_id is None else self._checked(eos_token_id)
+        self._eos_token_id = (
+            None if eos_token_id is None else checked_token_id(eos_token_id, len(self))
+        )
         self._ids: dict[bytes, int] = {}
         for token_id, token in enumerate(self._vocabulary):
             if token and token_id != self._eos_token_id:
@@ -164,19 +166,10 @@ class BytesTokenizer:
         Raises:
             InvalidRequest: a token id is not an integer in ``0 .. len(self) - 1``.
         """
-        checked = [self._checked(token_id) for token_id in token_ids]
+        checked = [checked_token_id(token_id, len(self)) for token_id in token_ids]
         return b"".join(
             self._vocabulary[token_id] for token_id in checked if token_id != self._eos_token_id
         ).decode(errors="replace")
-
-    def _checked(self, token_id: SupportsIndex) -> int:
-        try:
-            index = operator.index(token_id)
-        except TypeError as error:
-            raise InvalidRequest(f"{token_id!r} is not a token id; give an integer") from error
-        if not 0 <= index < len(self._vocabulary):
-            raise InvalidRequest(f"token id {index} is not in 0 .. {len(self._vocabulary) - 1}")
-        return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +398,17 @@ def _unknown_kind(tokenizer: Any, reason: str) -> EngineUnsupported:
         f"the bytes of {type(tokenizer).__name__}'s tokens are not known: {reason}. Use a model with a "
         "byte-level BPE or SentencePiece-style tokenizer of transformers, or a BytesTokenizer"
     )
+
+
+def checked_token_id(token_id: SupportsIndex, vocab_size: int) -> int:
+    """Return the id. Raises InvalidRequest if it is no integer, or out of range."""
+    try:
+        index = operator.index(token_id)
+    except TypeError as error:
+        raise InvalidRequest(f"{token_id!r} is not a token id: give an integer") from error
+    if not 0 <= index < vocab_size:
+        raise InvalidRequest(f"token id {index} is not in 0 .. {vocab_size - 1}")
+    return index
 
 
 def checked_utf8(text: str) -> bytes:
