@@ -611,9 +611,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "constraints.predicates",
+        "constraints.together",
         "test_predicates.py",
-        ("_Asked.ask", "a cancelled check goes on in its thread", Drop("stop.set")),
+        ("Asked.about", "a cancelled check goes on in its thread", Drop("stop.set")),
     ),
     *breaks(
         "constraints.products",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import threading
-import weakref
-from collections.abc import Awaitable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from genrt.constraints.protocols import Constraint
-from genrt.constraints.together import together
+from genrt.constraints.together import Asked
 from genrt.constraints.tokens import PackedState, Tokens, Words
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.tokens.texts import Predicate, Text
@@ -50,29 +48,20 @@ def predicate(
         raise InvalidConstraint(f"max_concurrent is {max_concurrent}: it is at least 1")
     if name is not None and not isinstance(name, str):
         raise InvalidConstraint(f"the predicate's name is {name!r}: give it as str")
-    return _Asked(function, Tokens.of(lm), name or _name_of(function), max_concurrent)
+    return _Predicate(function, Tokens.of(lm), name or _name_of(function), max_concurrent)
 
 
 def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or repr(function))
 
 
-class _Asked:
-    """The constraint: the function, and how many calls of it may be under way on a loop."""
+class _Predicate:
+    """The constraint."""
 
     def __init__(self, function: Predicate, tokens: Tokens, name: str, max_concurrent: int) -> None:
         self.tokens = tokens
         self.name = name
-        self._function = function
-        # An object with an ``async def __call__`` is a coroutine function in all but name.
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004
-        )
-        self._max_concurrent = max_concurrent
-        self._limits: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._lock = threading.Lock()
+        self.asked = Asked(function, max_concurrent)
         self._start = PredicateState(self, (), b"")
 
     def start(self) -> PredicateState:
@@ -81,74 +70,8 @@ class _Asked:
     def __repr__(self) -> str:
         return f"<constraint: predicate {self.name}>"
 
-    async def ask(self, texts: Sequence[tuple[int, Text]], answers: dict[int, bool]) -> None:
-        """Ask about texts, and write each answer under its number as soon as it arrives."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            limit = self._limits.get(loop)
-            if limit is None:
-                limit = self._limits[loop] = asyncio.Semaphore(self._max_concurrent)
-        queue = iter(texts)
-        if not self._is_async:
-            stop = threading.Event()
-            async with limit:
-                try:
-                    await self._finish(
-                        await asyncio.to_thread(self._call, queue, answers, stop), answers
-                    )
-                finally:
-                    stop.set()
-        await together(
-            [
-                self._await(queue, answers, limit)
-                for _ in range(min(self._max_concurrent, len(texts)))
-            ]
-        )
-
-    def _call(
-        self, queue: Iterator[tuple[int, Text]], answers: dict[int, bool], stop: threading.Event
-    ) -> _Left:
-        """Call a plain function about all texts; stop at an error, or if it returns something to be
-        awaited."""
-        for number, text in queue:
-            if stop.is_set():
-                break
-            # An exception is handed over as a value: a future can't hold StopIteration.
-            try:
-                answer = self._function(text)
-            except BaseException as error:
-                return error
-            if inspect.isawaitable(answer):
-                self._is_async = True
-                return number, answer
-            try:
-                answers[number] = self._judged(answer)
-            except InvalidRequest as error:
-                return error
-        return None
-
-    async def _finish(self, left: _Left, answers: dict[int, bool]) -> None:
-        if isinstance(left, BaseException):
-            raise left
-        if left is not None:
-            number, answer = left
-            answers[number] = self._judged(await answer)
-
-    async def _await(
-        self,
-        queue: Iterator[tuple[int, Text]],
-        answers: dict[int, bool],
-        limit: asyncio.Semaphore,
-    ) -> None:
-        """Take texts from the shared queue and await their answers, until the queue is empty."""
-        for number, text in queue:
-            async with limit:
-                answer: Any = self._function(text)
-                answers[number] = self._judged(
-                    await answer if inspect.isawaitable(answer) else answer
-                )
-
-    def _judged(self, answer: Any) -> bool:
+    def judged(self, answer: object) -> bool:
+        """Return an answer of the function. Raises InvalidRequest if it is not True or False."""
         if not isinstance(answer, bool | np.bool_):
             raise InvalidRequest(
                 f"the predicate {self.name} said {answer!r} of a text: return True or False"
@@ -156,16 +79,12 @@ class _Asked:
         return bool(answer)
 
 
-# Left to the event loop by a thread: an error to raise, or an answer to await.
-_Left: TypeAlias = BaseException | tuple[int, Awaitable[Any]] | None
-
-
 class PredicateState(PackedState):
     """A text, and the predicate's answers about the texts that are one token longer."""
 
     __slots__ = ("_answers", "_asking", "_bytes", "_of", "_token_ids", "_turns")
 
-    def __init__(self, of: _Asked, token_ids: tuple[int, ...], data: bytes) -> None:
+    def __init__(self, of: _Predicate, token_ids: tuple[int, ...], data: bytes) -> None:
         super().__init__(len(of.tokens))
         self._of = of
         self._token_ids = token_ids
@@ -188,8 +107,8 @@ class PredicateState(PackedState):
                 self._turns.update(dict.fromkeys(mine, turn))
             if mine:
                 try:
-                    texts = [(token_id, self._text(token_id)) for token_id in mine]
-                    await self._of.ask(texts, self._answers)
+                    texts = {token_id: self._text(token_id) for token_id in mine}
+                    await self._of.asked.about(texts, self._keep)
                 finally:
                     with self._asking:
                         for token_id in mine:
@@ -201,6 +120,9 @@ class PredicateState(PackedState):
             else:
                 break
         return [self._answers.get(token_id, False) for token_id in asked]
+
+    def _keep(self, token_id: int, answer: object) -> None:
+        self._answers[token_id] = self._of.judged(answer)
 
     def _text(self, token_id: int) -> Text:
         if token_id == self._of.tokens.eos_token_id:

@@ -155,6 +155,7 @@ def packed(mask: NDArray[np.bool_]) -> Words:
 
 
 def has_bit(words: Words, token_id: int) -> bool:
+    """Tell whether a packed mask allows a token."""
     return bool(words[token_id // 32] >> (token_id % 32) & 1)
 
 
