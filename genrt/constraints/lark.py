@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal
 
 # llguidance's lexer, which takes the longest match: a comment before a regex, a rule before an operator.
 _PARTS = re.compile(
@@ -43,13 +43,9 @@ class Token:
     value: Any = None
 
 
-def tokens_of(lark: str) -> list[Token]:
-    """Return the tokens of a text, without spaces and comments. Raises NotLarkError where there is no
+def tokens_of(lark: str) -> Iterator[Token]:
+    """Yield the tokens of a text, without spaces and comments. Raises NotLarkError where there is no
     token."""
-    return [token for token in _tokens(lark) if token.kind != "space"]
-
-
-def _tokens(lark: str) -> Iterator[Token]:
     decoder, position = json.JSONDecoder(), 0
     while position < len(lark):
         match = _PARTS.match(lark, position)
@@ -64,47 +60,37 @@ def _tokens(lark: str) -> Iterator[Token]:
                 value, position = decoder.raw_decode(lark, position)
             except (ValueError, RecursionError) as error:
                 raise NotLarkError from error
-        yield Token(kind, match[0], start, position, value)
+        if kind != "space":
+            yield Token(kind, match[0], start, position, value)
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A part of an alternative, without the sign that says how often it comes.
+class Part:
+    """A part of a rule, without the sign that says how often it comes.
 
     Attributes:
+        kind: what has to derive a text for the part to do so: all of its ``parts``, any of them, a rule
+            or a terminal, a nested grammar; or nothing, in a ``text``.
         optional: whether it may be left out.
-        inside: the alternatives of a group, or a nested grammar.
-        rule: the name, if it is a rule's.
-        terminal: the source, if it is a terminal that could match nothing.
+        name: a rule's name, or a terminal's source.
     """
 
+    kind: Literal["all", "any", "rule", "terminal", "grammar", "text"]
     start: int
     end: int
     optional: bool = False
-    inside: Options | Grammar | None = None
-    rule: str = ""
-    terminal: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An alternative: all of its items, from the first to the last."""
-
-    start: int
-    end: int
-    items: tuple[Item, ...]
-
-
-Options: TypeAlias = tuple[Option, ...]
+    name: str = ""
+    parts: tuple[Part, ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Rules by name, the source of each terminal by name, and the sources of all imports."""
 
-    rules: dict[str, Options]
+    rules: dict[str, Part]
     terminals: dict[str, str]
-    imports: tuple[str, ...]
+    imports: list[str]
 
 
 def grammar_of(lark: str, tokens: Sequence[Token]) -> Grammar:
@@ -113,83 +99,94 @@ def grammar_of(lark: str, tokens: Sequence[Token]) -> Grammar:
 
 
 class _Reader:
-    """A recursive descent through the tokens."""
+    """A recursive descent through the tokens, which end with one of no kind."""
 
     def __init__(self, lark: str, tokens: Sequence[Token]) -> None:
         self._lark = lark
-        self._tokens = tokens
-        self._position = 0
+        self._tokens = [*tokens, Token("", "", len(lark), len(lark))]
+        self._next = 0
         self._depth = 0
 
     def grammar(self) -> Grammar:
-        rules: dict[str, Options] = {}
-        terminals: dict[str, str] = {}
-        imports: list[str] = []
-        while (token := self._take()) is not None:
+        grammar = Grammar({}, {}, [])
+        while self._kind():
+            first, token = self._next, self._take()
             if token.kind in ("rule", "terminal"):
                 self._skip_to(":")
                 options = self._options()
                 if token.kind == "rule":
-                    rules[token.text.removeprefix("!").removeprefix("?")] = options
+                    grammar.rules[token.text.removeprefix("!").removeprefix("?")] = options
                 else:
-                    terminals[token.text] = self._source(token.start)
+                    grammar.terminals[token.text] = self._source(first)
             elif token.text == "%ignore":
                 self._options()
             elif token.text == "%import":
                 while self._kind() not in ("newline", ""):
                     self._take()
-                imports.append(self._source(token.start))
+                grammar.imports.append(self._source(first))
             elif token.kind != "newline" and token.text != "%llguidance":
                 raise NotLarkError
-        return Grammar(rules, terminals, tuple(imports))
+        return grammar
 
     def _kind(self, ahead: int = 0) -> str:
-        index = self._position + ahead
-        return self._tokens[index].kind if index < len(self._tokens) else ""
+        return self._tokens[self._next + ahead].kind
 
     def _sign(self, ahead: int = 0) -> str:
         """Return the text of a coming sign or keyword; ``""`` for another token."""
-        if self._kind(ahead) not in ("sign", "keyword"):
-            return ""
-        return self._tokens[self._position + ahead].text
+        is_sign = self._kind(ahead) in ("sign", "keyword")
+        return self._tokens[self._next + ahead].text if is_sign else ""
 
-    def _take(self) -> Token | None:
-        self._position += 1
-        return self._tokens[self._position - 1] if self._position <= len(self._tokens) else None
+    def _take(self) -> Token:
+        if not self._kind():
+            raise NotLarkError
+        self._next += 1
+        return self._tokens[self._next - 1]
 
     def _took(self, sign: str) -> bool:
         taken = self._sign() == sign
-        self._position += taken
+        self._next += taken
         return taken
 
     def _skip_to(self, sign: str) -> None:
-        """Take all tokens up to a sign: a rule's parameters and attributes, the content of
-        parentheses."""
+        """Take all tokens of this line up to a sign: a rule's parameters and attributes, a range."""
         while not self._took(sign):
-            token = self._take()
-            if token is None or token.kind == "newline":
+            if self._take().kind == "newline":
                 raise NotLarkError
 
-    def _source(self, start: int) -> str:
-        return self._lark[start : self._tokens[self._position - 1].end]
+    def _skip_group(self, opening: str, closing: str) -> None:
+        """Take what is in parentheses, with them, if any come."""
+        depth = 0
+        while depth or self._sign() == opening:
+            depth += (self._sign() == opening) - (self._sign() == closing)
+            self._take()
 
-    def _options(self) -> Options:
+    def _part(self, kind: Any, first: int, **more: Any) -> Part:
+        """Return the part from the first token to the last that was taken."""
+        return Part(kind, self._tokens[first].start, self._tokens[self._next - 1].end, **more)
+
+    def _source(self, first: int) -> str:
+        return self._lark[self._tokens[first].start : self._tokens[self._next - 1].end]
+
+    def _terminal(self, first: int) -> Part:
+        return self._part("terminal", first, name=self._source(first))
+
+    def _options(self) -> Part:
         self._depth += 1
         if self._depth > MOST_GROUPS:
             raise NotLarkError
-        options = [self._option()]
+        first, options = self._next, [self._option()]
         while self._took_bar():
             options.append(self._option())
         self._depth -= 1
-        return tuple(options)
+        return self._part("any", first, parts=tuple(options))
 
     def _took_bar(self) -> bool:
         if self._kind() == "newline" and self._sign(ahead=1) == "|":
-            self._position += 1
+            self._next += 1
         return self._took("|")
 
-    def _option(self) -> Option:
-        first, items, is_terminal = self._position, [], False
+    def _option(self) -> Part:
+        first, items, is_terminal = self._next, [], False
         while self._kind() not in ("newline", ""):
             if self._sign() in ("|", "->", ")", "]", "}", "%if"):
                 break
@@ -197,85 +194,67 @@ class _Reader:
                 is_terminal = True
             else:
                 items.append(self._item())
-        start = self._tokens[first].start if items else 0
-        end = self._tokens[self._position - 1].end if items else 0
+        option = self._part("all", first, parts=tuple(items))
         if is_terminal:
-            items = [Item(start, end, terminal=self._lark[start:end])]
+            option = replace(option, parts=(self._terminal(first),))
         if self._took("->"):
             self._take()
         if self._took("%if"):
-            self._condition()
-        return Option(start, end, tuple(items))
-
-    def _condition(self) -> None:
-        self._take()
-        depth = 0
-        while self._sign() == "(" or (depth and self._kind() not in ("newline", "")):
-            depth += (self._sign() == "(") - (self._sign() == ")")
             self._take()
+            self._skip_group("(", ")")
+        return option
 
-    def _item(self) -> Item:
-        start = self._tokens[self._position].start
+    def _item(self) -> Part:
+        first = self._next
         if self._took("~"):
             self._item()
-            source = self._source(start)
-            return Item(start, start + len(source), terminal=source)
+            return self._terminal(first)
         item = self._atom()
         return replace(item, optional=item.optional or self._is_optional())
 
     def _is_optional(self) -> bool:
         """Take the sign that says how often an item comes, and tell whether that may be never."""
-        if self._sign() in ("?", "*", "+"):
-            token = self._take()
-            return token is not None and token.text != "+"
-        if self._sign() == "~" and self._kind(ahead=1) == "number":
-            low = self._tokens[self._position + 1].text
-            self._position += 2
+        sign, low = self._sign(), ""
+        if sign in ("~", "{") and self._kind(ahead=1) == "number":
+            low = self._tokens[self._next + 1].text
+        if sign in ("?", "*", "+"):
+            return self._take().text != "+"
+        if sign == "~" and low:
+            self._next += 2
             if self._took(".."):
                 self._take()
-            return low.lstrip("+0") == ""
-        if self._sign() == "{":
-            low = self._tokens[self._position + 1].text if self._kind(ahead=1) == "number" else ""
+        elif sign == "{":
             self._skip_to("}")
-            return low.lstrip("+0") == ""
-        return False
+        else:
+            return False
+        return low.lstrip("+0") == ""
 
-    def _atom(self) -> Item:
-        first = self._position
-        token = self._take()
-        if token is None:
-            raise NotLarkError
-        inside: Options | Grammar | None = None
-        rule = terminal = ""
-        if token.text in ("(", "[") and token.kind == "sign":
-            inside = self._options()
+    def _atom(self) -> Part:
+        first, token = self._next, self._take()
+        if token.kind == "sign" and token.text in ("(", "["):
+            options = self._options()
             if not self._took(")" if token.text == "(" else "]"):
                 raise NotLarkError
-        elif token.text == "%lark":
-            inside = self._nested()
-        elif token.kind == "regex":
-            terminal = token.text
-        elif token.kind in ("rule", "terminal"):
-            rule, terminal = (token.text, "") if token.kind == "rule" else ("", token.text)
+            return replace(options, optional=token.text == "[")
+        if token.text == "%lark":
+            return self._part("grammar", first, grammar=self._nested())
+        if token.kind == "regex":
+            return self._terminal(first)
+        if token.kind in ("rule", "terminal"):
             if self._took("::"):
                 self._take()
-                if self._sign() == "(":
-                    self._skip_to(")")
-        elif token.kind == "string":
+                self._skip_group("(", ")")
+            return self._part(token.kind, first, name=token.text)
+        if token.kind == "string":
             if self._took(".."):
                 self._take()
         elif token.kind != "special" and token.text not in ("%json", "%regex"):
             raise NotLarkError
-        end = self._tokens[self._position - 1].end
-        return Item(token.start, end, self._tokens[first].text == "[", inside, rule, terminal)
+        return self._part("text", first)
 
     def _nested(self) -> Grammar:
-        first = self._position + 1
-        if not self._took("{"):
+        first = self._next
+        self._skip_group("{", "}")
+        if first == self._next:
             raise NotLarkError
-        depth = 1
-        while depth:
-            depth += (self._sign() == "{") - (self._sign() == "}")
-            if self._take() is None:
-                raise NotLarkError
-        return grammar_of(self._lark, self._tokens[first : self._position - 1])
+        return grammar_of(self._lark, self._tokens[first + 1 : self._next - 1])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor, from_numpy
@@ -59,18 +59,15 @@ async def abitmasks(states: Sequence[State]) -> Tensor:
     return from_numpy((await _awords(states))[0])
 
 
-def _refuse_checked(states: Sequence[ConstraintState]) -> None:
-    if any(is_checked(state) for state in _checked_list(states)):
+def _refuse_checked(states: Sequence[State]) -> None:
+    if any(map(is_checked, _checked_list(states))):
         raise InvalidRequest(
             "a state of a predicate, or of a product with one, has to be asked token by token: "
             "await amasks(states) or abitmasks(states), or its check(token_ids)"
         )
 
 
-S = TypeVar("S", bound=State)
-
-
-def _checked_list(states: Sequence[S]) -> Sequence[S]:
+def _checked_list(states: Sequence[State]) -> Sequence[State]:
     if not isinstance(states, Sequence):
         raise InvalidRequest(f"the states are {states!r}: give a list of states")
     if not states:
@@ -86,16 +83,14 @@ def _checked_list(states: Sequence[S]) -> Sequence[S]:
 def _words(states: Sequence[State]) -> tuple[Words, int]:
     """Return the packed masks and the vocabulary's size; a checked state's mask has all that nothing
     cheap rules out."""
+    distinct = {id(state): state for state in states}
     missing: dict[Any, dict[int, GrammarState]] = {}
-    for state in _grammar_states(states):
+    for state in _grammar_states(distinct.values()):
         if state.words is None:
             missing.setdefault(state.vocabulary, {})[id(state)] = state
     for vocabulary, unfilled in missing.items():
         vocabulary.fill(list(unfilled.values()))
-    rows: dict[int, tuple[Words, int]] = {}
-    for each in states:
-        if id(each) not in rows:
-            rows[id(each)] = words_of(each)
+    rows = {key: words_of(state) for key, state in distinct.items()}
     sizes = {size for _, size in rows.values()}
     if len(sizes) != 1:
         raise InvalidRequest(
@@ -104,7 +99,7 @@ def _words(states: Sequence[State]) -> tuple[Words, int]:
     return np.stack([rows[id(state)][0] for state in states]), sizes.pop()
 
 
-def _grammar_states(states: Sequence[Any]) -> Iterator[GrammarState]:
+def _grammar_states(states: Iterable[Any]) -> Iterator[GrammarState]:
     for state in states:
         if isinstance(state, GrammarState):
             yield state

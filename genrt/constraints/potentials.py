@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
-from genrt.constraints.protocols import (
-    Constraint,
-    State,
-    checked_constraint,
-    is_checked,
-    is_masked,
-)
+from genrt.constraints.protocols import Constraint, State, checked_constraint, is_checked
 from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.tokens.texts import Potential, Text
@@ -49,35 +43,42 @@ def potential(
     if isinstance(cache_size, bool) or not isinstance(cache_size, int) or cache_size < 1:
         raise InvalidConstraint(f"cache_size is {cache_size!r}: give an integer of at least 1")
     tokens = getattr(constraint, "tokens", None) if lm is None else Tokens.of(lm)
-    states = _States(constraint.start(), tokens, cache_size)
-    if not is_checked(states.start):
-        return _Indicator(constraint, states)
+    start = constraint.start()
+    if not is_checked(start):
+        return _Indicator(constraint, start, tokens, cache_size)
     if tokens is None:
         raise InvalidConstraint(
             f"the end token of {constraint!r} is not known: give the lm that it is over"
         )
-    return _AskedIndicator(constraint, states, tokens.eos_token_id)
+    return _AskedIndicator(constraint, start, tokens, cache_size)
 
 
 class _States:
     """The states that texts lead to; ``None`` for a text outside the set."""
 
-    def __init__(self, start: State, tokens: Tokens | None, cache_size: int) -> None:
-        self.start = start
+    def __init__(
+        self, constraint: Constraint, start: State, tokens: Tokens | None, cache_size: int
+    ) -> None:
+        self._constraint = constraint
+        self._start = start
         self._tokens = tokens
-        self._kept: LRUCache[tuple[int, ...], State | None] = LRUCache(cache_size)
+        self._kept: LRUCache[tuple[int, ...], Any] = LRUCache(cache_size)
         self._lock = threading.Lock()
 
-    def checked(self, text: Text) -> Text:
-        """Return the text. Raises InvalidRequest if it is no Text, or not over these tokens."""
+    def __repr__(self) -> str:
+        return f"<potential of {self._constraint!r}>"
+
+    def token_ids(self, text: Text) -> tuple[int, ...]:
+        """Return the text's tokens. Raises InvalidRequest if it is no Text, or not over these tokens."""
         if not isinstance(text, Text):
             raise InvalidRequest(f"a potential was given {text!r}: call it with a Text")
         if self._tokens is not None:
             for token_id in text.token_ids:
                 checked_token_id(token_id, len(self._tokens))
-        return text
+        return text.token_ids
 
-    def after(self, token_ids: tuple[int, ...]) -> State | None:
+    def after(self, token_ids: tuple[int, ...]) -> Any:
+        """Return the state after these tokens."""
         state, length = self._nearest(token_ids)
         for token_id in token_ids[length:]:
             if state is None:
@@ -90,52 +91,34 @@ class _States:
             self._kept[token_ids] = state
         return state
 
-    def _nearest(self, token_ids: tuple[int, ...]) -> tuple[State | None, int]:
+    def _nearest(self, token_ids: tuple[int, ...]) -> tuple[Any, int]:
         """Return the state of the longest prefix that is kept, and its length."""
         with self._lock:
             for length in range(len(token_ids), 0, -1):
                 prefix = token_ids[:length]
                 if prefix in self._kept:
                     return self._kept[prefix], length
-        return self.start, 0
+        return self._start, 0
 
 
-class _Indicator:
+class _Indicator(_States):
     """The potential of a constraint whose states know their masks."""
 
-    def __init__(self, constraint: Constraint, states: _States) -> None:
-        self._constraint = constraint
-        self._states = states
-
-    def __repr__(self) -> str:
-        return f"<potential of {self._constraint!r}>"
-
     def __call__(self, text: Text) -> float:
-        state = self._states.after(self._states.checked(text).token_ids)
-        if state is None or not is_masked(state):
-            return -math.inf
-        return -math.inf if text.finished and not state.accepting else 0.0
+        state = self.after(self.token_ids(text))
+        is_in = state is not None and (not text.finished or state.accepting)
+        return 0.0 if is_in else -math.inf
 
 
-class _AskedIndicator:
+class _AskedIndicator(_States):
     """The potential of a constraint of checked states."""
 
-    def __init__(self, constraint: Constraint, states: _States, eos_token_id: int) -> None:
-        self._constraint = constraint
-        self._states = states
-        self._eos_token_id = eos_token_id
-
-    def __repr__(self) -> str:
-        return f"<potential of {self._constraint!r}>"
-
     async def __call__(self, text: Text) -> float:
-        token_ids = self._states.checked(text).token_ids
-        if text.finished:
-            token_ids = (*token_ids, self._eos_token_id)
+        token_ids = self.token_ids(text)
+        if text.finished and self._tokens is not None:
+            token_ids = (*token_ids, self._tokens.eos_token_id)
         if not token_ids:
             return 0.0
-        state = await asyncio.to_thread(self._states.after, token_ids[:-1])
-        if state is None or not is_checked(state):
-            return -math.inf
-        (answer,) = await state.check(token_ids[-1:])
-        return 0.0 if answer else -math.inf
+        state = await asyncio.to_thread(self.after, token_ids[:-1])
+        is_in = state is not None and (await state.check(token_ids[-1:]))[0]
+        return 0.0 if is_in else -math.inf

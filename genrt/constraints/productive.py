@@ -15,10 +15,8 @@ from typing import Any
 from genrt.constraints.lark import (
     MOST_GROUPS,
     Grammar,
-    Item,
     NotLarkError,
-    Option,
-    Options,
+    Part,
     grammar_of,
     tokens_of,
 )
@@ -47,7 +45,7 @@ def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, 
         InvalidConstraint: nothing derives from ``start``, or the grammar is too large.
     """
     try:
-        tokens = tokens_of(lark)
+        tokens = list(tokens_of(lark))
         if len(tokens) > _MOST_PARTS:
             raise InvalidConstraint(
                 f"the grammar has {len(tokens):,} parts, and {_MOST_PARTS:,} is the most: make it smaller"
@@ -95,7 +93,7 @@ class _Rules:
             before = len(self._alive)
             # A rule comes after those that it needs, except in cycles: few rounds suffice.
             for name in self._reached:
-                if name not in self._alive and self._ends(grammar.rules[name]):
+                if name not in self._alive and self._passes(grammar.rules[name]):
                     self._alive.add(name)
 
     def _in_order(self, start: str, named: Callable[[str], Iterator[tuple[str, int]]]) -> list[str]:
@@ -125,15 +123,14 @@ class _Rules:
 
     def _named(self, rule: str) -> Iterator[tuple[str, int]]:
         """Yield the rules that one names, and how many levels of groups deep."""
-        return self._named_in(self._grammar.rules.get(rule, ()), 1)
+        if rule in self._grammar.rules:
+            yield from self._named_in(self._grammar.rules[rule], 1)
 
-    def _named_in(self, options: Options, level: int) -> Iterator[tuple[str, int]]:
-        for option in options:
-            for item in option.items:
-                if item.rule in self._grammar.rules:
-                    yield item.rule, level
-                elif isinstance(item.inside, tuple):
-                    yield from self._named_in(item.inside, level + 1)
+    def _named_in(self, part: Part, level: int) -> Iterator[tuple[str, int]]:
+        if part.kind == "rule" and part.name in self._grammar.rules:
+            yield part.name, level
+        for each in part.parts:
+            yield from self._named_in(each, level + (each.kind == "any"))
 
     def _named_by_terminal(self, terminal: str) -> Iterator[tuple[str, int]]:
         source = self._grammar.terminals[terminal].partition(":")[2]
@@ -157,33 +154,26 @@ class _Rules:
             if name in self._alive:
                 yield from self._dead_in(self._grammar.rules[name])
 
-    def _dead_in(self, options: Options) -> Iterator[tuple[int, int]]:
-        for option in options:
-            if not self._passes(option):
-                yield option.start, option.end
-                continue
-            for item in option.items:
-                if isinstance(item.inside, Grammar) and self._matches(item):
-                    yield from self._rules_in(item.inside).dead_ends()
-                elif isinstance(item.inside, tuple):
-                    yield from self._dead_in(item.inside)
-                elif not self._matches(item):
-                    yield item.start, item.end
+    def _dead_in(self, part: Part) -> Iterator[tuple[int, int]]:
+        if part.kind != "any" and not self._passes(part):
+            yield part.start, part.end
+        elif part.grammar is not None:
+            yield from self._rules_in(part.grammar).dead_ends()
+        else:
+            for each in part.parts:
+                yield from self._dead_in(each)
 
-    def _ends(self, options: Options) -> bool:
-        return any(self._passes(option) for option in options)
-
-    def _passes(self, option: Option) -> bool:
-        return all(item.optional or self._matches(item) for item in option.items)
-
-    def _matches(self, item: Item) -> bool:
-        if isinstance(item.inside, Grammar):
-            return self._rules_in(item.inside).derives("start")
-        if item.inside is not None:
-            return self._ends(item.inside)
-        if item.terminal:
-            return not self._is_empty(item.terminal)
-        return not item.rule or self.derives(item.rule)
+    def _passes(self, part: Part) -> bool:
+        """Tell whether a part derives something, as far as is known."""
+        if part.kind == "all":
+            return all(each.optional or self._passes(each) for each in part.parts)
+        if part.kind == "any":
+            return any(map(self._passes, part.parts))
+        if part.grammar is not None:
+            return self._rules_in(part.grammar).derives("start")
+        if part.kind == "terminal":
+            return not self._is_empty(part.name)
+        return part.kind == "text" or self.derives(part.name)
 
     def _rules_in(self, nested: Grammar) -> _Rules:
         rules = self._nested.get(id(nested))

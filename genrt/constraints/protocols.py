@@ -81,11 +81,6 @@ def is_checked(state: State) -> TypeGuard[CheckedState]:
     return hasattr(state, "check")
 
 
-def is_masked(state: State) -> TypeGuard[ConstraintState]:
-    """Tell whether it knows its mask, and need not be asked."""
-    return not hasattr(state, "check")
-
-
 @runtime_checkable
 class Constraint(Protocol):
     """A set of texts: any object with a ``start`` that returns such states."""
