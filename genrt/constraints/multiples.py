@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 from genrt.constraints.intervals import BOUNDS
@@ -18,39 +19,37 @@ def has_numbers(schemas: list[dict[str, Any]], integer: bool) -> bool:
     if step is None:
         return True
     step = _least_common_multiple(step, Fraction(1)) if integer else step
-    low, high = Fraction(0), None
-    above = below = False
+    # Each bound with whether it is itself left out: the strictest is the greatest. Upper ones negated.
+    lows: list[tuple[Fraction, bool]] = [(Fraction(0), False)]
+    highs: list[tuple[Fraction | float, bool]] = [(-math.inf, False)]
     for schema in schemas:
         for key in BOUNDS:
-            bound, strict = _number(schema.get(key)), key.startswith("exclusive")
-            if bound is None:
-                continue
-            # In draft 4, exclusiveMinimum is a flag of minimum.
-            strict = strict or schema.get(f"exclusive{key.capitalize()}") is True
-            if key.endswith("inimum") and (bound, strict) > (low, above):
-                low, above = bound, strict
-            if key.endswith("aximum") and (high is None or (-bound, strict) > (-high, below)):
-                high, below = bound, strict
+            if (bound := _number(schema.get(key))) is not None:
+                # In draft 4, exclusiveMinimum is a flag of minimum.
+                is_flagged = schema.get(f"exclusive{key.capitalize()}") is True
+                strict = key.startswith("exclusive") or is_flagged
+                if key.endswith("inimum"):
+                    lows.append((bound, strict))
+                else:
+                    highs.append((-bound, strict))
+    (low, above), (high, below) = max(lows), max(highs)
     first = step * math.ceil(low / step)
     first += step if above and first == low else 0
-    return high is None or first < high or (first == high and not below)
+    return first < -high or (first == -high and not below)
 
 
 def common_multiple(schemas: Iterable[dict[str, Any]]) -> Fraction | None:
     """Return the least common multiple of every ``multipleOf``; ``None`` if there is none."""
-    common: Fraction | None = None
-    for schema in schemas:
-        step = _number(schema.get("multipleOf"))
-        if step == 0:
-            raise InvalidConstraint("the JSON schema has a multipleOf of 0: give a number above 0")
-        if step is not None:
-            common = abs(step) if common is None else _least_common_multiple(common, abs(step))
-    return common
+    steps = [_number(schema.get("multipleOf")) for schema in schemas]
+    known = [abs(step) for step in steps if step is not None]
+    if 0 in known:
+        raise InvalidConstraint("the JSON schema has a multipleOf of 0: give a number above 0")
+    return reduce(_least_common_multiple, known) if known else None
 
 
 def _least_common_multiple(one: Fraction, other: Fraction) -> Fraction:
-    scale = math.lcm(one.denominator, other.denominator)
-    return Fraction(math.lcm(int(one * scale), int(other * scale)), scale)
+    numerator = math.lcm(one.numerator, other.numerator)
+    return Fraction(numerator, math.gcd(one.denominator, other.denominator))
 
 
 def remainders_of(step: Fraction | None) -> int:
@@ -59,10 +58,7 @@ def remainders_of(step: Fraction | None) -> int:
         return 1
     while step.denominator != 1:
         step *= 10
-    count = step.numerator
-    while count % 10 == 0:
-        count //= 10
-    return count
+    return int(str(step.numerator).rstrip("0"))
 
 
 def _number(value: object) -> Fraction | None:

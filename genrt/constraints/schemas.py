@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
+from itertools import chain
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -58,10 +59,9 @@ def _object_of(schema: object) -> Schema:
     if hasattr(schema, "model_json_schema"):  # a pydantic model
         name = (schema if isinstance(schema, type) else type(schema)).__name__
         raise InvalidConstraint(f"the JSON schema is {name}: give {name}.model_json_schema()")
+    wrong = f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"
     if not isinstance(schema, str | dict | bool):
-        raise InvalidConstraint(
-            f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"
-        )
+        raise InvalidConstraint(wrong)
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
     except RecursionError as error:
@@ -77,9 +77,7 @@ def _object_of(schema: object) -> Schema:
     if rules is False:
         raise InvalidConstraint("the JSON schema is false, which no text satisfies: change it")
     if not isinstance(rules, dict):
-        raise InvalidConstraint(
-            f"the JSON schema is {schema!r}: give a dict, a JSON text, or True for any JSON"
-        )
+        raise InvalidConstraint(wrong)
     return rules
 
 
@@ -132,7 +130,7 @@ class _Prepared:
                     _replace_format(schema)
                     _settle_patterns(schema)
                     defined += _parts(schema, _DEFINITIONS)
-                    stack.append(self._following(schema))
+                    stack.append(chain(_parts(schema, _KEYWORDS), self._referred(schema)))
                     break
             else:
                 stack.pop()
@@ -142,46 +140,36 @@ class _Prepared:
                     "the one before or referred to by it"
                 )
 
-    def _following(self, schema: Schema) -> Iterator[tuple[Any, Any]]:
-        yield from _parts(schema, _KEYWORDS)
-        if (place := self._referred(schema)) is not None:
-            yield place
-
-    def _referred(self, schema: Schema) -> tuple[Any, Any] | None:
-        """Return where the schema of a ``$ref`` is, if that can be told from the text."""
-        reference = schema.get("$ref")
+    def _referred(self, schema: Schema) -> Iterator[tuple[Any, Any]]:
+        """Yield where the schema of a ``$ref`` is, if that can be told from the text."""
+        reference, identity = schema.get("$ref"), self._root.get("$id")
         if not isinstance(reference, str):
-            return None
-        identity = self._root.get("$id")
+            return
         if isinstance(identity, str) and identity:
             reference = reference.removeprefix(identity.rstrip("#"))
         if reference in ("", "#", "#/"):
-            return [self._root], 0
-        if not reference.startswith("#/"):
-            return next(
-                (
-                    (within, key)
-                    for within, key, other in self._places
-                    if reference == f"#{other.get('$anchor')}"
-                ),
-                None,
-            )
-        within: Any = None
-        key: Any = None
-        here: Any = self._root
-        for step in unquote(reference[2:]).split("/"):
-            within, key = here, step.replace("~1", "/").replace("~0", "~")
+            yield [self._root], 0
+        elif reference.startswith("#/"):
+            within: Any = [self._root]
+            key: Any = 0
             try:
-                key = int(key) if isinstance(within, list) else key
-                here = within[key]
+                for step in unquote(reference[2:]).split("/"):
+                    within = within[key]
+                    key = step.replace("~1", "/").replace("~0", "~")
+                    key = int(key) if isinstance(within, list) else key
+                within[key]
             except (TypeError, ValueError, LookupError):
-                return None
-        return within, key
+                return
+            yield within, key
+        else:
+            for within, key, other in self._places:
+                if reference == f"#{other.get('$anchor')}":
+                    yield within, key
+                    return
 
     def _target(self, schema: Schema) -> Any:
         """Return what a schema's ``$ref`` refers to; True if it has none or that can't be told."""
-        place = self._referred(schema)
-        return True if place is None else place[0][place[1]]
+        return next((within[key] for within, key in self._referred(schema)), True)
 
     def _lives(self, schema: Any) -> bool:
         return id(schema) in self._alive if isinstance(schema, dict) else schema is not False
@@ -192,10 +180,8 @@ class _Prepared:
 
         If nothing satisfies two schemas together, llguidance finds that itself, except for numbers.
         """
-        for key in ("allOf", "anyOf", "oneOf"):
-            parts = schema.get(key)
-            judge = all if key == "allOf" else any
-            if isinstance(parts, list) and not judge(map(self._lives, parts)):
+        for key, judge in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            if isinstance(schema.get(key), list) and not judge(map(self._lives, schema[key])):
                 return False
         if not self._lives(self._target(schema)):
             return False
@@ -225,8 +211,7 @@ class _Prepared:
             if isinstance(schema, dict) and id(schema) not in seen:
                 seen.add(id(schema))
                 yield schema
-                parts = schema.get("allOf")
-                left += [*(parts if isinstance(parts, list) else []), self._target(schema)]
+                left += [*_list(schema, "allOf"), self._target(schema)]
 
     def _refuse_too_many_remainders(self, schema: Schema) -> None:
         remainders = remainders_of(common_multiple(self._conjunction(schema)))
@@ -260,29 +245,36 @@ def _parts(schema: Schema, keys: Iterable[str]) -> Iterator[tuple[Any, Any]]:
             yield schema, key
 
 
+def _list(schema: Schema, key: str) -> list[Any]:
+    """Return the list under a key; an empty one if there is none: llguidance tells what is wrong."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _map(schema: Schema, key: str) -> Schema:
+    """Return the object under a key; an empty one if there is none."""
+    value = schema.get(key)
+    return value if isinstance(value, dict) else {}
+
+
 def _required_properties(schema: Schema) -> Iterator[list[Any]]:
     """Yield, for each required property, the schemas of which it has to satisfy one."""
-    properties, required = schema.get("properties"), schema.get("required")
-    patterns = schema.get("patternProperties")
-    others = [*(patterns.values() if isinstance(patterns, dict) else ())]
-    others.append(schema.get("additionalProperties", True))
-    for name in required if isinstance(required, list) else []:
-        if isinstance(properties, dict) and isinstance(name, str) and name in properties:
-            yield [properties[name]]
-        else:
-            yield others
+    properties = _map(schema, "properties")
+    others = [*_map(schema, "patternProperties").values(), schema.get("additionalProperties", True)]
+    for name in _list(schema, "required"):
+        is_known = isinstance(name, str) and name in properties
+        yield [properties[name]] if is_known else others
 
 
 def _required_items(schema: Schema) -> Iterator[Any]:
     """Yield the schemas of the required items."""
-    count = schema.get("minItems", 0)
-    first, others = schema.get("prefixItems", []), schema.get("items", True)
-    if isinstance(others, list):
-        first, others = others, schema.get("additionalItems", True)
-    if isinstance(count, int) and isinstance(first, list):
-        yield from first[:count]
-        if count > len(first):
-            yield others
+    count, first, others = schema.get("minItems", 0), "prefixItems", "items"
+    if isinstance(schema.get("items"), list):
+        first, others = "items", "additionalItems"
+    if isinstance(count, int):
+        yield from _list(schema, first)[:count]
+        if count > len(_list(schema, first)):
+            yield schema.get(others, True)
 
 
 def _refuse_what_is_too_large(schema: Schema) -> None:
@@ -294,22 +286,20 @@ def _refuse_what_is_too_large(schema: Schema) -> None:
                 "check it by a predicate"
             )
     for key, most in (("properties", _MOST_PROPERTIES), ("patternProperties", _MOST_PATTERNS)):
-        names = schema.get(key)
-        if isinstance(names, dict) and len(names) > most:
+        if len(names := _map(schema, key)) > most:
             raise InvalidConstraint(
                 f"the JSON schema has an object of {len(names):,} {key}, and {most:,} is the most: "
                 "make it smaller"
             )
-        for name in names if key == "patternProperties" and isinstance(names, dict) else ():
-            checked_pattern(name, "JSON schema's pattern")
-    if isinstance(pattern := schema.get("pattern"), str):
-        checked_pattern(pattern, "JSON schema's pattern")
+    for pattern in (*_map(schema, "patternProperties"), schema.get("pattern")):
+        if isinstance(pattern, str):
+            checked_pattern(pattern, "JSON schema's pattern")
 
 
 def _refuse_what_counts_names(schema: Schema) -> None:
     # llguidance counts properties as they come, and lets a name that is not spelled out come twice.
-    least, required = schema.get("minProperties"), schema.get("required", [])
-    if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
+    least, required = schema.get("minProperties"), _list(schema, "required")
+    if isinstance(least, int) and least > len(required) + 1:
         raise InvalidConstraint(
             f"the JSON schema has minProperties {least} and requires {len(required)} by name: take it "
             "out, and check it by a predicate: all_of(json_schema(…), predicate(…))"
@@ -336,35 +326,36 @@ def _refuse_what_is_rounded(schema: Schema) -> None:
 def _replace_format(schema: Schema) -> None:
     """Replace a format that llguidance knows too loosely by a pattern."""
     form = schema.get("format")
-    if isinstance(form, str) and form in LONGEST:
+    if not isinstance(form, str):
+        return
+    if form in LONGEST:
         longest = schema.get("maxLength", LONGEST[form])
         schema["maxLength"] = min(longest, LONGEST[form]) if isinstance(longest, int) else longest
-    if not isinstance(form, str) or form not in FORMATS:
-        return
-    pattern = f"^(?:{FORMATS[form]})$"
-    parts = schema.get("allOf", [])
-    if "pattern" not in schema:
-        schema["pattern"] = pattern
-    elif isinstance(parts, list):
-        schema["allOf"] = [*parts, {"type": schema.get("type", list(_TYPES)), "pattern": pattern}]
-    del schema["format"]
+    if form in FORMATS:
+        del schema["format"]
+        pattern = f"^(?:{FORMATS[form]})$"
+        parts = schema.get("allOf", [])
+        if "pattern" not in schema:
+            schema["pattern"] = pattern
+        elif isinstance(parts, list):
+            both = {"type": schema.get("type", list(_TYPES)), "pattern": pattern}
+            schema["allOf"] = [*parts, both]
 
 
 def _settle_patterns(schema: Schema) -> None:
     """Take out the patterns of properties that no name is left to match."""
-    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
-    required = schema.get("required", [])
-    if not (patterns and isinstance(patterns, dict) and isinstance(properties, dict)):
+    patterns, properties = _map(schema, "patternProperties"), schema.get("properties", {})
+    if not isinstance(properties, dict):
         return
-    names = [*properties, *(required if isinstance(required, list) else [])]
-    taken = dict.fromkeys(filter(lambda name: isinstance(name, str), names), False)
+    names = [*properties, *_list(schema, "required")]
+    taken = dict.fromkeys((name for name in names if isinstance(name, str)), False)
     for pattern in list(patterns):
         if not _has_names(taken, {pattern: True}):
             values = patterns.pop(pattern)
             for name in taken:
                 if not _has_names({name: True}, {pattern: False}):  # the name matches
                     properties[name] = {"allOf": [properties.get(name, True), values]}
-    schema["properties"] = properties
+            schema["properties"] = properties
 
 
 def _close_names(schema: Schema) -> None:
