@@ -22,8 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.protocol import failure
-from genrt.engines.turns import Turns
-from genrt.engines.vllm.capture import SEED, TICKET, CaptureV1, CaptureV2, WorkerRows
+from genrt.engines.vllm.capture import TICKET, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.errors import (
     EngineDied,
@@ -32,12 +31,8 @@ from genrt.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from genrt.questions.contexts import seed_of
-from genrt.questions.samples import SampleRequest
-from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [
-    "TURN",
     "check_version",
     "configure",
     "core_request",
@@ -45,16 +40,11 @@ __all__ = [
     "reserved_share",
     "rounding",
     "row_params",
-    "sample_params",
     "translated",
 ]
 
 SUPPORTED = ((0, 32), (0, 34))
 """From the first version of vLLM that is known to work to the first that is not known."""
-
-TURN = Turns()
-"""Held by the engine that calls vLLM. vLLM keeps the context of a forward, and the configuration that is
-being opened, in globals: the engines of a process take turns."""
 
 GLOO = "GLOO_SOCKET_IFNAME"
 
@@ -194,34 +184,6 @@ def row_params(ticket: int, *, open_for: int | None) -> SamplingParams:
     if open_for is not None:
         params.extra_args[OPEN] = True
         params.max_tokens = open_for
-    return params
-
-
-COOLEST, HOTTEST = 0.01, 2.0
-"""The temperatures that vLLM lets users give; its runners take any that is not greedy."""
-
-
-def sample_params(request: SampleRequest, *, drawn_here: bool) -> SamplingParams:
-    """Return how vLLM is asked for a sample; raise what vLLM raises for a value it does not take.
-
-    With ``drawn_here``, the capture draws the tokens, and is the one to know the seed."""
-    greedy = request.temperature < GREEDY_BELOW
-    params = SamplingParams(
-        max_tokens=request.max_tokens,
-        stop_token_ids=sorted(request.stop_token_ids),
-        temperature=0.0 if greedy else min(max(request.temperature, COOLEST), HOTTEST),
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        ignore_eos=True,
-        detokenize=False,
-    )
-    if not greedy:
-        params.temperature = request.temperature
-        if drawn_here:
-            params.extra_args = {SEED: seed_of(request)}
-        else:
-            params.seed = seed_of(request)
     return params
 
 

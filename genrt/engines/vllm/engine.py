@@ -4,8 +4,6 @@ Rules:
     Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream; rows
     leave on the default stream, where every other thread reads them.
     A request gets a new id each time it is submitted: a late output of a cancelled one matches nothing.
-    Samples leave an eighth of the running slots free, and at least one, so that a logprobs request never
-    waits for a long sample to end. If one slot is asked for, vLLM gets two.
     After a failed step the prefix cache is emptied: its blocks may never have been written.
 
 What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` runs at start
@@ -32,14 +30,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import RemoteStore, RowStore, install
-from genrt.engines.vllm.config import TURN, core_request, row_params, sample_params, translated
+from genrt.engines.vllm.config import core_request, row_params, translated
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.runners import runner_of
+from genrt.engines.vllm.samples import Samples, sample_params
 from genrt.engines.vllm.speculation import DecodeSteps
-from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter, NotFinite
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -63,7 +62,6 @@ class VLLMEngine:
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._vocab_size = int(config.model_config.get_vocab_size())
         self._max_num_seqs = int(config.scheduler_config.max_num_seqs)
-        self._max_samples = self._max_num_seqs - max(1, self._max_num_seqs // 8)
         self._device = torch.device(config.device_config.device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -78,9 +76,11 @@ class VLLMEngine:
                 self._store = install(model_runner, own_processors)
             else:
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self._device)
-        self._adapters: VLLMAdapters | None = None
-        if config.lora_config is not None:
-            self._adapters = VLLMAdapters(self._core, base_needs_twin=self._device.type == "cpu")
+        self._adapters = VLLMAdapters(
+            self._core,
+            enabled=config.lora_config is not None,
+            base_needs_twin=self._device.type == "cpu",
+        )
         self._open: OpenRequests | None = None
         if config.scheduler_config.scheduler_cls is OpenScheduler:
             steps = DecodeSteps(
@@ -94,13 +94,9 @@ class VLLMEngine:
             self._open = OpenRequests(core.scheduler, steps)
         self._decoded: list[tuple[Request, str]] = []  # what the last decode step computed
         self._tickets = itertools.count(1)
-        # Requests that vLLM has, by id; of these the samples' tokens so far; samples that wait for a
-        # slot.
-        self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}
-        self._drawn: dict[str, list[int]] = {}
-        self._waiting_samples: dict[SampleRequest, None] = {}
-        # What ended without a forward; ``step`` returns it.
-        self._ended: list[Finished] = []
+        self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}  # what vLLM has, by id
+        self._samples = Samples(self._max_num_seqs)
+        self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
     # -- what it is ---------------------------------------------------------------------------
@@ -153,15 +149,8 @@ class VLLMEngine:
         if self._open is not None:
             self._open.remember(request_ids)
         if len(rows) < len(requests):
-            samples = (request for request in requests if isinstance(request, SampleRequest))
-            self._waiting_samples.update(dict.fromkeys(samples))
+            self._samples.wait(requests)
         self._count(requests=len(requests))
-
-    def _admit_samples(self) -> None:
-        while self._waiting_samples and len(self._drawn) < self._max_samples:
-            request = next(iter(self._waiting_samples))
-            del self._waiting_samples[request]
-            self._add(request)
 
     def _add(self, request: LogprobsRequest | SampleRequest) -> str | None:
         """Give one request to vLLM and return its id, which is its ticket in decimals. Where vLLM refuses
@@ -176,7 +165,7 @@ class VLLMEngine:
                 # An open request ends with its last possible token, and never by itself before.
                 most = None if self._open is None else self.max_model_len + 1 - len(request)
                 params = row_params(ticket, open_for=most)
-            lora = self._adapters.request(request.adapter) if self._adapters is not None else None
+            lora = self._adapters.request(request.adapter)
             with self._on_stream():
                 self._core.add_request(core_request(request_id, request.token_ids, params, lora))
         except Exception as error:
@@ -185,32 +174,31 @@ class VLLMEngine:
             self._count(failed=1)
             return None
         if isinstance(request, SampleRequest):
-            self._drawn[request_id] = []
+            self._samples.begin(request_id)
         elif self._open is not None:
             self._open.share(request_id, request)
         self._begin(request_id, request)
         return request_id
 
     def _begin(self, request_id: str, request: LogprobsRequest | SampleRequest) -> None:
-        if self._adapters is not None:
-            self._adapters.hold(request.adapter)
+        self._adapters.hold(request.adapter)
         self._in_progress[request_id] = request
 
     def _end(self, request_id: str) -> LogprobsRequest | SampleRequest:
         request = self._in_progress.pop(request_id)
-        self._drawn.pop(request_id, None)
-        if self._adapters is not None:
-            self._adapters.release(request.adapter)
+        self._samples.end(request_id)
+        self._adapters.release(request.adapter)
         return request
 
     def step(self) -> list[Finished]:
-        self._admit_samples()
+        for sample in self._samples.admitted():
+            self._add(sample)
         # These ends are handed on before any forward: one that failed would replace them by its error.
         if self._ended or not self._in_progress:
             ended, self._ended = self._ended, []
             return ended
         started = time.perf_counter()
-        in_progress = len(self._in_progress) + len(self._waiting_samples)
+        in_progress = len(self._in_progress) + len(self._samples)
         try:
             with self._on_stream():
                 finished = self._decode()
@@ -276,10 +264,8 @@ class VLLMEngine:
                 continue
             prefill, new = output.prefill_stats, output.new_token_ids
             computed += len(new) if prefill is None else prefill.num_computed_tokens
-            token_ids = self._drawn.get(request_id)
-            if token_ids is not None:
-                token_ids += new
-                sampled += len(new)
+            token_ids = self._samples.extend(request_id, new)
+            sampled += len(new) if token_ids is not None else 0
             if output.finish_reason is None:
                 continue
             if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -319,18 +305,15 @@ class VLLMEngine:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         wanted = set(requests)
-        before = len(self._ended) + len(self._waiting_samples)
+        gone = sum(end.request in wanted for end in self._ended) + self._samples.withdraw(wanted)
         self._ended = [end for end in self._ended if end.request not in wanted]
-        for request in [r for r in self._waiting_samples if r in wanted]:
-            del self._waiting_samples[request]
         here = [request_id for request_id, r in self._in_progress.items() if r in wanted]
-        gone = before - len(self._ended) - len(self._waiting_samples) + len(here)
         if here:
             self._abort(here)
             for request_id in here:
                 self._end(request_id)
             self._store.forget(map(int, here))
-        self._count(cancelled=gone)
+        self._count(cancelled=gone + len(here))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Have vLLM forget these requests; ids that it does not know are ignored."""
@@ -345,7 +328,7 @@ class VLLMEngine:
         Raises:
             EngineDied: vLLM still has some of it.
         """
-        self._waiting_samples.clear()
+        self._samples.clear()
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
             self._store.forget(map(int, self._in_progress))
@@ -360,11 +343,7 @@ class VLLMEngine:
     # -- adapters -----------------------------------------------------------------------------
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        if self._adapters is None:
-            raise InvalidAdapter(
-                'vLLM was opened without adapters: load with engine_options={"enable_lora": True, '
-                '"max_loras": …, "max_lora_rank": …}'
-            )
+        self._adapters.check_enabled()
         if self._open is not None:  # from now on base sequences may be computed with the twin
             self._abort(self._idle(None))
         try:
@@ -376,10 +355,9 @@ class VLLMEngine:
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        if self._adapters is not None:
-            self._abort(self._idle(adapter))
-            with self._on_stream():
-                self._adapters.remove(adapter)
+        self._abort(self._idle(adapter))
+        with self._on_stream():
+            self._adapters.remove(adapter)
 
     def _idle(self, adapter: Adapter | None) -> list[str]:
         """Return an adapter's resident sequences that no question in progress extends."""
@@ -416,7 +394,7 @@ class VLLMEngine:
         others: list[Finished] = []
         try:
             while len(ends) < len(requests):
-                bystanders = [*self._in_progress.values(), *self._waiting_samples]
+                bystanders = [*self._in_progress.values(), *self._samples.waiting]
                 try:
                     finished = self.step()
                 except GenrtError as error:
@@ -451,11 +429,9 @@ class VLLMEngine:
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()
             core.scheduler.shutdown()
-        if self._adapters is not None:
-            self._adapters.close()
+        self._adapters.close()
         self._in_progress.clear()
-        self._drawn.clear()
-        self._waiting_samples.clear()
+        self._samples = Samples(self._max_num_seqs)
         self._store = RowStore()
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace
@@ -466,7 +442,7 @@ class VLLMEngine:
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         none = contextlib.nullcontext()
-        with TURN, self._globals, none if self._stream is None else torch.cuda.stream(self._stream):
+        with self._globals, none if self._stream is None else torch.cuda.stream(self._stream):
             yield
 
     def _count(self, **more: float) -> None:

@@ -13,6 +13,7 @@ device, and refuses a vLLM whose base rows are not the base model's.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import shutil
 import tempfile
@@ -38,17 +39,27 @@ SAME_ROW = 0.05
 
 
 class VLLMAdapters:
-    """The adapters that one vLLM engine knows. ``core`` is its ``engine_core`` client."""
+    """The adapters that one vLLM engine knows; none unless it was opened with adapters ``enabled``.
+    ``core`` is its ``engine_core`` client."""
 
-    def __init__(self, core: Any, *, base_needs_twin: bool) -> None:
+    def __init__(self, core: Any, *, enabled: bool, base_needs_twin: bool) -> None:
         self._core = core
+        self._enabled = enabled
         self._base_needs_twin = base_needs_twin
         self._numbers = itertools.count(1)
-        self._directory = tempfile.TemporaryDirectory(prefix="genrt-twin-")
+        self._twins = contextlib.ExitStack()  # of their directories
         self._loaded: dict[Adapter, LoRARequest] = {}
         self._users: collections.Counter[Adapter] = collections.Counter()
         self._removed: set[Adapter] = set()
         self._base: LoRARequest | None = None
+
+    def check_enabled(self) -> None:
+        """Raise InvalidAdapter if vLLM was opened without adapters."""
+        if not self._enabled:
+            raise InvalidAdapter(
+                'vLLM was opened without adapters: load with engine_options={"enable_lora": True, '
+                '"max_loras": …, "max_lora_rank": …}'
+            )
 
     def add(self, adapter: Adapter, path: Path) -> None:
         """Load an adapter.
@@ -87,7 +98,7 @@ class VLLMAdapters:
             )
 
     def _twin(self, source: Path) -> Path:
-        twin = Path(tempfile.mkdtemp(dir=self._directory.name))
+        twin = Path(self._twins.enter_context(tempfile.TemporaryDirectory(prefix="genrt-twin-")))
         shutil.copyfile(source / CONFIG_NAME, twin / CONFIG_NAME)
         weights = load_file(source / WEIGHTS_NAME)
         for name, weight in weights.items():
@@ -137,7 +148,7 @@ class VLLMAdapters:
         self._core.remove_lora(lora.lora_int_id)
 
     def close(self) -> None:
-        self._directory.cleanup()
+        self._twins.close()
 
 
 def _same(row: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from genrt.engines.vllm.config import (
-    TURN,
     check_version,
     configure,
     on_loopback,
@@ -43,7 +42,7 @@ def open_vllm(
     check_version(vllm.__version__)
     own = Globals()
     preload = os.environ.get("LD_PRELOAD")
-    with TURN, own, on_loopback(), undisturbed():
+    with own, on_loopback(), undisturbed():
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         executor = Executor.get_class(config)
         if config.parallel_config.world_size == 1:

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ FOLDER = PACKAGE / "engines" / "vllm"
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 PYTHONS: list[Any] = [
-    builtins, contextlib, itertools, os, threading, time, warnings, weakref, Counter, OrderedDict,
-    Path, list, dict, set, str, bytes, Exception, __import__("gc"), __import__("shutil"),
+    builtins, contextlib, contextlib.ExitStack, itertools, os, threading, type(threading.Lock()), time,
+    warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes, Exception, __import__("gc"), __import__("shutil"),
     __import__("tempfile"), np, np.ndarray, np.random, torch, torch.Tensor, torch.cuda,
     torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
 ]  # fmt: skip

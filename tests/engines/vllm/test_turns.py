@@ -1,4 +1,4 @@
-"""Turns go round in the order in which they were asked for."""
+"""globals.py: turns go round in the order in which they were asked for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from genrt.engines.turns import Turns
+from genrt.engines.vllm.globals import Turns
 from tests.scripted import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.vllm
 
 
 def started(function: Callable[[], None]) -> threading.Thread:
