@@ -66,7 +66,7 @@ class AsyncLM:
         self._thread = thread
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
         self._adapters = AdapterNames(thread)
-        asker = Asker(thread, self._adapters)
+        asker = Asker(lambda: thread.batcher, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         # What is asked without a seed is drawn from its nonce. Each of these sequences begins somewhere
         # among 2**62 numbers, so that no two runtimes share one, nor one with the seeds that users give.
@@ -190,7 +190,7 @@ class AsyncLM:
         """
         row = row_request(self._limits, token_ids, self._adapters.bound(adapter))
         request = host_row(row) if must_move(device, self.device) else row
-        [found] = await self._ask(timeout, (request,))
+        [found] = await self._ask((request,), timeout=timeout)
         return cast("torch.Tensor", found)
 
     async def batch_next_token_logprobs(
@@ -209,7 +209,7 @@ class AsyncLM:
         bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
         rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
         requests = [host_row(row) for row in rows] if moves else rows
-        found = await self._ask(timeout, requests, stacked=bool(requests))
+        found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
         if found:
             return cast("torch.Tensor", found[0])
         return torch.empty(0, self.vocab_size, device="cpu" if moves else self.device)
@@ -249,7 +249,7 @@ class AsyncLM:
         """
         bound, nonce = self._adapters.bound(adapter), next(self._nonces)
         request = draw_request(self._limits, token_ids, bound, nonce, mask, temperature, seed)
-        return cast("Draw", (await self._ask(timeout, (request,)))[0])
+        return cast("Draw", (await self._ask((request,), timeout=timeout))[0])
 
     async def batch_draw(
         self,
@@ -268,7 +268,7 @@ class AsyncLM:
         """
         bound, nonces = self._adapters.bound(adapter), self._nonces
         requests = draw_requests(self._limits, contexts, bound, nonces, masks, temperature, seed)
-        return batch_draw(await self._ask(timeout, requests))
+        return batch_draw(await self._ask(requests, timeout=timeout))
 
     async def token_logprobs(
         self,
@@ -281,7 +281,7 @@ class AsyncLM:
         """Return the row's entries for ``candidates``: float32 ``[len(candidates)]`` on the host."""
         bound = self._adapters.bound(adapter)
         request = candidates_request(self._limits, token_ids, candidates, bound)
-        return cast("torch.Tensor", (await self._ask(timeout, (request,)))[0])
+        return cast("torch.Tensor", (await self._ask((request,), timeout=timeout))[0])
 
     async def top_logprobs(
         self,
@@ -293,7 +293,7 @@ class AsyncLM:
     ) -> TopLogprobs:
         """Return the ``k`` likeliest tokens, likeliest first: ``(token_ids, logprobs)``, on the host."""
         request = top_request(self._limits, token_ids, k, self._adapters.bound(adapter))
-        return cast("TopLogprobs", (await self._ask(timeout, (request,)))[0])
+        return cast("TopLogprobs", (await self._ask((request,), timeout=timeout))[0])
 
     async def score(
         self,
@@ -311,7 +311,7 @@ class AsyncLM:
         """
         bound = self._adapters.bound(adapter)
         requests = score_requests(self._limits, token_ids, continuation, bound)
-        return joined(await self._ask(timeout, requests))
+        return joined(await self._ask(requests, timeout=timeout))
 
     # -- samples ------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class AsyncLM:
             min_p=min_p,
             seed=seed,
         )
-        return list((await self._ask(timeout, (request,)))[0])
+        return list((await self._ask((request,), timeout=timeout))[0])
 
     async def batch_sample(
         self,
@@ -376,7 +376,7 @@ class AsyncLM:
         parameters: dict[str, Any] = {**options}
         bound = self._adapters.bound(parameters.pop("adapter", None))
         requests = sample_requests(self._limits, contexts, bound, self._nonces, **parameters)
-        return [list(each) for each in await self._ask(timeout, requests)]
+        return [list(each) for each in await self._ask(requests, timeout=timeout)]
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
 

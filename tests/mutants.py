@@ -156,6 +156,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime.waiters",
         "test_batcher.py",
         ("Gatherings._quiet", "a loop's third pass is not waited for", Swap("PATIENCE", "2")),
+    ),
+    *breaks(
+        "runtime.ask",
+        "test_batcher.py",
         (
             "AtOnce.go_round",
             "a loop of cached questions never lets its event loop run",
@@ -207,7 +211,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         ("Batcher._sweep", "what a closed loop left behind is sent", Drop("self._cancel")),
-        ("Batcher._leave", "the engine is not told of a withdrawn request", Drop("self._wake")),
+        ("Batcher.leave", "the engine is not told of a withdrawn request", Drop("self._wake")),
         (
             "Batcher._stepped",
             "the rest of a failed step is not withdrawn from the engine",

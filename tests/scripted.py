@@ -23,6 +23,7 @@ from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
 from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 
@@ -245,6 +246,7 @@ class ByHand:
             wake=self._wake,
             clock=clock,
         )
+        self.asker = Asker(lambda: self.batcher)
         self.dropped = 0
         self._tasks: list[asyncio.Task[list[Result]]] = []
 
@@ -259,7 +261,7 @@ class ByHand:
 
     def ask(self, *requests: Request) -> asyncio.Task[list[Result]]:
         """A task that asks them as one question."""
-        self._tasks.append(asyncio.get_running_loop().create_task(self.batcher.ask(requests)))
+        self._tasks.append(asyncio.get_running_loop().create_task(self.asker.ask(requests)))
         return self._tasks[-1]
 
     async def queued(self, *requests: Request) -> asyncio.Task[list[Result]]:

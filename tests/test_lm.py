@@ -30,7 +30,7 @@ from genrt.errors import (
 from genrt.lm import AsyncLM
 from genrt.questions.request import Request
 from genrt.questions.samples import SampleOptions, SampleRequest
-from genrt.runtime.waiters import MOST_AT_ONCE
+from genrt.runtime.ask import MOST_AT_ONCE
 from tests.scripted import ScriptedEngine, logprobs, passes
 
 VOCAB_SIZE, MAX_MODEL_LEN = 12, 20

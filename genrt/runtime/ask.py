@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import functools
+import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from genrt.errors import UnknownAdapter
+from genrt.errors import GenrtError, TimedOut, UnknownAdapter
 from genrt.numbers import check_timeout
 from genrt.questions.request import Request, Result
 from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.thread import EngineThread
+from genrt.runtime.batcher import Batcher
+from genrt.runtime.waiters import Waiter
 
-__all__ = ["Asker", "blocking_question", "twin_of"]
+__all__ = ["MOST_AT_ONCE", "Asker", "blocking_question", "twin_of"]
+
+MOST_AT_ONCE = 64
+"""After so many requests in a row that nobody waited for, the loop goes round once."""
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -22,45 +29,144 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Asker:
-    """Asks a runtime's batcher, which a restart keeps."""
+    """Asks a batcher.
 
-    def __init__(self, thread: EngineThread, adapters: AdapterNames) -> None:
-        self._thread = thread
+    Args:
+        batcher: returns it; raises Closed where there is none.
+        adapters: the names that adapters have now, for questions bound to one that is loaded anew.
+    """
+
+    def __init__(
+        self, batcher: Callable[[], Batcher], adapters: AdapterNames | None = None
+    ) -> None:
+        self._batcher = batcher
         self._adapters = adapters
+        self._at_once = AtOnce()
 
     def ask(
-        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> Coroutine[Any, Any, list[Result]]:
-        """Return the results, to be awaited; see ``Batcher.ask``. Raises InvalidRequest for a timeout
-        that is out of range."""
+        """Return the results in order, to be awaited, each in storage of its own; requests may appear
+        more than once. With ``stacked``, the only result is the stack of the rows, of which there is at
+        least one.
+
+        Cancelling the await withdraws this caller alone. Questions that the cache answers let others run.
+
+        Raises:
+            InvalidRequest: the timeout is out of range.
+            EngineFailed: the step of one of the requests failed; the question's others are withdrawn.
+            TimedOut: there was no answer within ``timeout`` seconds; the question is withdrawn.
+            Closed: the batcher is closed, or was while this waited.
+        """
         seconds = check_timeout(timeout)
-        if requests and requests[0].adapter is not None:
-            return self._ask_adapter(seconds, requests, stacked)
-        return self._thread.batcher.ask(requests, stacked=stacked, timeout=seconds)
+        if self._adapters is None or not requests or requests[0].adapter is None:
+            return self._ask(requests, stacked, seconds)
+        return self._ask_adapter(self._adapters, requests, stacked, seconds)
 
     async def _ask_adapter(
-        self, timeout: float | None, requests: Sequence[Request], stacked: bool
+        self,
+        adapters: AdapterNames,
+        requests: Sequence[Request],
+        stacked: bool,
+        seconds: float | None,
     ) -> list[Result]:
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if seconds is None else time.monotonic() + seconds
         while True:
             try:
-                return await self._thread.batcher.ask(requests, stacked=stacked, timeout=timeout)
+                return await self._ask(requests, stacked, seconds)
             except UnknownAdapter as error:
-                requests = self._adapters.rebound(requests, error)
-                timeout = _left(until)
+                requests = adapters.rebound(requests, error)
+                seconds = _left(until)
+
+    async def _ask(
+        self, requests: Sequence[Request], stacked: bool, seconds: float | None
+    ) -> list[Result]:
+        try:
+            joined = self._join(requests, stacked)
+            results = await (joined if seconds is None else _within(seconds, joined))
+        except GenrtError:
+            await self._at_once.go_round()
+            raise
+        await self._at_once.go_round()  # not before it is asked: what it is bound to could go
+        return results
+
+    async def _join(self, requests: Sequence[Request], stacked: bool) -> list[Result]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Result]] = loop.create_future()
+        waiter = Waiter(requests, loop, future, stacked, {})
+        self._at_once.count += len(requests) or 1
+        batcher = self._batcher()
+        try:
+            if (results := batcher.join(waiter)) is not None:
+                return results
+            self._at_once.count = 0
+            return await future
+        finally:
+            if waiter.missing and not loop.is_closed():
+                batcher.leave(waiter)
 
     def ask_sync(
-        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
-        """Return the results, blocking the thread."""
+        """Ask as ``ask`` does, blocking the thread; an interrupt withdraws the question."""
         seconds = check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             try:
-                return self._thread.batcher.ask_sync(requests, stacked=stacked, timeout=seconds)
+                return self._join_sync(requests, stacked, seconds)
             except UnknownAdapter as error:
+                if self._adapters is None:
+                    raise
                 requests = self._adapters.rebound(requests, error)
                 seconds = _left(until)
+
+    def _join_sync(
+        self, requests: Sequence[Request], stacked: bool, seconds: float | None
+    ) -> list[Result]:
+        future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+        waiter = Waiter(requests, None, future, stacked, {})
+        batcher = self._batcher()
+        longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+        try:
+            results = batcher.join(waiter)
+            return future.result(longest) if results is None else results
+        except concurrent.futures.TimeoutError:
+            raise _timed_out(cast("float", seconds)) from None
+        finally:
+            if waiter.missing:
+                batcher.leave(waiter)
+
+
+class AtOnce(threading.local):
+    """How many requests in a row this thread has asked without waiting for one: a task that the cache
+    always answers would never let its loop run anything else, not even what is to cancel it. One count
+    serves all tasks of the thread, as another task runs only once the loop has gone on."""
+
+    count = 0
+
+    async def go_round(self) -> None:
+        """Let the loop run something else, if it is time."""
+        if self.count >= MOST_AT_ONCE:
+            self.count = 0
+            await asyncio.sleep(0)
+
+
+async def _within(seconds: float, answer: Awaitable[T]) -> T:
+    """Return the answer if it comes in time, and cancel it otherwise.
+
+    Raises:
+        TimedOut: it did not.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except TimeoutError:
+        raise _timed_out(seconds) from None
+
+
+def _timed_out(seconds: float) -> TimedOut:
+    """Return the error that says that no answer came within these seconds."""
+    return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")
 
 
 def _left(until: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """Many awaits, one call: queue, dedupe, flush policy, cancellation, delivery.
 
-A question travels: ``ask`` finds its row in the cache, joins an equal request that is queued or in
+A question travels: ``join`` finds its row in the cache, joins an equal request that is queued or in
 flight, or queues it, if need be when there is room; when the asking loop has gone quiet the request is
 *ready*; the engine thread's next ``turn`` submits the ready requests as one flush, runs one engine step,
 and delivers what finished.
@@ -23,8 +23,6 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import sys
 import threading
 import time
@@ -42,7 +40,6 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.queue import Admission, Bindings, Flight, Ready
 from genrt.runtime.statistics import BatcherStatistics
 from genrt.runtime.waiters import (
-    AtOnce,
     Entry,
     Gatherings,
     Observer,
@@ -52,8 +49,6 @@ from genrt.runtime.waiters import (
     deliver,
     hand_out,
     outcome_of,
-    timed_out,
-    within,
 )
 
 __all__ = ["Batcher"]
@@ -95,69 +90,20 @@ class Batcher:
         self._flight = Flight()
         self._on_loops = OnLoops()
         self._bindings = Bindings()
-        self._at_once = AtOnce()
         self._admission = Admission(max_queued_requests, max_queued_bytes)
         self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
         self._closed: GenrtError | None = None
         self._last_told: list[tuple[Waiter, Outcome]] = []
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
 
-    # -- asking: event loops and threads ------------------------------------------------------
+    # -- asking and leaving: event loops and threads --------------------------------------------
 
-    async def ask(
-        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
-    ) -> list[Result]:
-        """Return the results in order, each in storage of its own; requests may appear more than once.
-        With ``stacked``, the only result is the stack of the rows, of which there is at least one.
-
-        Cancelling the await withdraws this caller alone. Questions that the cache answers let others run.
+    def join(self, waiter: Waiter) -> list[Result] | None:
+        """Register the waiter for what the cache lacks; return the results if that is nothing.
 
         Raises:
-            EngineFailed: the step of one of the requests failed; the question's others are withdrawn.
-            TimedOut: there was no answer within ``timeout`` seconds; the question is withdrawn.
-            Closed: the batcher is closed, or was while this waited.
+            Closed: the batcher is closed.
         """
-        try:
-            asked = self._asked(requests, stacked)
-            results = await (asked if timeout is None else within(timeout, asked))
-        except GenrtError:
-            await self._at_once.go_round()
-            raise
-        await self._at_once.go_round()  # not before it is asked: what it is bound to could go
-        return results
-
-    async def _asked(self, requests: Sequence[Request], stacked: bool) -> list[Result]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Result]] = loop.create_future()
-        waiter = Waiter(requests, loop, future, stacked, {})
-        self._at_once.count += len(requests) or 1
-        try:
-            if (results := self._join(waiter)) is not None:
-                return results
-            self._at_once.count = 0
-            return await future
-        finally:
-            if waiter.missing and not loop.is_closed():
-                self._leave(waiter)
-
-    def ask_sync(
-        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
-    ) -> list[Result]:
-        """Ask as ``ask`` does, blocking the thread; an interrupt withdraws the question."""
-        future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
-        waiter = Waiter(requests, None, future, stacked, {})
-        longest = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        try:
-            results = self._join(waiter)
-            return future.result(longest) if results is None else results
-        except concurrent.futures.TimeoutError:
-            raise timed_out(cast("float", timeout)) from None
-        finally:
-            if waiter.missing:
-                self._leave(waiter)
-
-    def _join(self, waiter: Waiter) -> list[Result] | None:
-        """Register the waiter for what the cache lacks; the results if that is nothing."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed.fresh()
@@ -241,9 +187,8 @@ class Batcher:
         self._ready.add(added)
         return bool(added)
 
-    # -- leaving ------------------------------------------------------------------------------
-
-    def _leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: Waiter) -> None:
+        """Withdraw the question of a waiter that is still missing something."""
         if self._observer is not None:
             self._observer.leaving(waiter)
         with self._lock:

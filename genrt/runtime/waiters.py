@@ -17,22 +17,20 @@ import concurrent.futures
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
 from genrt.engines.protocol import failure
-from genrt.errors import GenrtError, TimedOut
+from genrt.errors import GenrtError
 from genrt.questions.request import Request, Result
 from genrt.tokens.rows import apart, stacked
 
 __all__ = [
-    "MOST_AT_ONCE",
     "PATIENCE",
     "TOLD_AT_ONCE",
-    "AtOnce",
     "Entry",
     "Gatherings",
     "Observer",
@@ -43,14 +41,9 @@ __all__ = [
     "hand_out",
     "outcome_of",
     "outcomes",
-    "timed_out",
-    "within",
 ]
 
 T = TypeVar("T")
-
-MOST_AT_ONCE = 64
-"""After so many requests in a row that nobody waited for, the loop goes round once."""
 
 PATIENCE = 100
 """How many passes a loop that asks something new in each of them is waited for."""
@@ -137,20 +130,6 @@ class OnLoops:
     def clear(self) -> None:
         """Forget all."""
         self._waiters.clear()
-
-
-class AtOnce(threading.local):
-    """How many requests in a row this thread has asked without waiting for one: a task that the cache
-    always answers would never let its loop run anything else, not even what is to cancel it. One count
-    serves all tasks of the thread, as another task runs only once the loop has gone on."""
-
-    count = 0
-
-    async def go_round(self) -> None:
-        """Let the loop run something else, if it is time."""
-        if self.count >= MOST_AT_ONCE:
-            self.count = 0
-            await asyncio.sleep(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -331,21 +310,3 @@ def _resolve(loop: asyncio.AbstractEventLoop | None, done: deque[tuple[Any, Outc
 
 
 _DONE = contextlib.suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError)
-
-
-async def within(seconds: float, answer: Awaitable[T]) -> T:
-    """Return the answer if it comes in time, and cancel it otherwise.
-
-    Raises:
-        TimedOut: it did not.
-    """
-    try:
-        async with asyncio.timeout(seconds):
-            return await answer
-    except TimeoutError:
-        raise timed_out(seconds) from None
-
-
-def timed_out(seconds: float) -> TimedOut:
-    """Return the error that says that no answer came within these seconds."""
-    return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")

@@ -127,14 +127,14 @@ class SimulatedRuntime:
     # -- questions ----------------------------------------------------------------------------
 
     async def ask(
-        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
         """Ask as an AsyncLM does, and check the answers. Everything goes into the record."""
         number = next(self._number)
         self.unanswered.add(number)
         self.record.add("asked", number, *requests)
         try:
-            results = await self._ask(timeout, requests, stacked=stacked)
+            results = await self._ask(requests, stacked=stacked, timeout=timeout)
         except GeneratorExit:  # collected with its loop, at any moment
             raise
         except BaseException as error:
@@ -149,10 +149,10 @@ class SimulatedRuntime:
         return results
 
     def ask_sync(
-        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
         """Do as ``ask`` does: the loop that this is called on is held up, others are not."""
-        return self.run_blocked(self.ask(timeout, requests, stacked=stacked))
+        return self.run_blocked(self.ask(requests, stacked=stacked, timeout=timeout))
 
     # -- as the batcher's observer ------------------------------------------------------------
 

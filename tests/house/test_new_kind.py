@@ -48,7 +48,7 @@ class Entropy(Wanted):
 async def entropy(lm: AsyncLM, token_ids: Sequence[int], *, timeout: float | None = None) -> float:
     """Return the entropy of the next token, in nats."""
     request = ReadRequest(row_request(lm._limits, token_ids, None), Entropy())
-    return cast("float", (await lm._ask(timeout, (request,)))[0])
+    return cast("float", (await lm._ask((request,), timeout=timeout))[0])
 
 
 entropy_sync = blocking_question(entropy)

@@ -16,7 +16,7 @@ from tests.house.words import (
 )
 
 LONGEST_FILE = 450
-STILL_LONG = {"lm.py": 500, "runtime/batcher.py": 500, "engines/vllm/engine.py": 480}
+STILL_LONG = {"lm.py": 500}
 MOST_LINES = 23_550
 """Bounds for the whole package; issue 11 asks for 450 lines a file, without exceptions, and 18,500."""
 

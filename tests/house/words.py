@@ -53,7 +53,8 @@ VERBS = frozenset(
     retire retry return rewrite round run sample save say schedule score search see select send
     serve set settle shorten show shut simulate skip sort split spread start state stay step
     stop store submit sum summarise suppress swap take tell temper test time trace track train
-    translate trim try turn unbind unpack update use verify visit wait wake warn watch weigh wrap write
+    translate trim try turn unbind unpack update use verify visit wait wake warn watch weigh withdraw wrap
+    write
     yield
     """.split()  # noqa: SIM905
 )

@@ -21,9 +21,10 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.ask import MOST_AT_ONCE
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
-from genrt.runtime.waiters import MOST_AT_ONCE, PATIENCE, TOLD_AT_ONCE, Waiter, deliver
+from genrt.runtime.waiters import PATIENCE, TOLD_AT_ONCE, Waiter, deliver
 from genrt.tokens.rows import apart
 from tests.scripted import (
     PATIENCE_SECONDS,
@@ -143,7 +144,7 @@ async def test_a_flush_holds_everything_that_is_asked_until_the_loop_is_quiet(
 
     async def after(count: int) -> list[Result]:
         await passes(count)
-        return await hand.batcher.ask([logprobs(1, count)])
+        return await hand.asker.ask([logprobs(1, count)])
 
     tasks = [asyncio.create_task(after(count)) for count in range(30)]
     await passes(29)
@@ -283,11 +284,11 @@ async def test_reads_from_cached_rows_never_take_the_place_of_a_step(
 Asking = Callable[[ByHand], Any]
 
 AT_ONCE: dict[str, Asking] = {
-    "a cached row": lambda hand: hand.batcher.ask([A]),
-    "with a timeout": lambda hand: hand.batcher.ask([A], timeout=0.0),
-    "a batch": lambda hand: hand.batcher.ask([A] * MOST_AT_ONCE),
-    "nothing": lambda hand: hand.batcher.ask([]),
-    "a closed runtime": lambda hand: hand.batcher.ask([B]),
+    "a cached row": lambda hand: hand.asker.ask([A]),
+    "with a timeout": lambda hand: hand.asker.ask([A], timeout=0.0),
+    "a batch": lambda hand: hand.asker.ask([A] * MOST_AT_ONCE),
+    "nothing": lambda hand: hand.asker.ask([]),
+    "a closed runtime": lambda hand: hand.asker.ask([B]),
 }
 
 
@@ -351,7 +352,7 @@ async def test_a_timeout_around_cached_questions_fires() -> None:
     async def asks() -> None:
         async with asyncio.timeout(0.0):
             for _ in range(10 * MOST_AT_ONCE):
-                await hand.batcher.ask([A])
+                await hand.asker.ask([A])
 
     with pytest.raises(TimeoutError):
         await asks()
@@ -398,8 +399,8 @@ async def test_a_batch_question_asks_only_for_what_the_cache_lacks(by_hand: Make
 
 async def test_an_empty_batch_is_answered_at_once(by_hand: Make) -> None:
     hand = by_hand()
-    assert await hand.batcher.ask([]) == []
-    assert hand.batcher.ask_sync([]) == []
+    assert await hand.asker.ask([]) == []
+    assert hand.asker.ask_sync([]) == []
     assert hand.wakes == 0
 
 
@@ -732,7 +733,7 @@ async def test_no_memory_for_the_copy_of_a_cached_row_is_an_error_of_genrt(
 
     monkeypatch.setattr("genrt.runtime.waiters.apart", full)
     with pytest.raises(OutOfMemory, match="no room"):
-        await hand.batcher.ask([A])
+        await hand.asker.ask([A])
 
 
 @pytest.mark.promise(number=15)
@@ -747,7 +748,7 @@ async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
         ScriptedEngine(row=lambda request: step[places[request]]), cache_bytes=cache_bytes
     )
     single, both = await hand.queued(A), await hand.queued(A, B)
-    stacked = asyncio.create_task(hand.batcher.ask([C, A, C], stacked=True))
+    stacked = asyncio.create_task(hand.asker.ask([C, A, C], stacked=True))
     await passes()
     await hand.finish()
     rows = [*await single, *await both]
@@ -763,7 +764,7 @@ async def test_what_a_waiter_gets_is_no_part_of_a_steps_rows(
     stack.zero_()
     rows[0].zero_()
     assert torch.equal(step[0], expected_row(A))
-    again = asyncio.create_task(hand.batcher.ask([A, A], stacked=True))
+    again = asyncio.create_task(hand.asker.ask([A, A], stacked=True))
     await passes()
     await hand.finish()
     assert torch.equal((await again)[0], step[[0, 0]])
@@ -812,9 +813,9 @@ async def test_close_ends_every_waiter_in_every_state(by_hand: Make, state: str)
     assert all(isinstance(error, Closed) for error in errors), errors
     assert len({id(error) for error in errors}) == len(tasks)
     with pytest.raises(Closed, match="load it again"):
-        await hand.batcher.ask([A])
+        await hand.asker.ask([A])
     with pytest.raises(Closed):
-        hand.batcher.ask_sync([A])
+        hand.asker.ask_sync([A])
     assert hand.batcher.seconds_until_due() is None
     s = hand.batcher.statistics()
     assert (s.queued, s.in_flight, s.cancelled) == (0, 0, 0)
@@ -946,11 +947,11 @@ def spin(loop: asyncio.AbstractEventLoop) -> None:
 def test_two_loops_share_a_request_and_each_gets_its_own_row(by_hand: Make) -> None:
     hand = by_hand(by_tokens({A: 2}))
     loops = [asyncio.new_event_loop() for _ in range(2)]
-    tasks = [loop.create_task(hand.batcher.ask([A, B])) for loop in loops]
+    tasks = [loop.create_task(hand.asker.ask([A, B])) for loop in loops]
     for loop in loops:
         spin(loop)
     hand.turn()
-    tasks += [loops[0].create_task(hand.batcher.ask([A]))]
+    tasks += [loops[0].create_task(hand.asker.ask([A]))]
     spin(loops[0])
     hand.turn()
     for loop in loops:
@@ -964,9 +965,9 @@ def test_two_loops_share_a_request_and_each_gets_its_own_row(by_hand: Make) -> N
 def test_a_request_that_two_loops_queue_is_sent_when_the_first_is_quiet(by_hand: Make) -> None:
     hand = by_hand()
     busy, quiet = asyncio.new_event_loop(), asyncio.new_event_loop()
-    slow = busy.create_task(hand.batcher.ask([A]))
+    slow = busy.create_task(hand.asker.ask([A]))
     busy.run_until_complete(passes(1))
-    quick = quiet.create_task(hand.batcher.ask([A]))
+    quick = quiet.create_task(hand.asker.ask([A]))
     spin(quiet)
     hand.turn()
     spin(quiet)
@@ -983,7 +984,7 @@ def test_a_request_that_two_loops_queue_is_sent_when_the_first_is_quiet(by_hand:
 def test_what_a_closed_loop_queued_is_sent_only_for_others(by_hand: Make, ready: bool) -> None:
     hand = by_hand()
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.batcher.ask([request])) for request in (A, B)]
+    lost = [ended.create_task(hand.asker.ask([request])) for request in (A, B)]
     if ready:
         spin(ended)
     else:
@@ -991,7 +992,7 @@ def test_what_a_closed_loop_queued_is_sent_only_for_others(by_hand: Make, ready:
         ended.run_forever()
     assert (hand.batcher.seconds_until_due() == 0.0) == ready
     ended.close()
-    task = other.create_task(hand.batcher.ask([B]))
+    task = other.create_task(hand.asker.ask([B]))
     spin(other)
     while hand.batcher.seconds_until_due() == 0.0:
         hand.turn()
@@ -1021,9 +1022,9 @@ def test_a_closed_loop_is_no_obstacle_to_delivery(by_hand: Make, computed: bool)
     """It is closed before the answer is there, or between that and its waking up."""
     hand = by_hand(by_tokens({A: 2 - computed}))
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.batcher.ask([A]))]
+    lost = [ended.create_task(hand.asker.ask([A]))]
     spin(ended)
-    kept = other.create_task(hand.batcher.ask([A]))
+    kept = other.create_task(hand.asker.ask([A]))
     spin(other)
     hand.turn()
     ended.close()
@@ -1071,16 +1072,16 @@ def test_what_a_loop_asks_after_a_restart_is_swept_when_it_is_closed(by_hand: Ma
     """The loop has two gatherings then; the end of the one is not that of the other."""
     hand = by_hand()
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.batcher.ask([A]))]
+    lost = [ended.create_task(hand.asker.ask([A]))]
     one_pass(ended)
     hand.batcher.close()
     hand.batcher.reopen()
-    lost.append(ended.create_task(hand.batcher.ask([B])))
+    lost.append(ended.create_task(hand.asker.ask([B])))
     one_pass(ended)
     one_pass(ended)
     assert hand.batcher.statistics().queued == 1
     ended.close()
-    asked = other.create_task(hand.batcher.ask([C]))
+    asked = other.create_task(hand.asker.ask([C]))
     spin(other)
     hand.turn()
     spin(other)
@@ -1114,7 +1115,7 @@ def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: 
     def scenario() -> None:
         hand = ByHand(ScriptedEngine(steps=lambda request: 1 + cancelled), clock=clock)
         ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-        task = ended.create_task(hand.batcher.ask([B]))
+        task = ended.create_task(hand.asker.ask([B]))
         spin(ended)
         hand.turn()
         if cancelled:
@@ -1123,7 +1124,7 @@ def test_a_collection_inside_the_batchers_own_lock_does_not_deadlock(cancelled: 
         lost.append(task)
         alive.append(weakref.ref(task))
         del task
-        asked = other.create_task(hand.batcher.ask([A]))
+        asked = other.create_task(hand.asker.ask([A]))
         spin(other)
         hand.turn()
         hand.turn()
@@ -1148,8 +1149,8 @@ def test_what_a_closed_loop_left_in_flight_is_withdrawn(request_: Request) -> No
     """As by a notebook's kernel or a server that stops, without a cancellation."""
     hand = ByHand(ScriptedEngine(steps=lambda request: 10 if request.token_ids == (1,) else 2))
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = [ended.create_task(hand.batcher.ask([request_, B])) for _ in range(3)]
-    kept = other.create_task(hand.batcher.ask([B]))
+    lost = [ended.create_task(hand.asker.ask([request_, B])) for _ in range(3)]
+    kept = other.create_task(hand.asker.ask([B]))
     spin(ended)
     spin(other)
     hand.turn()
@@ -1169,7 +1170,7 @@ def test_what_a_closed_loop_left_in_flight_is_withdrawn(request_: Request) -> No
 def test_what_a_closed_loop_left_in_flight_is_not_sent_to_another_engine() -> None:
     hand = ByHand(by_tokens({sample(1): 10}))
     ended = asyncio.new_event_loop()
-    lost = [ended.create_task(hand.batcher.ask([sample(1)]))]
+    lost = [ended.create_task(hand.asker.ask([sample(1)]))]
     spin(ended)
     hand.turn()
     ended.close()
@@ -1185,12 +1186,12 @@ def test_what_a_closed_loop_left_in_flight_is_not_sent_to_another_engine() -> No
 def test_who_waits_for_room_on_a_closed_loop_makes_place(by_hand: Make) -> None:
     hand = by_hand(by_tokens({A: 3}), max_queued_requests=1)
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    first = other.create_task(hand.batcher.ask([A]))
+    first = other.create_task(hand.asker.ask([A]))
     spin(other)
     hand.turn()
-    lost = [ended.create_task(hand.batcher.ask([request])) for request in (B, C)]
+    lost = [ended.create_task(hand.asker.ask([request])) for request in (B, C)]
     spin(ended)
-    last = other.create_task(hand.batcher.ask([D]))
+    last = other.create_task(hand.asker.ask([D]))
     spin(other)
     assert hand.batcher.statistics().waiting == 2
     ended.close()
@@ -1214,7 +1215,7 @@ def test_a_closed_loops_tasks_end_where_nothing_is_locked(by_hand: Make) -> None
 
     async def asks() -> None:
         try:
-            await hand.batcher.ask([A])
+            await hand.asker.ask([A])
         finally:
             locked.append(hand.batcher._lock._is_owned())  # type: ignore[attr-defined]
 
@@ -1239,7 +1240,7 @@ def test_ask_sync_blocks_a_thread_until_its_answer(by_hand: Make) -> None:
 
     def ask(request: Request) -> None:
         try:
-            answers.append(hand.batcher.ask_sync([request, request]))
+            answers.append(hand.asker.ask_sync([request, request]))
         except NotFinite as error:
             errors.append(error)
 
@@ -1265,7 +1266,7 @@ def test_an_interrupt_withdraws_a_sync_question(
 
     monkeypatch.setattr("concurrent.futures.Future.result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        hand.batcher.ask_sync([A])
+        hand.asker.ask_sync([A])
     hand.turn()
     assert hand.engine.cancelled == [[A]]
     assert hand.batcher.statistics().cancelled == 1

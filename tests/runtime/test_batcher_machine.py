@@ -26,6 +26,7 @@ from genrt.errors import EngineFailed
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from tests.scripted import ScriptedEngine, logprobs, passes, right, sample
@@ -57,6 +58,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.batcher = Batcher(
             RowCache(cache_bytes), max_batch_size=max_batch_size, clock=lambda: 0.0
         )
+        self.asker = Asker(lambda: self.batcher)
         self.loops = [asyncio.new_event_loop() for _ in range(LOOPS)]
         self.reports: list[dict[str, Any]] = []
         for loop in self.loops:
@@ -73,7 +75,7 @@ class BatcherMachine(RuleBasedStateMachine):
     )
     def ask(self, loop: int, requests: list[Request]) -> None:
         running = self.loops[loop]
-        task = running.create_task(self.batcher.ask(requests))
+        task = running.create_task(self.asker.ask(requests))
         self.one_pass(running)
         missing = set(requests) - self.cached
         self.questions += len(requests)

@@ -30,6 +30,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime import thread as engine_thread
+from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread
@@ -69,6 +70,10 @@ def opened(thread: EngineThread) -> Engine:
     return thread.opened.result(PATIENCE_SECONDS)
 
 
+def asking(batcher: Batcher) -> Asker:
+    return Asker(lambda: batcher)
+
+
 def joined(thread: EngineThread) -> None:
     thread._thread.join(PATIENCE_SECONDS)
     assert not thread._thread.is_alive()
@@ -95,7 +100,7 @@ def test_what_opening_raises_reaches_who_waits_for_it(start: Start, error: BaseE
     with pytest.raises(later):
         thread.call(lambda engine: None).result(PATIENCE_SECONDS)
     with pytest.raises(later):
-        thread.batcher.ask_sync([A], timeout=PATIENCE_SECONDS)
+        asking(thread.batcher).ask_sync([A], timeout=PATIENCE_SECONDS)
 
 
 def test_load_raises_what_opening_raised() -> None:
@@ -179,7 +184,7 @@ def test_the_engine_is_used_on_its_own_thread_alone(start: Start, tmp_path: Path
 
     thread = start(make)
     opened(thread)
-    assert right([A, B], thread.batcher.ask_sync([A, B]))
+    assert right([A, B], asking(thread.batcher).ask_sync([A, B]))
     used.append(thread.call(lambda _: threading.get_ident()).result(PATIENCE_SECONDS))
     assert engine.threads == set(used) != {threading.get_ident()}
     assert len(engine.threads) == 1
@@ -191,7 +196,7 @@ def test_calls_run_between_turns_and_give_back_what_they_raise(start: Start) -> 
     thread = start(lambda: engine)
     opened(thread)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(thread.batcher.ask_sync, [A])
+        asked = pool.submit(asking(thread.batcher).ask_sync, [A])
         gate.wait_until_held()
         during = thread.call(lambda _: len(engine.stepped))
         failing = thread.call(lambda _: 1 / 0)
@@ -203,14 +208,14 @@ def test_calls_run_between_turns_and_give_back_what_they_raise(start: Start) -> 
         with pytest.raises(ZeroDivisionError):
             failing.result(PATIENCE_SECONDS)
         assert right([A], asked.result(PATIENCE_SECONDS))
-    assert right([B], thread.batcher.ask_sync([B])), "a call's error harms nobody"
+    assert right([B], asking(thread.batcher).ask_sync([B])), "a call's error harms nobody"
 
 
 def test_a_very_long_wait_for_company_is_no_error(start: Start) -> None:
     thread = start(ScriptedEngine, max_batch_size=2, max_wait_seconds=1e300)
     opened(thread)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(thread.batcher.ask_sync, [request]) for request in (A, B)]
+        asked = [pool.submit(asking(thread.batcher).ask_sync, [request]) for request in (A, B)]
         results = [each.result(PATIENCE_SECONDS)[0] for each in asked]
     assert right([A, B], results)
 
@@ -239,9 +244,9 @@ def test_an_engine_that_dies_ends_every_waiter_and_every_later_one(start: Start,
         raise Fatal("dead")
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(thread.batcher.ask_sync, [A])]
+        waiting = [pool.submit(asking(thread.batcher).ask_sync, [A])]
         gate.wait_until_held()
-        waiting += [pool.submit(thread.batcher.ask_sync, [request]) for request in (A, B)]
+        waiting += [pool.submit(asking(thread.batcher).ask_sync, [request]) for request in (A, B)]
         call = thread.call(die if how == "call" else lambda _: None)
         gate.open()
         errors = [each.exception(PATIENCE_SECONDS) for each in waiting]
@@ -257,7 +262,7 @@ def test_an_engine_that_dies_ends_every_waiter_and_every_later_one(start: Start,
         assert isinstance(errors[0].__cause__, Fatal)  # type: ignore[union-attr]
     assert len({id(error) for error in errors}) == 3
     with pytest.raises(EngineFailed, match="can't go on"):
-        thread.batcher.ask_sync([C])
+        asking(thread.batcher).ask_sync([C])
     with pytest.raises(EngineFailed, match="can't go on"):
         thread.call(lambda _: None).result(PATIENCE_SECONDS)
     assert engine.closed == 1
@@ -273,9 +278,9 @@ async def test_close_ends_waiters_at_once_while_a_step_is_held(start: Start) -> 
     engine = ScriptedEngine(gate=gate)
     thread = start(lambda: engine)
     opened(thread)
-    in_flight = asyncio.create_task(thread.batcher.ask([A]))
+    in_flight = asyncio.create_task(asking(thread.batcher).ask([A]))
     await asyncio.to_thread(gate.wait_until_held)
-    queued = asyncio.create_task(thread.batcher.ask([B]))
+    queued = asyncio.create_task(asking(thread.batcher).ask([B]))
     await passes()
     call = thread.call(lambda _: None)
     thread.close(wait=False)
@@ -283,7 +288,7 @@ async def test_close_ends_waiters_at_once_while_a_step_is_held(start: Start) -> 
         with pytest.raises(Closed):
             await asyncio.wait_for(task, PATIENCE_SECONDS)
     with pytest.raises(Closed):
-        await thread.batcher.ask([C])
+        await asking(thread.batcher).ask([C])
     assert engine.closed == 0, "not under a step in progress"
     gate.open()
     joined(thread)
@@ -299,7 +304,7 @@ def test_close_waits_only_so_long_for_a_step(start: Start, monkeypatch: pytest.M
     thread = start(lambda: ScriptedEngine(gate=gate))
     opened(thread)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(thread.batcher.ask_sync, [A])
+        asked = pool.submit(asking(thread.batcher).ask_sync, [A])
         gate.wait_until_held()
         thread.close()
         assert isinstance(asked.exception(PATIENCE_SECONDS), Closed)
@@ -328,7 +333,7 @@ def test_close_from_the_engines_own_thread_ends_it(start: Start) -> None:
     joined(thread)
     assert engine.closed == 1
     with pytest.raises(Closed):
-        thread.batcher.ask_sync([A])
+        asking(thread.batcher).ask_sync([A])
 
 
 @pytest.mark.promise(number=20)
@@ -373,7 +378,7 @@ def test_a_runtime_collected_on_the_engines_own_thread_closes_without_deadlock(w
 
 def answered_or_closed(batcher: Batcher) -> None:
     with contextlib.suppress(Closed):
-        batcher.ask_sync([A])
+        asking(batcher).ask_sync([A])
 
 
 class Hooked(LogprobsRequest):
@@ -439,9 +444,9 @@ def test_a_runtime_that_ends_in_the_middle_of_a_question_does_not_deadlock(
             Hooked.hook = staticmethod(hook)
         with contextlib.suppress(Closed), contextlib.closing(loop):
             if where == "a thread asks":
-                batcher.ask_sync([request])
+                asking(batcher).ask_sync([request])
             else:
-                loop.run_until_complete(batcher.ask([request]))
+                loop.run_until_complete(asking(batcher).ask([request]))
 
     asker = threading.Thread(target=asks, daemon=True)
     try:
@@ -455,7 +460,7 @@ def test_a_runtime_that_ends_in_the_middle_of_a_question_does_not_deadlock(
     assert not thread.is_alive(), "deadlock"
     assert engine.closed == 1
     with pytest.raises(Closed):
-        batcher.ask_sync([A])
+        asking(batcher).ask_sync([A])
 
 
 @pytest.mark.promise(number=20)
@@ -475,7 +480,7 @@ def test_a_signal_handler_may_close_the_runtime_in_the_middle_of_a_question() ->
     Hooked.hook = staticmethod(hook)
     try:
         with contextlib.suppress(Closed):
-            batcher.ask_sync([Hooked([1])], timeout=PATIENCE_SECONDS)
+            asking(batcher).ask_sync([Hooked([1])], timeout=PATIENCE_SECONDS)
     finally:
         Hooked.hook = staticmethod(lambda: None)
         signal.signal(signal.SIGUSR1, before)
@@ -521,7 +526,7 @@ def test_a_close_that_overlaps_with_a_restart_leaves_no_thread_behind(start: Sta
     joined(thread)
     assert [engine.closed for engine in engines] == [1, 1]
     thread.restart().result(PATIENCE_SECONDS)
-    assert right([A], thread.batcher.ask_sync([A]))
+    assert right([A], asking(thread.batcher).ask_sync([A]))
 
 
 def test_calls_that_keep_coming_hold_up_no_turn(start: Start) -> None:
@@ -538,7 +543,9 @@ def test_calls_that_keep_coming_hold_up_no_turn(start: Start) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         thread.call(again)
-        assert right([A], pool.submit(thread.batcher.ask_sync, [A]).result(PATIENCE_SECONDS))
+        assert right(
+            [A], pool.submit(asking(thread.batcher).ask_sync, [A]).result(PATIENCE_SECONDS)
+        )
     assert calls < 10_000
 
 
@@ -671,7 +678,7 @@ async def test_cancelled_waiters_leave_no_ghosts_behind(start: Start) -> None:
     engine = ScriptedEngine(gate=gate, steps=lambda r: 10**9)
     thread = start(lambda: engine)
     opened(thread)
-    tasks = [asyncio.create_task(thread.batcher.ask([logprobs(n % 4)])) for n in range(20)]
+    tasks = [asyncio.create_task(asking(thread.batcher).ask([logprobs(n % 4)])) for n in range(20)]
     await asyncio.to_thread(gate.wait_until_held)
     for task in tasks:
         task.cancel()

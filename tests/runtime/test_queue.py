@@ -102,11 +102,11 @@ async def test_a_question_larger_than_the_queue_waits_for_an_empty_one(by_hand: 
 def test_a_loop_closed_before_it_went_quiet_does_not_fill_the_queue_for_ever(by_hand: Make) -> None:
     hand = by_hand(max_queued_requests=1)
     ended, other = asyncio.new_event_loop(), asyncio.new_event_loop()
-    lost = ended.create_task(hand.batcher.ask([A]))
+    lost = ended.create_task(hand.asker.ask([A]))
     ended.call_soon(ended.stop)
     ended.run_forever()
     ended.close()
-    task = other.create_task(hand.batcher.ask([B]))
+    task = other.create_task(hand.asker.ask([B]))
     other.run_until_complete(passes())
     while hand.batcher.seconds_until_due() == 0.0:
         hand.turn()
@@ -210,7 +210,7 @@ async def test_clients_take_turns(by_hand: Make) -> None:
 
     def other() -> list[Any]:
         asked.set()
-        return asyncio.run(hand.batcher.ask([E]))
+        return asyncio.run(hand.asker.ask([E]))
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(other)
@@ -298,17 +298,17 @@ async def test_a_timeout_withdraws_the_question_and_is_a_timeout_error(by_hand: 
     hand = by_hand()
     hand.dropped += 1
     with pytest.raises(TimedOut, match="no answer within 0 s") as caught:
-        await hand.batcher.ask([A], timeout=0.0)
+        await hand.asker.ask([A], timeout=0.0)
     assert isinstance(caught.value, TimeoutError)
     assert hand.batcher.statistics().queued == 0
     await hand.queued(A)
     await hand.finish()
-    assert right([A], await hand.batcher.ask([A], timeout=0.0)), "the cache needs no time"
+    assert right([A], await hand.asker.ask([A], timeout=0.0)), "the cache needs no time"
 
 
 async def test_an_error_comes_through_a_timeout(by_hand: Make) -> None:
     hand = by_hand(ScriptedEngine(fail_at={1: RuntimeError("boom")}))
-    task = asyncio.create_task(hand.batcher.ask([A], timeout=PATIENCE_SECONDS))
+    task = asyncio.create_task(hand.asker.ask([A], timeout=PATIENCE_SECONDS))
     await passes()
     hand.turn()
     with pytest.raises(EngineFailed, match="boom"):

@@ -101,11 +101,11 @@ class CheckedRuntime(SimulatedRuntime):
         )
 
     async def ask(
-        self, timeout: float | None, requests: Sequence[Request], *, stacked: bool = False
+        self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
         question = self.ledger.asked(requests, stacked, timeout)
         try:
-            results = await super().ask(timeout, question.requests, stacked=stacked)
+            results = await super().ask(question.requests, stacked=stacked, timeout=timeout)
         except BaseException as error:
             self.ledger.left(question, error)
             raise

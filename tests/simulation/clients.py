@@ -319,7 +319,7 @@ class SimulatedClients:
             context, self._lm._adapters.by_name.get(name) if name is not None else None
         )
         wanted = EXAMPLES[sum(context) % len(EXAMPLES)]
-        [found] = await self._lm._ask(None, [ReadRequest(row, wanted)])
+        [found] = await self._lm._ask([ReadRequest(row, wanted)])
         if isinstance(wanted, HostRow):
             self._have(row, found)
 

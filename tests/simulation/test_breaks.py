@@ -44,7 +44,7 @@ def simulate_many() -> None:
 
 
 def a_waiter_that_leaves_is_forgotten(patch: Patch) -> None:
-    patch.setattr(Batcher, "_leave", lambda self, waiter: None)
+    patch.setattr(Batcher, "leave", lambda self, waiter: None)
 
 
 def nothing_in_flight_is_withdrawn(patch: Patch) -> None:

@@ -60,12 +60,14 @@ class VLLMEngine:
         self._config = config
         self._globals = own
         self.runner = "V2" if config.use_v2_model_runner else "V1"
-        self._vocab_size = int(config.model_config.get_vocab_size())
-        self._max_num_seqs = int(config.scheduler_config.max_num_seqs)
-        self._device = torch.device(config.device_config.device)
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        self.max_batch_size = int(config.scheduler_config.max_num_seqs)
+        # One less than vLLM's: its scheduler keeps a place for the token that follows.
+        self.max_model_len = int(config.model_config.max_model_len) - 1
+        self.device = torch.device(config.device_config.device)
         self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
             self._stream = torch.cuda.current_stream()
             torch.cuda.set_stream(torch.cuda.default_stream())
         core = self._core.engine_core
@@ -75,11 +77,11 @@ class VLLMEngine:
                 model_runner = core.model_executor.driver_worker.worker.model_runner
                 self._store = install(model_runner, own_processors)
             else:
-                self._store = RemoteStore(self._core.collective_rpc, own_processors, self._device)
+                self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
         self._adapters = VLLMAdapters(
             self._core,
             enabled=config.lora_config is not None,
-            base_needs_twin=self._device.type == "cpu",
+            base_needs_twin=self.device.type == "cpu",
         )
         self._open: OpenRequests | None = None
         if config.scheduler_config.scheduler_cls is OpenScheduler:
@@ -88,35 +90,18 @@ class VLLMEngine:
                 runner_of(model_runner),
                 core.model_executor.execute_model,
                 enabled=not own_processors,
-                ahead=self._device.type == "cuda",
-                device=self._device,
+                ahead=self.device.type == "cuda",
+                device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
         self._decoded: list[tuple[Request, str]] = []  # what the last decode step computed
         self._tickets = itertools.count(1)
         self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}  # what vLLM has, by id
-        self._samples = Samples(self._max_num_seqs)
+        self._samples = Samples(self.max_batch_size)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
     # -- what it is ---------------------------------------------------------------------------
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """One less than vLLM's: its scheduler keeps a place for the token that follows."""
-        return int(self._config.model_config.max_model_len) - 1
-
-    @property
-    def max_batch_size(self) -> int:
-        return self._max_num_seqs
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     def keeps_residents(self) -> bool:
@@ -159,7 +144,7 @@ class VLLMEngine:
         request_id = str(ticket)
         try:
             if isinstance(request, SampleRequest):
-                drawn_here = self.runner == "V1" and self._device.type == "cpu"
+                drawn_here = self.runner == "V1" and self.device.type == "cpu"
                 params = sample_params(request, drawn_here=drawn_here)
             else:
                 # An open request ends with its last possible token, and never by itself before.
@@ -246,7 +231,7 @@ class VLLMEngine:
         try:
             with self._on_stream():
                 if self._stream is not None:  # the tokens are drawn on the default stream
-                    self._stream.wait_stream(torch.cuda.default_stream(self._device))
+                    self._stream.wait_stream(torch.cuda.default_stream(self.device))
                     token_ids.record_stream(self._stream)
                 self._open.steps.speculate([ids[row] for row in rows], token_ids)
         except Exception:  # whoever asks runs the step again, and is told what is wrong
@@ -405,18 +390,15 @@ class VLLMEngine:
                 ends |= {end.request: end for end in finished if end.request in requests}
         finally:
             self._ended += others
-        rows: list[torch.Tensor] = []
-        for request in requests:
-            end = ends[request]
+        for end in ends.values():
             if end.error is not None:
                 raise end.error
-            rows.append(cast("torch.Tensor", end.result))
-        return rows
+        return [cast("torch.Tensor", ends[request].result) for request in requests]
 
     def _unused_context(self) -> tuple[int, ...]:
         """Return a context that no request in progress asks about."""
         asked = {request.token_ids for request in self._in_progress.values()}
-        return next((token,) for token in range(self._vocab_size) if (token,) not in asked)
+        return next((token,) for token in range(self.vocab_size) if (token,) not in asked)
 
     def close(self) -> None:
         """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines
@@ -431,7 +413,7 @@ class VLLMEngine:
             core.scheduler.shutdown()
         self._adapters.close()
         self._in_progress.clear()
-        self._samples = Samples(self._max_num_seqs)
+        self._samples = Samples(self.max_batch_size)
         self._store = RowStore()
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace

@@ -573,7 +573,7 @@ def test_a_failing_probe_takes_nothing_from_the_requests_in_progress(
 
 async def test_what_vllm_does_not_take_fails_alone(lm: AsyncLM) -> None:
     wrong, right = (SampleRequest((1, 2), 3, top_p=top_p, nonce=1) for top_p in (1.5, 0.5))
-    bad, good = (asyncio.create_task(lm._thread.batcher.ask([each])) for each in (wrong, right))
+    bad, good = (asyncio.create_task(lm._ask([each])) for each in (wrong, right))
     row = await lm.next_token_logprobs([1, 2])
     with pytest.raises(InvalidRequest, match="top_p"):
         await bad

@@ -29,10 +29,11 @@ FOLDER = PACKAGE / "engines" / "vllm"
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 PYTHONS: list[Any] = [
-    builtins, contextlib, contextlib.ExitStack, itertools, os, threading, type(threading.Lock()), time,
-    warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes, Exception, __import__("gc"), __import__("shutil"),
-    __import__("tempfile"), np, np.ndarray, np.random, torch, torch.Tensor, torch.cuda,
-    torch.cuda.Stream, torch.ops, torch.finfo(torch.float32),
+    builtins, contextlib, contextlib.ExitStack, itertools, os, threading, type(threading.Lock()),
+    time, warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes,
+    Exception, __import__("gc"), __import__("shutil"), __import__("tempfile"), np, np.ndarray,
+    np.random, torch, torch.Tensor, torch.cuda, torch.cuda.Stream, torch.ops,
+    torch.finfo(torch.float32),
 ]  # fmt: skip
 """Whose attributes are not vLLM's."""
 OTHERS = {"Counter", "__qualname__", "atexit", "total_memory"}
