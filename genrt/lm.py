@@ -189,7 +189,8 @@ class AsyncLM:
             Closed: the runtime is closed.
         """
         row = row_request(self._limits, token_ids, self._adapters.bound(adapter))
-        request = host_row(row) if must_move(device, self.device) else row
+        moves = device is not None and must_move(device, self.device)
+        request = host_row(row) if moves else row
         [found] = await self._ask((request,), timeout=timeout)
         return cast("torch.Tensor", found)
 

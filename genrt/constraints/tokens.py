@@ -108,9 +108,9 @@ _tokens: weakref.WeakKeyDictionary[AsyncLM, Tokens] = weakref.WeakKeyDictionary(
 
 
 class PackedState(ABC):
-    """What genrt's own states have in common: a mask that is computed once, in packed form, and next
-    states that live as long as anyone holds them: particles with equal texts share a state, and with it
-    all that is computed for it.
+    """The base of genrt's own states: with a mask that is computed once, in packed form, and next states
+    that live as long as anyone holds them. So particles with equal texts share a state, and with it all
+    that is computed for it.
 
     ``words`` is the mask once that is computed; it must not be written to.
     """

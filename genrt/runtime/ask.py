@@ -58,7 +58,7 @@ class Asker:
             TimedOut: there was no answer within ``timeout`` seconds; the question is withdrawn.
             Closed: the batcher is closed, or was while this waited.
         """
-        seconds = check_timeout(timeout)
+        seconds = None if timeout is None else check_timeout(timeout)
         if self._adapters is None or not requests or requests[0].adapter is None:
             return self._ask(requests, stacked, seconds)
         return self._ask_adapter(self._adapters, requests, stacked, seconds)
@@ -109,7 +109,7 @@ class Asker:
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
         """Ask as ``ask`` does, blocking the thread; an interrupt withdraws the question."""
-        seconds = check_timeout(timeout)
+        seconds = None if timeout is None else check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             try:

@@ -166,13 +166,16 @@ class VLLMEngine:
         return request_id
 
     def _begin(self, request_id: str, request: LogprobsRequest | SampleRequest) -> None:
-        self._adapters.hold(request.adapter)
+        if request.adapter is not None:
+            self._adapters.hold(request.adapter)
         self._in_progress[request_id] = request
 
     def _end(self, request_id: str) -> LogprobsRequest | SampleRequest:
         request = self._in_progress.pop(request_id)
-        self._samples.end(request_id)
-        self._adapters.release(request.adapter)
+        if isinstance(request, SampleRequest):
+            self._samples.end(request_id)
+        if request.adapter is not None:
+            self._adapters.release(request.adapter)
         return request
 
     def step(self) -> list[Finished]:

@@ -119,15 +119,12 @@ class VLLMAdapters:
             raise UnknownAdapter(f"no adapter {adapter.name!r} is loaded; load it with add_adapter")
         return self._loaded[adapter]
 
-    def hold(self, adapter: Adapter | None) -> None:
+    def hold(self, adapter: Adapter) -> None:
         """Keep an adapter loaded for a request in progress, until ``release``."""
-        if adapter is not None:
-            self._users[adapter] += 1
+        self._users[adapter] += 1
 
-    def release(self, adapter: Adapter | None) -> None:
+    def release(self, adapter: Adapter) -> None:
         """Let go of an adapter for a request that has ended."""
-        if adapter is None:
-            return
         self._users[adapter] -= 1
         if self._users[adapter] == 0:
             del self._users[adapter]
