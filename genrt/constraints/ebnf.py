@@ -20,9 +20,9 @@ _PARTS = re.compile(
     |(?P<sign>[|().])""",
     re.VERBOSE | re.ASCII,
 )
-_CHARACTER = re.compile(
-    r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|([^\\])", re.DOTALL
-)
+_WRITTEN = r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)|[^\\]"
+_LETTER = re.compile(_WRITTEN, re.DOTALL)
+_RANGE = re.compile(f"(?P<low>{_WRITTEN})(?:-(?P<high>{_WRITTEN}))?", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-^/.|(){}?*+"}
 
 
@@ -56,13 +56,13 @@ def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
                 raise _error(text, position, f"there is nothing that {part!r} could repeat")
             if kind == "name":
                 used.setdefault(part, position)
-            body.append(_lark(text, position, str(kind), part))
+            body.append(_lark(match))
         position = match.end()
     if depth:
         raise _error(text, len(text), "a group is not closed")
-    missing = {name: place for name, place in used.items() if name not in rules}
-    for name, place in missing.items():
-        raise _error(text, place, f"there is no rule {name!r}")
+    for name, place in used.items():
+        if name not in rules:
+            raise _error(text, place, f"there is no rule {name!r}")
     if "root" not in rules:
         raise InvalidConstraint(
             "the EBNF grammar has no rule 'root', which it starts from: write root ::= …"
@@ -75,57 +75,50 @@ def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
 _NOTHING = '""'
 
 
-def _lark(text: str, position: int, kind: str, part: str) -> str:
-    match kind:
+def _lark(match: re.Match[str]) -> str:
+    match match.lastgroup:
         case "name":
-            return _rule_name(part)
+            return _rule_name(match[0])
         case "literal":
-            letters = _characters(text, position + 1, part[1:-1])
-            return f"({' '.join(_regex(letter) for letter in letters)})" if letters else _NOTHING
+            letters = _LETTER.finditer(match.string, match.start() + 1, match.end() - 1)
+            codes = [_code(_character(letter)) for letter in letters]
+            return f"({' '.join(f'/{code}/' for code in codes)})" if codes else _NOTHING
         case "class":
-            return _class(text, position, part)
-        case "sign" if part == ".":
+            return _class(match)
+        case "sign" if match[0] == ".":
             return "/(?s:.)/"
         case _:
-            times = re.sub(r"\s", "", part)
+            times = re.sub(r"\s", "", match[0])
             return "~0" if re.fullmatch(r"\{0+(?:,0+)?\}", times) else times
 
 
-def _class(text: str, position: int, part: str) -> str:
-    negated = part.startswith("[^")
-    inside = part[1 + negated : -1]
-    # Before escapes are resolved: an escaped hyphen makes no range.
-    signs = [match[0] for match in _CHARACTER.finditer(inside)]
-    letters = _characters(text, position + 1 + negated, inside)
-    ranges, index = [], 0
-    while index < len(letters):
-        low = high = letters[index]
-        if index + 2 < len(letters) and signs[index + 1] == "-":
-            high = letters[index + 2]
-            index += 2
+def _class(match: re.Match[str]) -> str:
+    opening = "[^" if match[0].startswith("[^") else "["
+    ranges = []
+    for letters in _RANGE.finditer(match.string, match.start() + len(opening), match.end() - 1):
+        low = _character(letters, "low")
+        high = _character(letters, "high") if letters["high"] else low
         if low > high:
-            raise _error(text, position, f"the range {low}-{high} is empty: turn it round")
+            problem = f"the range {low}-{high} is empty: turn it round"
+            raise _error(match.string, match.start(), problem)
         ranges.append(f"{_code(low)}-{_code(high)}")
-        index += 1
     if not ranges:
-        raise _error(text, position, "the class is empty")
-    return f"/[{'^' if negated else ''}{''.join(ranges)}]/"
+        raise _error(match.string, match.start(), "the class is empty")
+    return f"/{opening}{''.join(ranges)}]/"
 
 
-def _characters(text: str, position: int, escaped: str) -> list[str]:
-    letters = []
-    for match in _CHARACTER.finditer(escaped):
-        *codes, escape, plain = match.groups()
-        code = next((int(code, 16) for code in codes if code), None)
-        if code is not None:
-            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-                raise _error(text, position + match.start(), f"{match[0]} is no character")
-            letters.append(chr(code))
-        elif escape is not None and escape not in _ESCAPES:
-            raise _error(text, position + match.start(), f"the escape {match[0]} is not known")
-        else:
-            letters.append(plain if escape is None else _ESCAPES[escape])
-    return letters
+def _character(match: re.Match[str], group: str | int = 0) -> str:
+    """Return the character that is written in a group, perhaps as an escape."""
+    written = match[group]
+    kind, digits = written[1:2], written[2:]
+    if digits:
+        code = int(digits, 16)
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise _error(match.string, match.start(group), f"{written} is no character")
+        return chr(code)
+    if kind and kind not in _ESCAPES:
+        raise _error(match.string, match.start(group), f"the escape {written} is not known")
+    return _ESCAPES[kind] if kind else written
 
 
 def _rule_name(name: str) -> str:
@@ -133,10 +126,6 @@ def _rule_name(name: str) -> str:
     return "r_" + "".join(
         letter if letter.islower() or letter.isdigit() else f"_{ord(letter):x}_" for letter in name
     )
-
-
-def _regex(letter: str) -> str:
-    return f"/{_code(letter)}/"
 
 
 def _code(letter: str) -> str:

@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -168,9 +169,8 @@ def grammar(
     vocabulary = _Vocabulary.of(lm)
     try:
         lark, names = lark_of_ebnf(text) if syntax == "ebnf" else (text, {})
-        if syntax == "lark":
-            _refuse_what_is_no_text(text)
-        return _Grammar(vocabulary, productive(lark, inlined=_inlined, names=names), "grammar")
+        inlined = partial(schema_text, options=_WHITESPACE["spaced"])
+        return _Grammar(vocabulary, productive(lark, inlined=inlined, names=names), "grammar")
     except InvalidConstraint as error:
         other = "lark" if syntax == "ebnf" else "ebnf"
         if _FIRST_RULE[other].search(text) and not _FIRST_RULE[syntax].search(text):
@@ -186,31 +186,6 @@ _FIRST_RULE = {
     ),
     "ebnf": re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE),
 }
-
-
-def _inlined(schema: object) -> str:
-    return schema_text(schema, _WHITESPACE["spaced"])
-
-
-# Literals, regular expressions and comments of a Lark grammar, and what is searched for outside of them.
-_LARK = re.compile(
-    r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|\#[^\n]*'
-    r"|(?P<special><[^<>\s]+>)|\b(?P<option>stop|max_tokens|temperature)\s*="
-)
-
-
-def _refuse_what_is_no_text(lark: str) -> None:
-    for match in _LARK.finditer(lark):
-        if match["special"]:
-            raise InvalidConstraint(
-                f"the grammar names the special token {match['special']}, and constraints are on text: "
-                "write what stands for text as a string"
-            )
-        if match["option"]:
-            raise InvalidConstraint(
-                f"the grammar has the rule option {match['option']}, which is not about the text: "
-                "leave it out"
-            )
 
 
 class _Vocabulary:

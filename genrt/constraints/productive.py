@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from genrt.constraints.lark import (
@@ -17,6 +18,7 @@ from genrt.constraints.lark import (
     Grammar,
     NotLarkError,
     Part,
+    Token,
     grammar_of,
     tokens_of,
 )
@@ -50,6 +52,8 @@ def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, 
             raise InvalidConstraint(
                 f"the grammar has {len(tokens):,} parts, and {_MOST_PARTS:,} is the most: make it smaller"
             )
+        for before, token in pairwise(tokens):
+            _refuse_what_is_no_text(before, token)
         rules = _Rules(grammar_of(lark, tokens))
     except NotLarkError:
         return lark
@@ -60,11 +64,10 @@ def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, 
             f"the grammar derives no text: each alternative of {shown} leads back to such a rule, or "
             "needs what matches nothing; add one that ends"
         )
+    edits = [(start, end, _NOTHING) for start, end in rules.dead_ends()]
     for token in tokens:
         if token.kind == "regex":
             checked_pattern(token.text, "grammar's regular expression")
-    edits = [(start, end, _NOTHING) for start, end in rules.dead_ends()]
-    for token in tokens:
         if token.text == "%json":
             # Keep the numbers of the lines after it, for messages.
             lines = "\n" * lark.count("\n", token.start, token.end)
@@ -75,6 +78,18 @@ def productive(lark: str, *, inlined: Callable[[Any], str], names: Mapping[str, 
             parts += [lark[position:start], part]
             position = end
     return "".join([*parts, lark[position:]])
+
+
+def _refuse_what_is_no_text(before: Token, token: Token) -> None:
+    if token.kind == "special" and token.text.startswith("<"):
+        raise InvalidConstraint(
+            f"the grammar names the special token {token.text}, and constraints are on text: "
+            "write what stands for text as a string"
+        )
+    if token.text == "=" and before.text in ("stop", "max_tokens", "temperature"):
+        raise InvalidConstraint(
+            f"the grammar has the rule option {before.text}, which is not about the text: leave it out"
+        )
 
 
 class _Rules:

@@ -179,7 +179,7 @@ def _lost_characters(tokenizer: Any, text: str) -> str:
     do."""
 
     def comes_back(part: str) -> bool:
-        return _is_kept(tokenizer, part, tokenizer.encode(part, add_special_tokens=False))
+        return _is_kept(tokenizer, part, encode(tokenizer, part, lossy=True))
 
     lost = [
         each
@@ -187,9 +187,8 @@ def _lost_characters(tokenizer: Any, text: str) -> str:
         if not comes_back(each) and not comes_back(f"a{each}a")
     ]
     named = [
-        f"{each!r} comes back as {decode(tokenizer, alone)!r}"
+        f"{each!r} comes back as {decode(tokenizer, encode(tokenizer, each, lossy=True))!r}"
         for each in lost[:SHOWN]
-        for alone in (tokenizer.encode(each, add_special_tokens=False),)
     ]
     more = [f"and {len(lost) - SHOWN} more do not come back"] if len(lost) > SHOWN else []
     return ", ".join(named + more)

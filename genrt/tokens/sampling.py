@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -95,9 +96,11 @@ def truncate(
         kept = kept.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
     kept = kept / _divisor(heat, batch.dtype)
     if bool(greedy.any()):
-        best = torch.zeros_like(kept, dtype=torch.bool).scatter(-1, _first_argmax(batch), True)
-        kept = torch.where(greedy, batch.masked_fill(~best, -math.inf), kept)
-    return _normalised(kept).view(rows.shape)
+        best = _first(batch == peak)
+        one = torch.full_like(kept, -math.inf).scatter(-1, best, batch.gather(-1, best))
+        kept = torch.where(greedy, one, kept)
+    total = kept.logsumexp(dim=-1, keepdim=True)
+    return (kept - total.masked_fill(total == -math.inf, 0.0)).view(rows.shape)
 
 
 class Draw(NamedTuple):
@@ -175,17 +178,10 @@ def draw(
     is_plain = isinstance(temperature, float) and temperature == 1.0
     heat = None if is_plain else column("temperature", temperature, batch)
     size = rows_at_once(batch)
-    parts = []
-    for start in range(0, max(count, 1), size):
-        part = slice(start, start + size)
-        parts.append(
-            drawn(
-                batch[part],
-                numbers[part],
-                mask=None if masks is None else masks[part],
-                heat=None if heat is None else heat[part],
-            )
-        )
+    given = (batch, numbers, masks, heat)
+    split = [itertools.repeat(None) if x is None else torch.split(x, size) for x in given]
+    chunks = zip(*split, strict=False)  # what is not given has no end
+    parts = [drawn(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
     token_ids, logprobs, log_mass = torch.cat(parts).unbind(dim=-1)
     return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
 
@@ -262,7 +258,12 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     sums = weights.cumsum(dim=-1, dtype=torch.float64).mul_(weights > 0)
     passed = sums > sums.amax(dim=-1, keepdim=True) * uniforms
-    return passed.view(torch.uint8).argmax(dim=-1, keepdim=True)
+    return _first(passed)
+
+
+def _first(found: Tensor) -> Tensor:
+    """Return the index of the first True of each row, ``[n, 1]``; 0 if there is none."""
+    return found.view(torch.uint8).argmax(dim=-1, keepdim=True)
 
 
 def _row_masks(mask: Tensor, batch: Tensor) -> Tensor:
@@ -390,16 +391,3 @@ def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
     """Return temperatures in the rows' type, where they divide. One beyond that type becomes its greatest
     number: a law so close to uniform is uniform."""
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)
-
-
-def _first_argmax(batch: Tensor) -> Tensor:
-    """Return the lowest index of each row's maximum, ``[n, 1]``; torch.argmax leaves ties open."""
-    width = batch.shape[-1]
-    indices = torch.arange(width, device=batch.device)
-    peak = batch.max(dim=-1, keepdim=True).values
-    return torch.where(batch == peak, indices, width).min(dim=-1, keepdim=True).values
-
-
-def _normalised(batch: Tensor) -> Tensor:
-    total = batch.logsumexp(dim=-1, keepdim=True)
-    return batch - total.masked_fill(total == -math.inf, 0.0)
