@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,12 +84,8 @@ class Moves:
     log_ratios: NDArray[np.float64]
 
 
-class _Visit(NamedTuple):
-    """A chain's text after a step."""
-
-    chain: int
-    particle: Any
-    log_weight: float
+_Visits: TypeAlias = dict[int, tuple[Any, float]]
+"""The chains' particles after a step, each with its log-weight, by the number of the chain."""
 
 
 class MetropolisHastings:
@@ -159,23 +155,22 @@ class MetropolisHastings:
         if state.step == 0:
             return await self._begun(state, seeds)
         chains = list(state.chains)
-        places = [place for place, chain in enumerate(chains) if chain is not None]
-        here = [chain for chain in chains if chain is not None]
-        cuts = np.array([rng.integers(len(chain.growths)) for chain in here], dtype=np.int64)
+        here = {place: chain for place, chain in enumerate(chains) if chain is not None}
+        places = list(here)
+        cuts = np.zeros(len(chains), dtype=np.int64)
+        cuts[places] = [rng.integers(len(chain.growths)) for chain in here.values()]
         thresholds = np.log1p(-rng.random(len(here)))
-        prefixes = [chain.growths[:cut] for chain, cut in zip(here, cuts, strict=True)]
+        prefixes = [chain.growths[: cuts[place]] for place, chain in here.items()]
         moved = await self._finished(prefixes, seeds)
-        ratios = np.array(list(map(_log_ratio, here, moved, cuts)))
-        taken = thresholds <= ratios
-        for place, new, accepted in zip(places, moved, taken, strict=True):
-            if accepted:
+        ratios = np.full(len(chains), -math.inf)
+        ratios[places] = list(map(_log_ratio, here.values(), moved, cuts[places]))
+        accepted = np.zeros(len(chains), dtype=np.bool_)
+        accepted[places] = thresholds <= ratios[places]
+        for place, new in zip(places, moved, strict=True):
+            if accepted[place]:
                 chains[place] = Chain(new)
-        return Chains(tuple(chains), state.step + 1, state.seed), Moves(
-            step=state.step,
-            cuts=_spread(cuts, places, len(chains), 0),
-            accepted=_spread(taken, places, len(chains), False),
-            log_ratios=_spread(ratios, places, len(chains), -math.inf),
-        )
+        moves = Moves(state.step, frozen(cuts), frozen(accepted), frozen(ratios))
+        return Chains(tuple(chains), state.step + 1, state.seed), moves
 
     async def steps(self, state: Chains) -> AsyncIterator[tuple[Chains, Moves]]:
         """Step without end, from ``init(seed)`` or from any later state."""
@@ -198,7 +193,7 @@ class MetropolisHastings:
             progress: show a bar, in a notebook or on stderr.
         """
         state, counting = self.init(seed), Counting(self._model)
-        visits: list[list[_Visit]] = []
+        visits: list[_Visits] = []
         counted: list[Moves] = []
         with Progress("MH", self._num_steps + 1, shown=progress) as shown:
             while state.step <= self._num_steps:
@@ -226,17 +221,17 @@ class MetropolisHastings:
         """
         return self._result([_visits(state) for state in states], moves)
 
-    def _result(self, visits: Sequence[Sequence[_Visit]], moves: Sequence[Moves]) -> Result:
-        places = [visit.chain for visit in visits[0]] if visits else []
-        if any([visit.chain for visit in step] != places for step in visits):
+    def _result(self, visits: Sequence[_Visits], moves: Sequence[Moves]) -> Result:
+        places = list(visits[0]) if visits else []
+        if any(list(step) != places for step in visits):
             raise InvalidRequest(
                 "the states have different chains: give those of one run, from the first step's on"
             )
-        particles = [visit.particle for step in visits for visit in step]
+        particles = [particle for step in visits for particle, _ in step.values()]
         values = tuple(map(self._model.value, particles))
         count = len(places)
         shape = len(visits), count
-        log_weights = np.array([visit.log_weight for step in visits for visit in step])
+        log_weights = np.array([gained for step in visits for _, gained in step.values()])
         lengths = np.array([len(particle.token_ids) for particle in particles], dtype=np.int64)
         accepted = [made.accepted[places] for made in moves if made.step > 0]
         return Result(
@@ -265,12 +260,9 @@ class MetropolisHastings:
                 if growths[-1].log_weight > -math.inf:
                     chains[place] = Chain(growths)
         found = np.array([chain is not None for chain in chains])
-        return Chains(tuple(chains), 1, state.seed), Moves(
-            step=0,
-            cuts=frozen(np.zeros(len(chains), np.int64)),
-            accepted=frozen(found),
-            log_ratios=frozen(np.where(found, 0.0, -math.inf)),
-        )
+        cuts, log_ratios = np.zeros(len(chains), np.int64), np.where(found, 0.0, -math.inf)
+        moves = Moves(0, frozen(cuts), frozen(found), frozen(log_ratios))
+        return Chains(tuple(chains), 1, state.seed), moves
 
     async def _finished(
         self, prefixes: Sequence[tuple[Growth, ...]], seeds: np.random.SeedSequence
@@ -292,12 +284,12 @@ class MetropolisHastings:
                 histories[place].append(growth)
 
 
-def _visits(state: Chains) -> list[_Visit]:
-    return [
-        _Visit(place, chain.particle, sum(growth.log_weight for growth in chain.growths))
+def _visits(state: Chains) -> _Visits:
+    return {
+        place: (chain.particle, sum(growth.log_weight for growth in chain.growths))
         for place, chain in enumerate(state.chains)
         if chain is not None
-    ]
+    }
 
 
 def _goes_on(growths: Sequence[Growth]) -> bool:
@@ -308,10 +300,3 @@ def _log_ratio(chain: Chain, new: Sequence[Growth], cut: int) -> float:
     gained = sum(growth.log_weight for growth in new[cut:])
     lost = sum(growth.log_weight for growth in chain.growths[cut:])
     return gained - lost + math.log(len(chain.growths) / len(new))
-
-
-def _spread(values: NDArray[Any], places: Sequence[int], count: int, rest: Any) -> NDArray[Any]:
-    """Return ``count`` numbers: ``values`` at these places, ``rest`` at the others."""
-    spread = np.full(count, rest, dtype=values.dtype)
-    spread[places] = values
-    return frozen(spread)

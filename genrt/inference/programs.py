@@ -39,17 +39,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import types
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genrt.constraints.together import together
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
-from genrt.inference.checks import runtime, token_bytes
+from genrt.inference.checks import check_callable, check_temperature, runtime, token_bytes
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalised
 from genrt.inference.unawaited import Questions, check_returned, question
@@ -68,11 +70,8 @@ Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
 
 
-class _Choice(NamedTuple):
-    """A choice, and the question it answered: a program that runs again has to ask the same."""
-
-    asked: tuple[Any, ...]
-    chosen: Any
+Asked: TypeAlias = tuple[Any, ...]
+"""A question of a program: a program that runs again has to ask the same ones."""
 
 
 class Execution:
@@ -82,7 +81,7 @@ class Execution:
     """
 
     def __init__(
-        self, lm: AsyncLM, choices: Sequence[_Choice], pause: tuple[Any, ...] | None
+        self, lm: AsyncLM, choices: Sequence[tuple[Asked, Any]], pause: Asked | None
     ) -> None:
         self.lm = lm
         self._choices = list(choices)
@@ -132,15 +131,11 @@ class Execution:
         """
         if check_float("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
-        if temperature <= 0:
-            raise InvalidRequest(
-                f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
-            )
-        asked = ("sample", _fingerprint(token_ids), float(temperature), adapter)
-        if self._is_replaying(asked):
-            return int(self._replay(asked))
-        await self._point(asked, due=self._has_sampled or self._has_weighed)
-        self._has_sampled = self._has_drawn = True
+        tempered = check_temperature(temperature)
+        asked = ("sample", _fingerprint(token_ids), tempered, adapter)
+        if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
+            return int(recorded)
+        self._has_sampled = True
         drawn = await self.lm.draw(
             token_ids,
             mask=mask,
@@ -151,9 +146,9 @@ class Execution:
         if mask is not None:
             self.observe(drawn.log_mass)
         if drawn.token_id == DEAD:
-            await _Pause()
+            await _pause()
         self._drawn = drawn.token_id
-        self._choices.append(_Choice(asked, drawn.token_id))
+        self._choices.append((asked, drawn.token_id))
         return drawn.token_id
 
     @question
@@ -212,7 +207,7 @@ class Execution:
                 f"choice got a {type(values).__name__}: give the values in a list, in a fixed order"
             )
         if self._is_live and self._log_weight == -math.inf:
-            await _Pause()  # for ever: a dead particle's own weights may have no sum
+            await _pause()  # for ever: a dead particle's own weights may have no sum
         count = len(values)
         shares = None if log_weights is None else _shares(log_weights, count)
         if not count:
@@ -222,41 +217,39 @@ class Execution:
         )
         return values[chosen]
 
-    async def _chosen(self, asked: tuple[Any, ...], choose: Callable[[], T]) -> T:
-        if self._is_replaying(asked):
-            return cast("T", self._replay(asked))
-        await self._point(asked, due=self._has_weighed)
-        self._has_drawn = True
+    async def _chosen(self, asked: Asked, choose: Callable[[], T]) -> T:
+        if (recorded := await self._recorded(asked)) is not None:
+            return cast("T", recorded)
         chosen = choose()
-        self._choices.append(_Choice(asked, chosen))
+        self._choices.append((asked, chosen))
         return chosen
 
-    def _is_replaying(self, asked: tuple[Any, ...]) -> bool:
-        """Tell whether this draw was made before. Raises InvalidRequest in another task than the
-        program's."""
+    async def _recorded(self, asked: Asked, *, due: bool = False) -> Any:
+        """Return what this draw gave before; ``None`` if it is new, in the next step if one is due here.
+
+        Raises:
+            InvalidRequest: awaited in another task than the program's, or another draw than before.
+        """
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
                 f"{asked[0]} was awaited in another task than the program's, as gather, wait_for and "
                 "create_task do: await it in the program itself, one after the other"
             )
-        return self._replayed < self._to_replay
-
-    async def _point(self, asked: tuple[Any, ...], *, due: bool) -> None:
-        """Wait, before a draw, for the next step if one is due here, or if the particle is dead."""
+        if self._replayed < self._to_replay:
+            before, chosen = self._choices[self._replayed]
+            if before != asked:
+                raise _changed(before, asked)
+            self._replayed += 1
+            return chosen
         if not self._is_live:
             if asked != self._pause:
                 raise _changed(self._pause or asked, asked)
             self._is_live = True
-        elif due or self._log_weight == -math.inf:
+        elif due or self._has_weighed or self._log_weight == -math.inf:
             self._pause = asked
-            await _Pause()
-
-    def _replay(self, asked: tuple[Any, ...]) -> Any:
-        choice = self._choices[self._replayed]
-        if choice.asked != asked:
-            raise _changed(choice.asked, asked)
-        self._replayed += 1
-        return choice.chosen
+            await _pause()
+        self._has_drawn = True
+        return None
 
 
 def _fingerprint(token_ids: TokenIds) -> int:
@@ -285,7 +278,7 @@ def _shares(log_weights: Any, count: int) -> Floats:
     return normalised(weighed)
 
 
-def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:
+def _changed(before: Asked, now: Asked) -> InvalidRequest:
     return InvalidRequest(
         f"the program asked for {now[0]} where it had asked for {before[0]} before, or with other "
         "arguments: make it a function of its choices, with all its randomness from the execution"
@@ -296,8 +289,8 @@ def _changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> InvalidRequest:
 class _Trace:
     """A particle: the choices of one execution, and at most once that execution itself, to continue."""
 
-    choices: tuple[_Choice, ...] = ()
-    pause: tuple[Any, ...] | None = None
+    choices: tuple[tuple[Asked, Any], ...] = ()
+    pause: Asked | None = None
     token_ids: tuple[int, ...] = ()
     finished: bool = False
     value: Any = None
@@ -318,10 +311,7 @@ class Program:
         Raises:
             InvalidRequest: ``function`` cannot be called; from the first step, it is no ``async def``.
         """
-        if not callable(function):
-            raise InvalidRequest(
-                f"the program is {function!r}: give an async function of an execution"
-            )
+        check_callable("the program", function, "an async function of an execution")
         self._lm = runtime(lm)
         self._function = function
 
@@ -355,17 +345,10 @@ class Program:
     async def grow(self, particles: Sequence[_Trace], seed: int) -> list[Growth]:
         """Run all executions at once, each to its next resampling point or to its end."""
         seeds = np.random.SeedSequence(seed).spawn(len(particles))
-        growing = [
-            asyncio.ensure_future(self._grown(particle, np.random.default_rng(each)))
+        return await together(
+            self._grown(particle, np.random.default_rng(each))
             for particle, each in zip(particles, seeds, strict=True)
-        ]
-        try:
-            return await asyncio.gather(*growing)
-        except BaseException:
-            for task in growing:
-                task.cancel()
-            await asyncio.gather(*growing, return_exceptions=True)
-            raise
+        )
 
     async def _grown(self, particle: _Trace, rng: np.random.Generator) -> Growth:
         try:
@@ -379,16 +362,15 @@ class Program:
                 ) from None
         execution._begin(rng)
         try:
-            finished, value = await _UntilPause(coroutine)
+            finished, value = await _until_pause(coroutine)
         except (AttributeError, TypeError, ValueError) as error:
             # A forgotten await: a coroutine was used as a value.
             if (forgotten := execution._questions.forgotten()) is not None:
                 raise forgotten from error
             raise
         finally:
-            execution._task = (
-                None  # breaks the cycle: the task holds the result, which holds the execution
-            )
+            # Breaks the cycle: the task holds the result, which holds the execution.
+            execution._task = None
         log_weight, token_id = execution._log_weight, execution._drawn
         if log_weight == -math.inf:
             coroutine.close()
@@ -408,33 +390,29 @@ class Program:
         )
 
 
-class _Pause:
-    """An awaitable that stops an execution until its next step."""
-
-    def __await__(self) -> Generator[_Pause, None, None]:
-        yield self
+_PAUSE = object()
 
 
-class _UntilPause:
-    """An awaitable that runs a coroutine in the running task until it pauses or ends: ``(ended,
-    result)``."""
+@types.coroutine
+def _pause() -> Generator[object, None, None]:
+    """Stop an execution until its next step."""
+    yield _PAUSE
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
 
-    def __await__(self) -> Generator[Any, None, tuple[bool, Any]]:
-        error: BaseException | None = None
-        while True:
-            try:
-                awaited = (
-                    self._coroutine.send(None) if error is None else self._coroutine.throw(error)
-                )
-            except StopIteration as end:
-                return True, end.value
-            if isinstance(awaited, _Pause):
-                return False, None
-            try:
-                yield awaited
-                error = None
-            except BaseException as raised:
-                error = raised
+@types.coroutine
+def _until_pause(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, None, tuple[bool, Any]]:
+    """Run a coroutine in the running task until it pauses or ends; return whether it has ended, and with
+    what."""
+    error: BaseException | None = None
+    while True:
+        try:
+            awaited = coroutine.send(None) if error is None else coroutine.throw(error)
+        except StopIteration as end:
+            return True, end.value
+        if awaited is _PAUSE:
+            return False, None
+        try:
+            yield awaited
+            error = None
+        except BaseException as raised:
+            error = raised

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from types import CodeType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -85,20 +85,9 @@ def question(
 def check_returned(value: Any) -> None:
     """Raise InvalidRequest if there is something to await in what a program returned: in the value
     itself, or in its lists, tuples, sets and dictionaries."""
-    left = list(_awaitables(value))
-    for each in left:
-        if inspect.iscoroutine(each):
-            each.close()
-    if left:
-        name = getattr(left[0], "__qualname__", type(left[0]).__name__)
-        raise InvalidRequest(
-            f"the program returned what it has not awaited, of {name}: write await in front of the call"
-        )
-
-
-def _awaitables(value: Any) -> Iterator[Any]:
     values = [value]
     seen: set[int] = set()
+    left: list[Any] = []
     while values:
         each = values.pop()
         if isinstance(each, dict | list | tuple | set | frozenset):
@@ -106,4 +95,11 @@ def _awaitables(value: Any) -> Iterator[Any]:
                 seen.add(id(each))
                 values += [*each, *each.values()] if isinstance(each, dict) else each
         elif inspect.isawaitable(each):
-            yield each
+            left.append(each)
+    for each in filter(inspect.iscoroutine, left):
+        each.close()
+    if left:
+        name = getattr(left[0], "__qualname__", type(left[0]).__name__)
+        raise InvalidRequest(
+            f"the program returned what it has not awaited, of {name}: write await in front of the call"
+        )
