@@ -540,7 +540,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "SMC.step",
             "resampling leaves the particles where they are",
-            Swap("(particles[ancestor] for ancestor in ancestors)", "(each for each in particles)"),
+            Swap("[state.particles[ancestor] for ancestor in ancestors]", "particles"),
         ),
     ),
     *breaks(

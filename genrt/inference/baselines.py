@@ -25,7 +25,7 @@ from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.counting import Counting
+from genrt.inference.counting import counting
 from genrt.inference.potentials import evaluated
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Floats
@@ -162,14 +162,14 @@ class Rejection:
     ) -> Result:
         """Draw all batches from ``init(seed)`` and return what was kept, weighted alike. Equal seeds give
         equal texts."""
-        state, counting = self.init(seed), Counting(self.model)
+        state, counted = self.init(seed), counting(self.model)
         with Progress("rejection", None, shown=progress) as shown:
             async for after, batch in self.steps(state):
                 state = after
                 shown.step(kept=f"{len(state.texts)}/{self._num_samples}", drawn=state.drawn)
                 if on_step is not None:
                     on_step(state, batch)
-        return replace(self.result(state), statistics=counting.statistics())
+        return replace(self.result(state), statistics=counted())
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
@@ -259,9 +259,9 @@ class BestOfN:
     async def run(self, seed: int) -> Result:
         """Make one step and return its N texts in order, the best as the only one of positive weight; the
         log evidence is NaN. The same seed gives the same."""
-        counting = Counting(self.model)
+        counted = counting(self.model)
         state, _ = await self.step(self.init(seed))
-        return replace(self.result(state), statistics=counting.statistics())
+        return replace(self.result(state), statistics=counted())
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread. An interrupt cancels it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,14 @@ from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
 
 
-class Counting:
-    """A count of the runtime's work since it was made; of none if the model has no runtime."""
-
-    def __init__(self, model: Any) -> None:
-        self._lm = _runtime(model)
-        self._before = None if self._lm is None else self._lm.statistics()
-
-    def statistics(self) -> Statistics | None:
-        """Return what the runtime did since then, for any caller; ``None`` without a runtime."""
-        if self._lm is None or self._before is None:
-            return None
-        return self._lm.statistics().since(self._before)
+def counting(model: Any) -> Callable[[], Statistics | None]:
+    """Begin to count: return a function that returns what the model's runtime did from now on, for any
+    caller; ``None`` if the model has no runtime."""
+    lm = _runtime(model)
+    if lm is None:
+        return lambda: None
+    before = lm.statistics()
+    return lambda: lm.statistics().since(before)
 
 
 def drawn_tokens(model: Any, infos: Iterable[Info]) -> dict[int, bytes]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -90,32 +90,16 @@ class ChainStatistics:
     lengths: NDArray[np.int64]
     acceptance: Floats
     missing: int
-    ess: float
-    r_hat: float
+    ess: float = field(init=False)
+    r_hat: float = field(init=False)
 
-
-def chain_statistics(
-    values: Sequence[Sequence[Any]],
-    log_weights: Floats,
-    lengths: NDArray[np.int64],
-    acceptance: Floats,
-    *,
-    missing: int,
-) -> ChainStatistics:
-    """Diagnose chains; the arguments are the fields of the value returned."""
-    diagnoses = [
-        diagnosed(each)
-        for each in (log_weights, lengths.astype(np.float64), *_indicators(values, lengths.shape))
-    ]
-    return ChainStatistics(
-        values=tuple(map(tuple, values)),
-        log_weights=log_weights,
-        lengths=lengths,
-        acceptance=acceptance,
-        missing=missing,
-        ess=min((each.ess for each in diagnoses if each.ess == each.ess), default=math.nan),
-        r_hat=max((each.r_hat for each in diagnoses if each.r_hat == each.r_hat), default=math.nan),
-    )
+    def __post_init__(self) -> None:
+        functions = [self.log_weights, self.lengths.astype(np.float64)]
+        diagnoses = [*map(diagnosed, functions + _indicators(self.values, self.lengths.shape))]
+        known = [each.ess for each in diagnoses if each.ess == each.ess]
+        object.__setattr__(self, "ess", min(known, default=math.nan))
+        known = [each.r_hat for each in diagnoses if each.r_hat == each.r_hat]
+        object.__setattr__(self, "r_hat", max(known, default=math.nan))
 
 
 def diagnose(values: Sequence[Sequence[Any]], function: Callable[[Any], float]) -> Diagnosis:

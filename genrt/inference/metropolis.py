@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
-from genrt.inference.counting import Counting
-from genrt.inference.diagnostics import chain_statistics
+from genrt.inference.counting import counting
+from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.result import Result
@@ -192,19 +192,19 @@ class MetropolisHastings:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state, counting = self.init(seed), Counting(self._model)
+        state, counted = self.init(seed), counting(self._model)
         visits: list[_Visits] = []
-        counted: list[Moves] = []
+        made: list[Moves] = []
         with Progress("MH", self._num_steps + 1, shown=progress) as shown:
             while state.step <= self._num_steps:
                 state, moves = await self.step(state)
                 if state.step > self._warm_up + 1:
                     visits.append(_visits(state))
-                    counted.append(moves)
+                    made.append(moves)
                 shown.step(accepted=f"{moves.accepted.mean():.2f}")
                 if on_step is not None:
                     on_step(state, moves)
-        return replace(self._result(visits, counted), statistics=counting.statistics())
+        return replace(self._result(visits, made), statistics=counted())
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
@@ -240,11 +240,13 @@ class MetropolisHastings:
             values=values,
             log_weights=frozen(np.zeros(len(particles))),
             log_evidence=math.nan,
-            chains=chain_statistics(
-                [values[place::count] for place in range(count)],
-                frozen(log_weights.reshape(shape).T.copy()),
-                frozen(lengths.reshape(shape).T.copy()),
-                frozen(np.mean(accepted, axis=0) if accepted else np.full(count, math.nan)),
+            chains=ChainStatistics(
+                values=tuple(values[place::count] for place in range(count)),
+                log_weights=frozen(log_weights.reshape(shape).T.copy()),
+                lengths=frozen(lengths.reshape(shape).T.copy()),
+                acceptance=frozen(
+                    np.mean(accepted, axis=0) if accepted else np.full(count, math.nan)
+                ),
                 missing=self._num_chains - count,
             ),
         )

@@ -29,7 +29,7 @@ import numpy as np
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
-from genrt.inference.counting import Counting, drawn_tokens
+from genrt.inference.counting import counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.progress import Progress
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
@@ -111,25 +111,21 @@ class SMC:
             GenrtError: whatever the model raised.
         """
         for_resampling, for_tokens = seeds_of_step(state_of(State, state).seed, state.step)
-        before, particles, unfinished = state.log_weights, state.particles, state.unfinished
+        before, particles, unfinished = state.log_weights, list(state.particles), state.unfinished
         ancestors = np.arange(len(before))
         resampled = bool(unfinished) and self._is_due(state)
         if resampled:
             ancestors, before = self._resampled(np.random.default_rng(for_resampling), state)
-            particles = tuple(particles[ancestor] for ancestor in ancestors)
-            unfinished = State(particles, before, state.step, state.seed).unfinished
-        increments = np.zeros(len(before))
-        token_ids = np.full(len(before), DEAD)
+            particles = [state.particles[ancestor] for ancestor in ancestors]
+            unfinished = State(tuple(particles), before, state.step, state.seed).unfinished
+        increments, token_ids = np.zeros(len(before)), np.full(len(before), DEAD)
         if unfinished:
             growing = [particles[index] for index in unfinished]
             growths = await grown(self._model, growing, for_tokens)
-            new = dict(zip(unfinished, growths, strict=True))
-            particles = tuple(
-                new[index].particle if index in new else old for index, old in enumerate(particles)
-            )
-            increments[list(unfinished)] = [each.log_weight for each in growths]
-            token_ids[list(unfinished)] = [each.token_id for each in growths]
-        after = State(particles, frozen(before + increments), state.step + 1, state.seed)
+            for index, each in zip(unfinished, growths, strict=True):
+                particles[index], increments[index] = each.particle, each.log_weight
+                token_ids[index] = each.token_id
+        after = State(tuple(particles), frozen(before + increments), state.step + 1, state.seed)
         return after, Info(
             step=state.step,
             resampled=resampled,
@@ -164,7 +160,7 @@ class SMC:
             on_step: called after every step.
             progress: show a bar, in a notebook or on stderr.
         """
-        state, counting = self.init(seed), Counting(self._model)
+        state, counted = self.init(seed), counting(self._model)
         infos = []
         with Progress("SMC", self._model.max_steps, shown=progress) as shown:
             while not state.done:
@@ -173,7 +169,7 @@ class SMC:
                 shown.step(going=f"{info.unfinished}/{self._num_particles}", ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
-        return replace(self.result(state, infos=infos), statistics=counting.statistics())
+        return replace(self.result(state, infos=infos), statistics=counted())
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
@@ -209,11 +205,10 @@ class SMC:
         """Return the ancestors of the next particles, and their log-weights."""
         count = len(state.log_weights)
         chosen = self._resample(rng, state.log_weights)
+        is_pair = isinstance(chosen, tuple) and len(chosen) == 2
+        indices, weights = chosen if is_pair else (chosen, np.full(count, state.log_evidence))
         try:
-            if isinstance(chosen, tuple) and len(chosen) == 2:
-                ancestors, log_weights = np.array(chosen[0]), np.array(chosen[1], dtype=np.float64)
-            else:
-                ancestors, log_weights = np.array(chosen), np.full(count, state.log_evidence)
+            ancestors, log_weights = np.array(indices), np.array(weights, dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"the resampler gave {chosen!r}: give {count} integers, or those and as many log-weights"

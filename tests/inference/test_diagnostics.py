@@ -21,7 +21,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import MetropolisHastings, Result, TextModel
-from genrt.inference.diagnostics import chain_statistics, diagnose, diagnosed
+from genrt.inference.diagnostics import ChainStatistics, diagnose, diagnosed
 from genrt.testing import exact_posterior
 from genrt.tokens.texts import Text
 
@@ -232,7 +232,7 @@ def statistics_of(values: list[list[Any]], **options: Any) -> Any:
     given: dict[str, Any] = {
         "log_weights": zeros, "lengths": zeros.astype(int), "acceptance": zeros[:, 0], "missing": 0,
     }  # fmt: skip
-    return chain_statistics(values, **(given | options))
+    return ChainStatistics(tuple(map(tuple, values)), **(given | options))
 
 
 def test_the_worst_of_weights_lengths_and_common_values_is_reported() -> None:
