@@ -27,7 +27,7 @@ from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.potentials import evaluated
-from genrt.inference.progress import Progress
+from genrt.inference.progress import progress_bar
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.text_model import TextModel
@@ -51,12 +51,8 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The state of rejection after ``step`` batches. A value: stepping the same one again gives the same.
-
-    Attributes:
-        texts: those that were kept, in order.
-        drawn: how many were drawn for them.
-    """
+    """The state of rejection after ``step`` batches: the texts that were kept, of ``drawn`` ones. It is a
+    value: stepping the same one again gives the same."""
 
     texts: tuple[Text, ...]
     drawn: int
@@ -163,10 +159,10 @@ class Rejection:
         """Draw all batches from ``init(seed)`` and return what was kept, weighted alike. Equal seeds give
         equal texts."""
         state, counted = self.init(seed), counting(self.model)
-        with Progress("rejection", None, shown=progress) as shown:
+        with progress_bar("rejection", None, shown=progress) as show:
             async for after, batch in self.steps(state):
                 state = after
-                shown.step(kept=f"{len(state.texts)}/{self._num_samples}", drawn=state.drawn)
+                show(kept=f"{len(state.texts)}/{self._num_samples}", drawn=state.drawn)
                 if on_step is not None:
                     on_step(state, batch)
         return replace(self.result(state), statistics=counted())

@@ -61,11 +61,8 @@ def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
 
 
 def prompt_ids(lm: AsyncLM, prompt: Any, *, name: str = "the prompt") -> tuple[int, ...]:
-    """Return a prompt's token ids, given a text or ids; messages call it ``name``.
-
-    Raises:
-        InvalidRequest: it is neither, empty, or has ids outside the vocabulary.
-    """
+    """Return a prompt's token ids, given a text or ids; messages call it ``name``. Raises InvalidRequest
+    if it is neither, empty, or has ids outside the vocabulary."""
     if not isinstance(prompt, str | Sequence | np.ndarray | torch.Tensor):
         raise InvalidRequest(
             f"{name} is a {type(prompt).__name__}: give a str, or token ids{advice_for(prompt)}"
@@ -88,11 +85,8 @@ def adapter_name(adapter: Any) -> str | None:
 
 
 def log_weight(value: Any) -> float:
-    """Return a log-weight, a number of any library, as a float.
-
-    Raises:
-        InvalidRequest: a truth value, no real number, NaN or +inf; the message says what to give.
-    """
+    """Return a log-weight, a number of any library, as a float. Raises InvalidRequest for a truth value,
+    no real number, NaN or +inf; the message says what to give."""
     if is_truth_value(value):
         raise InvalidRequest("give a log-weight, for a condition 0.0 or -math.inf")
     try:
@@ -110,11 +104,8 @@ def log_weight(value: Any) -> float:
 
 
 def log_weights(values: Any) -> NDArray[np.float64]:
-    """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``.
-
-    Raises:
-        InvalidRequest: not a flat sequence of log-weights; the message says what to give.
-    """
+    """Return log-weights, in a tensor, an array or another sequence, as an array ``[n]``. Raises
+    InvalidRequest for anything else; the message says what to give."""
     if isinstance(values, torch.Tensor):
         values = values.detach()
     if not isinstance(values, torch.Tensor | np.ndarray):
@@ -132,11 +123,8 @@ def log_weights(values: Any) -> NDArray[np.float64]:
 
 
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:
-    """Return a constraint's state before any text.
-
-    Raises:
-        InvalidRequest: not a constraint, or one over another vocabulary than the runtime's.
-    """
+    """Return a constraint's state before any text. Raises InvalidRequest if it is not a constraint, or is
+    one over another vocabulary than the runtime's."""
     start = None
     if isinstance(constraint, Constraint) and not isinstance(constraint, type):
         start = constraint.start()

@@ -29,11 +29,9 @@ def drawn_tokens(model: Any, infos: Iterable[Info]) -> dict[int, bytes]:
     lm = _runtime(model)
     if lm is None:
         return {}
-    drawn: set[int] = set()
-    for info in infos:
-        drawn.update(np.unique(info.token_ids).tolist())
+    drawn = set().union(*(np.unique(info.token_ids).tolist() for info in infos)) - {DEAD}
     vocabulary = token_bytes(lm)
-    return {each: vocabulary[each] for each in sorted(drawn - {DEAD})}
+    return {each: vocabulary[each] for each in sorted(drawn)}
 
 
 def _runtime(model: Any) -> AsyncLM | None:

@@ -103,11 +103,8 @@ class ChainStatistics:
 
 
 def diagnose(values: Sequence[Sequence[Any]], function: Callable[[Any], float]) -> Diagnosis:
-    """Diagnose chains by a function of their values.
-
-    Raises:
-        InvalidRequest: the function gives something that is no number.
-    """
+    """Diagnose chains by a function of their values. Raises InvalidRequest if it gives something that is
+    no number."""
     try:
         numbers = [[float(function(value)) for value in chain] for chain in values]
     except (TypeError, ValueError) as error:

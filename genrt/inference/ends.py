@@ -45,20 +45,14 @@ class Ends:
     def cut(self, data: bytes, new: int) -> int | None:
         """Return where the first string begins in ``data``, of which the last ``new`` bytes are new;
         ``None`` if nowhere."""
-        places = []
-        for string in self.strings:
-            place = data.find(string, max(0, len(data) - new - len(string) + 1))
-            if place >= 0:
-                places.append(place)
-        return min(places, default=None)
+        before = len(data) - new + 1
+        places = [data.find(each, max(0, before - len(each))) for each in self.strings]
+        return min((place for place in places if place >= 0), default=None)
 
 
 def ends_of(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
-    """Read ``stop=``.
-
-    Raises:
-        InvalidRequest: it is empty, has something of another type in it, or an id out of range.
-    """
+    """Read ``stop=``. Raises InvalidRequest if it is empty, or has something of another type or an id out
+    of range in it."""
     if stop is None:
         return Ends(frozenset(), (), True)
     given = [stop] if isinstance(stop, str | EndToken) or hasattr(stop, "__index__") else stop

@@ -38,7 +38,7 @@ from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
-from genrt.inference.progress import Progress
+from genrt.inference.progress import progress_bar
 from genrt.inference.result import Result
 from genrt.numbers import check_int
 
@@ -195,13 +195,13 @@ class MetropolisHastings:
         state, counted = self.init(seed), counting(self._model)
         visits: list[_Visits] = []
         made: list[Moves] = []
-        with Progress("MH", self._num_steps + 1, shown=progress) as shown:
+        with progress_bar("MH", self._num_steps + 1, shown=progress) as show:
             while state.step <= self._num_steps:
                 state, moves = await self.step(state)
                 if state.step > self._warm_up + 1:
                     visits.append(_visits(state))
                     made.append(moves)
-                shown.step(accepted=f"{moves.accepted.mean():.2f}")
+                show(accepted=f"{moves.accepted.mean():.2f}")
                 if on_step is not None:
                     on_step(state, moves)
         return replace(self._result(visits, made), statistics=counted())

@@ -19,12 +19,10 @@ class Particle(Protocol):
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens drawn so far, without the end token."""
-        ...
 
     @property
     def finished(self) -> bool:
         """True if nothing is left to draw."""
-        ...
 
 
 class Growth(NamedTuple):
@@ -53,24 +51,19 @@ class Model(Protocol):
     @property
     def max_steps(self) -> int | None:
         """The most steps that a particle takes; ``None`` if unknown."""
-        ...
 
     def start(self) -> Any:
         """Return a particle that has drawn nothing yet."""
-        ...
 
     async def grow(self, particles: Sequence[Any], seed: int) -> list[Growth]:
         """Grow each of these particles, unfinished and alive, by one token, in order. The seed decides
         all that is drawn; cancelling or failing leaves the particles as good as they were."""
-        ...
 
     def text(self, particle: Any) -> str:
         """Return what the particle's tokens say."""
-        ...
 
     def value(self, particle: Any) -> Any:
         """Return what a posterior is over: the text, or what a program returned."""
-        ...
 
 
 def checked_model(model: Any) -> Model:
@@ -83,12 +76,8 @@ def checked_model(model: Any) -> Model:
 
 
 async def grown(model: Model, particles: Sequence[Any], seed: int) -> list[Growth]:
-    """Grow particles by the model and check what it returns.
-
-    Raises:
-        InvalidRequest: another number of growths, or a gain that is NaN or +inf.
-        GenrtError: whatever else the model raised.
-    """
+    """Grow particles by the model. Raises InvalidRequest if it returns another number of growths, or a
+    gain that is NaN or +inf."""
     growths = await model.grow(particles, seed)
     if len(growths) != len(particles):
         raise InvalidRequest(

@@ -16,10 +16,8 @@ async def evaluated(name: str, potential: Potential, texts: Sequence[Text]) -> l
 
     A plain function is called in another thread, for one text after the other; a coroutine function on
     the running loop, for all texts at once. If one call raises, that is raised. After an error or a
-    cancellation no call goes on, except a plain one under way, which ends by itself.
-
-    Raises:
-        InvalidRequest: a log-weight is not a number, NaN or +inf.
+    cancellation no call goes on, except a plain one under way, which ends by itself. Raises
+    InvalidRequest for a log-weight that is not a number, NaN or +inf.
     """
     distinct = list(dict.fromkeys(texts))
     answers: dict[int, Any] = {}

@@ -40,6 +40,7 @@ import asyncio
 import inspect
 import math
 import types
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -69,7 +70,6 @@ T = TypeVar("T")
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
 
-
 Asked: TypeAlias = tuple[Any, ...]
 """A question of a program: a program that runs again has to ask the same ones."""
 
@@ -85,8 +85,7 @@ class Execution:
     ) -> None:
         self.lm = lm
         self._choices = list(choices)
-        self._to_replay = len(choices)
-        self._replayed = 0
+        self._to_replay = deque(choices)
         self._pause = pause
         """The question at which it paused, and continues; ``None`` before the first pause."""
         self._is_live = pause is None
@@ -148,16 +147,12 @@ class Execution:
         if drawn.token_id == DEAD:
             await _pause()
         self._drawn = drawn.token_id
-        self._choices.append((asked, drawn.token_id))
-        return drawn.token_id
+        self._choices.append((asked, self._drawn))
+        return self._drawn
 
     @question
     async def condition(
-        self,
-        token_ids: TokenIds,
-        continuation: TokenIds,
-        *,
-        adapter: str | None = None,
+        self, token_ids: TokenIds, continuation: TokenIds, *, adapter: str | None = None
     ) -> None:
         """Observe that ``continuation`` follows ``token_ids``: the log-weight gains its log-probability.
 
@@ -226,20 +221,16 @@ class Execution:
 
     async def _recorded(self, asked: Asked, *, due: bool = False) -> Any:
         """Return what this draw gave before; ``None`` if it is new, in the next step if one is due here.
-
-        Raises:
-            InvalidRequest: awaited in another task than the program's, or another draw than before.
-        """
+        Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
                 f"{asked[0]} was awaited in another task than the program's, as gather, wait_for and "
                 "create_task do: await it in the program itself, one after the other"
             )
-        if self._replayed < self._to_replay:
-            before, chosen = self._choices[self._replayed]
+        if self._to_replay:
+            before, chosen = self._to_replay.popleft()
             if before != asked:
                 raise _changed(before, asked)
-            self._replayed += 1
             return chosen
         if not self._is_live:
             if asked != self._pause:
@@ -384,10 +375,9 @@ class Program:
             check_returned(value)
         token_ids = particle.token_ids if token_id == DEAD else (*particle.token_ids, token_id)
         live = [] if finished else [(execution, coroutine)]
-        choices, pause = tuple(execution._choices), execution._pause
-        return Growth(
-            _Trace(choices, pause, token_ids, finished, value, live), log_weight, token_id
-        )
+        choices = tuple(execution._choices)
+        trace = _Trace(choices, execution._pause, token_ids, finished, value, live)
+        return Growth(trace, log_weight, token_id)
 
 
 _PAUSE = object()

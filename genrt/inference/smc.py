@@ -31,7 +31,7 @@ from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
-from genrt.inference.progress import Progress
+from genrt.inference.progress import progress_bar
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.state import Info, State
@@ -162,11 +162,11 @@ class SMC:
         """
         state, counted = self.init(seed), counting(self._model)
         infos = []
-        with Progress("SMC", self._model.max_steps, shown=progress) as shown:
+        with progress_bar("SMC", self._model.max_steps, shown=progress) as show:
             while not state.done:
                 state, info = await self.step(state)
                 infos.append(info)
-                shown.step(going=f"{info.unfinished}/{self._num_particles}", ESS=f"{info.ess:.1f}")
+                show(going=f"{info.unfinished}/{self._num_particles}", ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
         return replace(self.result(state, infos=infos), statistics=counted())

@@ -9,12 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genrt.inference.resampling import (
-    Ancestors,
-    Floats,
-    effective_sample_size,
-    log_mean_exp,
-)
+from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, log_mean_exp
 
 Tokens: TypeAlias = NDArray[np.int64]
 
@@ -45,13 +40,8 @@ class State:
     @property
     def unfinished(self) -> tuple[int, ...]:
         """The indices of the particles that the next step extends: alive and not finished."""
-        return tuple(
-            index
-            for index, (particle, log_weight) in enumerate(
-                zip(self.particles, self.log_weights, strict=True)
-            )
-            if not particle.finished and log_weight > -math.inf
-        )
+        [alive] = np.nonzero(self.log_weights > -math.inf)
+        return tuple(index for index in alive.tolist() if not self.particles[index].finished)
 
     @property
     def done(self) -> bool:

@@ -6,13 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine
 from types import CodeType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from genrt.errors import InvalidRequest
 
-P = ParamSpec("P")
-T = TypeVar("T")
-C = TypeVar("C", bound="Asks")
+M = TypeVar("M", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 class _Asked(NamedTuple):
@@ -57,29 +55,20 @@ class Questions:
         )
 
 
-class Asks(Protocol):
-    """A class with questions."""
-
-    _questions: Questions
-
-
-def question(
-    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
-    """Wrap a method so that its calls are remembered until they are awaited."""
+def question(method: M) -> M:
+    """Wrap a method of an object with ``_questions``: its calls are remembered until they are awaited."""
 
     @functools.wraps(method)
-    def ask(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+    def ask(self: Any, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         coroutine = method(self, *args, **kwargs)
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
         if caller is not None:
-            self._questions.remember(
-                _Asked(method.__name__, coroutine, caller.f_code, caller.f_lineno)
-            )
+            asked = _Asked(method.__name__, coroutine, caller.f_code, caller.f_lineno)
+            self._questions.remember(asked)
         return coroutine
 
-    return ask
+    return cast("M", ask)
 
 
 def check_returned(value: Any) -> None:

@@ -7,14 +7,14 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import genrt
 from genrt.errors import ExtraNotInstalled
 from genrt.inference import SMC, TextModel
-from genrt.inference.progress import Progress
+from genrt.inference.progress import progress_bar
 from tests import runs
 
 
@@ -62,7 +62,10 @@ def test_an_interrupt_leaves_the_bar_where_it_was(
 class NotebookBar:
     """tqdm's bar in a notebook, whose widget has a total and a style of its own."""
 
+    made: ClassVar[list[NotebookBar]] = []
+
     def __init__(self, *, total: int | None, **_: Any) -> None:
+        self.made.append(self)
         self.total, self.n, self.closed = total, 0, False
         bar = types.SimpleNamespace(max=total or 1, bar_style="")
         self.container = types.SimpleNamespace(children=(None, bar, None))
@@ -83,22 +86,21 @@ def test_a_notebooks_bar_is_full_at_the_end_and_red_after_an_error(
     total: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=NotebookBar))
-    with Progress("SMC", total, shown=True) as progress:
-        progress.step(ESS=1)
-        progress.step(ESS=2)
-    bar: NotebookBar = progress._bar
+    with progress_bar("SMC", total, shown=True) as show:
+        show(ESS=1)
+        show(ESS=2)
+    bar = NotebookBar.made.pop()
     widget = bar.container.children[1]
     assert (bar.total, widget.max, widget.bar_style, bar.closed) == (2, 2, "", True)
 
-    def interrupted(progress: Progress) -> None:
-        with progress:
-            progress.step()
+    def interrupted() -> None:
+        with progress_bar("SMC", total, shown=True) as show:
+            show()
             raise KeyboardInterrupt
 
-    progress = Progress("SMC", total, shown=True)
     with pytest.raises(KeyboardInterrupt):
-        interrupted(progress)
-    bar = progress._bar
+        interrupted()
+    bar = NotebookBar.made.pop()
     widget = bar.container.children[1]
     assert (bar.total, widget.max, widget.bar_style, bar.closed) == (
         total,
@@ -117,15 +119,15 @@ def test_that_widgets_are_missing_is_no_warning(monkeypatch: pytest.MonkeyPatch)
             raise AttributeError(name)
 
     monkeypatch.setitem(sys.modules, "tqdm.auto", Warning_("tqdm.auto"))
-    with Progress("SMC", 1, shown=True) as progress:
-        progress.step()
-    assert progress._bar.closed
+    with progress_bar("SMC", 1, shown=True) as show:
+        show()
+    assert NotebookBar.made.pop().closed
 
 
 def test_a_bar_without_tqdm_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ExtraNotInstalled, match="pip install tqdm"):
-        Progress("SMC", 1, shown=True)
-    with Progress("SMC", 1, shown=False) as progress:
-        progress.step()
-    assert progress._bar is None
+    bar = progress_bar("SMC", 1, shown=True)
+    with pytest.raises(ExtraNotInstalled, match="pip install tqdm"), bar:
+        pass
+    with progress_bar("SMC", 1, shown=False) as show:
+        show(ESS=1)

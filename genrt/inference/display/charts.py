@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,37 +22,29 @@ MOST_POINTS = 400
 """Of a curve; a curve of more points is drawn through the extremes of equal stretches."""
 
 
-class _Curve(NamedTuple):
-    """A line over the steps; dashed or faint if the chart is not about it."""
-
-    y: Floats
-    colour: str
-    style: str = ""
+Line: TypeAlias = tuple[Floats, str, str]
+"""A line over the steps, its colour and style; dashed or faint if the chart is not about it."""
 
 
 def charts(curves: Curves, *, particles: int) -> list[str]:
     """Draw ESS, log evidence and weights, as one SVG each."""
+    dashed, faint, full = 'stroke-dasharray="3 3"', 'stroke-opacity="0.45"', ""
     alive = curves.alive.astype(np.float64)
-    dashed, faint = 'stroke-dasharray="3 3"', 'stroke-opacity="0.45"'
+    (low, median, high), top = curves.band, (curves.heaviest, ORANGE, full)
     return [
         _chart(
             "effective sample size",
             f"of {count_of(particles, 'particle')}; dashed: alive",
             curves,
-            [_Curve(alive, GREY, dashed), _Curve(curves.ess, BLUE)],
+            [(alive, GREY, dashed), (curves.ess, BLUE, full)],
             limits=(0.0, float(particles)),
         ),
-        _chart("log evidence", "so far", curves, [_Curve(curves.log_evidence, BLUE)]),
+        _chart("log evidence", "so far", curves, [(curves.log_evidence, BLUE, full)]),
         _chart(
             "log-weights",
             "over the mean; faint: 5 and 95 %; orange: top",
             curves,
-            [
-                _Curve(curves.band[0], BLUE, faint),
-                _Curve(curves.band[2], BLUE, faint),
-                _Curve(curves.band[1], BLUE),
-                _Curve(curves.heaviest, ORANGE),
-            ],
+            [(low, BLUE, faint), (high, BLUE, faint), (median, BLUE, full), top],
         ),
     ]
 
@@ -61,11 +53,11 @@ def _chart(
     name: str,
     note: str,
     curves: Curves,
-    lines: Sequence[_Curve],
+    lines: Sequence[Line],
     *,
     limits: tuple[float, float] | None = None,
 ) -> str:
-    low, high = limits or _limits([line.y for line in lines])
+    low, high = limits or _limits([y for y, _, _ in lines])
     steps = curves.steps.astype(np.float64)
     # A single step is in the middle.
     place = (steps - steps[0]) / (steps[-1] - steps[0]) if len(steps) > 1 else np.array([0.5])

@@ -100,11 +100,7 @@ class Genealogy:
         return self._drawn(standalone=True)
 
     def save(self, path: str | Path) -> None:
-        """Write ``svg`` to a file.
-
-        Raises:
-            InvalidRequest: the file's name does not end in ``.svg``.
-        """
+        """Write ``svg`` to a file. Raises InvalidRequest if its name does not end in ``.svg``."""
         path = Path(path)
         if path.suffix.lower() != ".svg":
             raise InvalidRequest(f"{path.name} is no name for an SVG: let it end in .svg")

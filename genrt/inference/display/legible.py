@@ -41,24 +41,19 @@ def width(text: str) -> int:
     )
 
 
-def abbreviated(text: str, columns: int, *, tail: float = 0.25) -> str:
-    """Return the text, or its beginning and end around an ellipsis, with ``tail`` of the columns for the
-    end."""
+def abbreviated(text: str, columns: int) -> str:
+    """Return the text, or its beginning and end around an ellipsis, a quarter for the end."""
     if width(text) <= columns and len(text) <= 4 * columns:
         return text
-    last = int(tail * (columns - 1))
+    last = (columns - 1) // 4
     end = _fitting(text[::-1], last)[::-1]
     return _fitting(text, columns - 1 - last) + ELLIPSIS + end
 
 
 def _fitting(text: str, columns: int) -> str:
     """Return the longest prefix of at most this many columns, and at most four characters for each."""
-    taken = 0
-    for place, character in enumerate(text[: 4 * columns]):
-        taken += width(character)
-        if taken > columns:
-            return text[:place]
-    return text[: 4 * columns]
+    longest = text[: 4 * columns]
+    return longest[: bisect.bisect_right(list(accumulate(map(width, longest))), columns)]
 
 
 def label(value: Any) -> str:

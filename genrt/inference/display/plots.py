@@ -28,11 +28,7 @@ LABEL = 48
 
 def figure_of(summary: Summary) -> Figure:
     """Draw the posterior as bars and, if there were steps, the curves of ESS, log evidence and
-    log-weights.
-
-    Raises:
-        ExtraNotInstalled: matplotlib is missing.
-    """
+    log-weights. Raises ExtraNotInstalled if matplotlib is missing."""
     bars = 0.9 + 0.28 * max(len(_rows(summary)), 2)
     if summary.curves is None:
         figure = _empty_figure(9.0, bars)
@@ -130,11 +126,7 @@ def particles_frame(
     log_weights: Floats,
     weights: Floats,
 ) -> DataFrame:
-    """Return a table with one row a particle.
-
-    Raises:
-        ExtraNotInstalled: pandas is missing.
-    """
+    """Return a table with one row a particle. Raises ExtraNotInstalled if pandas is missing."""
     pandas = _pandas()
     index = pandas.RangeIndex(len(texts), name="particle")
     # As objects, lists and tuples among the values stay whole, one in a cell.
@@ -158,12 +150,8 @@ def _dtype(values: Sequence[Any]) -> type | None:
 
 
 def steps_frame(infos: Sequence[Info], curves: Curves | None) -> DataFrame:
-    """Return a table with one row a step.
-
-    Raises:
-        InvalidRequest: there are no steps.
-        ExtraNotInstalled: pandas is missing.
-    """
+    """Return a table with one row a step. Raises InvalidRequest if there are none, ExtraNotInstalled if
+    pandas is missing."""
     if curves is None:
         raise InvalidRequest("this result has no steps: SMC and importance sampling keep them")
     pandas = _pandas()
