@@ -43,7 +43,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -56,14 +56,11 @@ from genrt.inference.checks import check_callable, check_temperature, runtime, t
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalised
 from genrt.inference.unawaited import Questions, check_returned, question
+from genrt.lm import AsyncLM
 from genrt.numbers import check_float
+from genrt.questions.masks import Mask
+from genrt.questions.token_ids import TokenIds
 from genrt.tokens.texts import decoded
-
-if TYPE_CHECKING:
-    from genrt.lm import AsyncLM
-    from genrt.questions.masks import Mask
-    from genrt.questions.token_ids import TokenIds
-
 
 T = TypeVar("T")
 

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-LINEAGES = 24
-"""How many lineages a genealogy shows by default."""
-
-
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
     r"""Weighted texts, and how they came about: plain data, which no longer needs the runtime.
@@ -149,7 +145,7 @@ class Result:
             )
         return diagnose(self.chains.values, function)
 
-    def genealogy(self, *, lineages: int = LINEAGES) -> Genealogy:
+    def genealogy(self, *, lineages: int = 24) -> Genealogy:
         """Return the family tree of the particles as a picture: which grew from which, with what they
         drew.
 

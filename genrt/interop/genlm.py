@@ -24,7 +24,8 @@ import os
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from genrt.errors import InvalidRequest
 from genrt.interop.foreign import importing
@@ -97,33 +98,31 @@ class GenrtLM:
 
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the row after ``token_ids``: ``[len(byte_vocab)]``, the caller's own."""
         return self._fitted(await self._lm.next_token_logprobs(token_ids, adapter=lora_name))
 
-    def next_token_logprobs_sync(
-        self, token_ids: TokenIds, lora_name: str | None = None
-    ) -> torch.Tensor:
+    def next_token_logprobs_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> Tensor:
         """Return what ``next_token_logprobs`` returns, blocking."""
         return self._fitted(self._lm.next_token_logprobs_sync(token_ids, adapter=lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the rows after each of the contexts: ``[len(token_ids_list), len(byte_vocab)]``."""
         rows = await self._lm.batch_next_token_logprobs(token_ids_list, adapter=lora_name)
         return self._fitted(rows)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return what ``batch_next_token_logprobs`` returns, blocking."""
         rows = self._lm.batch_next_token_logprobs_sync(token_ids_list, adapter=lora_name)
         return self._fitted(rows)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return ``next_token_logprobs_sync``: a row from the runtime's cache has the very bits that were
         computed.
 
@@ -131,10 +130,10 @@ class GenrtLM:
         """
         return self.next_token_logprobs_sync(token_ids, lora_name)
 
-    def _fitted(self, rows: torch.Tensor) -> torch.Tensor:
+    def _fitted(self, rows: Tensor) -> Tensor:
         missing = len(self.byte_vocab) - rows.shape[-1]
         if missing > 0:
-            return torch.nn.functional.pad(rows, (0, missing), value=-math.inf)
+            return pad(rows, (0, missing), value=-math.inf)
         if missing < 0:
             return rows[..., :missing].log_softmax(dim=-1)
         return rows

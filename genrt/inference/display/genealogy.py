@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import NamedTuple
 
 from genrt.errors import InvalidRequest
 from genrt.inference.display.charts import BLUE, GREY, ORANGE
@@ -53,28 +52,12 @@ TITLE = 900
 """The most bytes of a title's text."""
 
 
-class _Kind(NamedTuple):
-    """How lineages of one kind are shown: the words of their titles and of the legend, and their mark
-    there."""
-
-    ending: str
-    name: str
-    mark: str
-
-
-KINDS: dict[End, _Kind] = {
-    "survived": _Kind(
-        "survived", "survived", f'<path d="M0 -3.5h16" stroke="{BLUE}" stroke-width="3"/>'
-    ),
-    "died": _Kind(
-        "died", "died", f'<path d="M4 -7.5l8 8m0-8l-8 8" stroke="{ORANGE}" stroke-width="2"/>'
-    ),
-    "dropped": _Kind(
-        "left without children by resampling",
-        "without children",
-        f'<circle cx="8" cy="-3.5" r="3" stroke="{GREY}"/>',
-    ),
+MARKS: dict[End, str] = {
+    "survived": f'<path d="M0 -3.5h16" stroke="{BLUE}" stroke-width="3"/>',
+    "died": f'<path d="M4 -7.5l8 8m0-8l-8 8" stroke="{ORANGE}" stroke-width="2"/>',
+    "dropped": f'<circle cx="8" cy="-3.5" r="3" stroke="{GREY}"/>',
 }
+"""The legend's marks of how lineages end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -282,7 +265,8 @@ class _Drawing:
         first, last = self.infos[branch.first].step, self.infos[branch.last].step
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         text = said(lineage(self.tree.branches, index), self.tokens)
-        ending = "forked" if branch.end == "forked" else KINDS[branch.end].ending
+        is_dropped = branch.end == "dropped"
+        ending = "left without children by resampling" if is_dropped else branch.end
         return (
             f"{escaped_attribute(text, most=TITLE)}\n{steps}, then particle {branch.particles[-1]}, "
             f"{ending}; weight {weight:.3g}, log-weight {number(branch.log_weights[-1])}"
@@ -291,11 +275,12 @@ class _Drawing:
     def marks(self) -> list[tuple[str, str]]:
         """Return the legend's marks and words, with how many lineages there are of each kind."""
         marks = []
-        for end, kind in KINDS.items():
+        for end, mark in MARKS.items():
             shown, total = self.tree.shown[end], self.tree.total[end]
             if total:
-                words = f"{kind.name}: {total:,}" + f", {shown:,} of them shown" * (shown < total)
-                marks.append((kind.mark, words))
+                name = "without children" if end == "dropped" else end
+                words = f"{name}: {total:,}" + f", {shown:,} of them shown" * (shown < total)
+                marks.append((mark, words))
         if any(info.resampled for info in self.infos):
             line = '<path d="M8 -10v12" stroke="currentColor" stroke-dasharray="2 3"/>'
             marks.append((line, "resampling"))
