@@ -99,7 +99,7 @@ class _Rules:
         self._grammar = grammar
         self._empty: dict[str, bool] = {}
         self._nested: dict[int, _Rules] = {}
-        self._reached = self._in_order("start", self._named)
+        self._reached = [x for x in self._in_order("start", self._named) if x in grammar.rules]
         for name in grammar.terminals:
             self._in_order(name, self._named_by_terminal)
         self._alive: set[str] = set()
@@ -134,7 +134,7 @@ class _Rules:
                     f"the grammar is nested too deeply: {start!r} leads to {name!r} through more than "
                     f"{_MOST_LEVELS:,} rules and groups, each in the one before"
                 )
-        return [name for name in order if name in self._grammar.rules]
+        return order
 
     def _named(self, rule: str) -> Iterator[tuple[str, int]]:
         """Yield the rules that one names, and how many levels of groups deep."""
@@ -148,7 +148,8 @@ class _Rules:
             yield from self._named_in(each, level + (each.kind == "any"))
 
     def _named_by_terminal(self, terminal: str) -> Iterator[tuple[str, int]]:
-        source = self._grammar.terminals[terminal].partition(":")[2]
+        """Yield the terminals that one names, or the source of one, and how many levels deep."""
+        source = self._grammar.terminals.get(terminal, f":{terminal}").partition(":")[2]
         levels = 1 + min(source.count("("), MOST_GROUPS)
         for name in _NAMES.findall(source):
             if name in self._grammar.terminals:
@@ -199,21 +200,10 @@ class _Rules:
     def _is_empty(self, terminal: str) -> bool:
         """Tell whether a terminal, or a regular expression, matches nothing."""
         if terminal not in self._empty:
-            sources = self._sources(terminal)
-            self._empty[terminal] = bool(
-                any(_MAY_BE_EMPTY.search(source) for source in [terminal, *sources])
-            ) and matches_nothing(
-                "\n".join(["start: _IT_", f"_IT_: {terminal}", *sources, *self._grammar.imports])
-            )
+            terminals = self._grammar.terminals
+            needed = self._in_order(terminal, self._named_by_terminal)
+            sources = [terminals[name] for name in needed if name in terminals]
+            lark = ["start: _IT_", f"_IT_: {terminal}", *sources, *self._grammar.imports]
+            may_be = any(map(_MAY_BE_EMPTY.search, [terminal, *sources]))
+            self._empty[terminal] = may_be and matches_nothing("\n".join(lark))
         return self._empty[terminal]
-
-    def _sources(self, terminal: str) -> list[str]:
-        """Return the definitions of the terminals that a terminal is made of."""
-        found: dict[str, str] = {}
-        left = [terminal]
-        while left:
-            for name in _NAMES.findall(left.pop()):
-                if name in self._grammar.terminals and name not in found:
-                    found[name] = self._grammar.terminals[name]
-                    left.append(found[name])
-        return list(found.values())

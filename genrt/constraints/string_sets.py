@@ -71,39 +71,9 @@ class _Strings:
     def state(self, first: int, end: int, length: int) -> _StringState:
         """Return the state of that range, the same one for all who hold it."""
         with self._lock:
-            state = self._states.get((first, end, length))
-            if state is None:
-                state = _StringState(self, first, end, length)
-                self._states[first, end, length] = state
-            return state
-
-    def words(self, first: int, end: int, length: int) -> Words:
-        """Return a state's mask: walk down the trie of the texts' continuations, as far as tokens
-        reach."""
-        mask = np.zeros(len(self.tokens), dtype=np.bool_)
-        mask[self.tokens.eos_token_id] = len(self.texts[first]) == length
-        # Each: a range of texts, a range of tokens, and how many bytes of a token they share.
-        spelt, spellings = self.tokens.spelt
-        ranges = [(first, end, 0, len(spellings), 0)]
-        while ranges:
-            first, end, start, stop, shared = ranges.pop()
-            here = start
-            while here < stop and len(spellings[here]) == shared:
-                here += 1
-            if shared:
-                mask[spelt[start:here]] = True
-            depth = length + shared
-            if len(self.texts[first]) == depth:
-                first += 1
-            while first < end and here < stop:
-                byte = self.texts[first][depth]
-                after = bisect_right(self.texts, byte, first, end, key=lambda text: text[depth])
-                low = bisect_left(spellings, byte, here, stop, key=lambda token: token[shared])
-                high = bisect_right(spellings, byte, low, stop, key=lambda token: token[shared])
-                if low < high:
-                    ranges.append((first, after, low, high, shared + 1))
-                first, here = after, high
-        return packed(mask)
+            return self._states.setdefault(
+                (first, end, length), _StringState(self, first, end, length)
+            )
 
 
 class _StringState(PackedState):
@@ -123,7 +93,32 @@ class _StringState(PackedState):
         return len(self._of.texts[self._first]) == self._length
 
     def _computed(self) -> Words:
-        return self._of.words(self._first, self._end, self._length)
+        """Walk down the trie of the texts' continuations, as far as tokens reach."""
+        tokens, texts = self._of.tokens, self._of.texts
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        mask[tokens.eos_token_id] = self.accepting
+        # Each: a range of texts, a range of tokens, and how many bytes of a token they share.
+        spelt, spellings = tokens.spelt
+        ranges = [(self._first, self._end, 0, len(spellings), 0)]
+        while ranges:
+            first, end, start, stop, shared = ranges.pop()
+            here = start
+            while here < stop and len(spellings[here]) == shared:
+                here += 1
+            if shared:
+                mask[spelt[start:here]] = True
+            depth = self._length + shared
+            if len(texts[first]) == depth:
+                first += 1
+            while first < end and here < stop:
+                byte = texts[first][depth]
+                after = bisect_right(texts, byte, first, end, key=lambda text: text[depth])
+                low = bisect_left(spellings, byte, here, stop, key=lambda token: token[shared])
+                high = bisect_right(spellings, byte, low, stop, key=lambda token: token[shared])
+                if low < high:
+                    ranges.append((first, after, low, high, shared + 1))
+                first, here = after, high
+        return packed(mask)
 
     def _after(self, token_id: int) -> _StringState:
         tokens, texts = self._of.tokens, self._of.texts

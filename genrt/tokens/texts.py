@@ -12,7 +12,7 @@ from genrt.errors import InvalidRequest
 __all__ = ["Potential", "Predicate", "Text", "decoded"]
 
 Bytes: TypeAlias = bytes
-"""``bytes``, for a class in which a property hides that name."""
+"""``bytes``, for a class in which an attribute hides that name."""
 
 
 class Text(str):
@@ -25,13 +25,18 @@ class Text(str):
 
     Two texts are equal if their tokens, their bytes and ``finished`` are, so that they may be keys of a
     cache; a text equals a plain string if it reads the same.
+
+    Attributes:
+        token_ids: the generated tokens.
+        bytes: the bytes of the tokens; they may break off inside a character.
+        finished: true if the text is over; otherwise it is a prefix of a longer one.
     """
 
-    __slots__ = ("_bytes", "_finished", "_token_ids")
+    __slots__ = ("bytes", "finished", "token_ids")
 
-    _token_ids: tuple[int, ...]
-    _bytes: Bytes
-    _finished: bool
+    token_ids: tuple[int, ...]
+    bytes: Bytes
+    finished: bool
 
     def __new__(
         cls, token_ids: Sequence[int] = (), bytes: Bytes = b"", finished: bool = False
@@ -46,25 +51,10 @@ class Text(str):
                 "and predicates that use no more than a str may be called with one"
             )
         self = super().__new__(cls, codecs.utf_8_decode(bytes, "replace", finished)[0])
-        object.__setattr__(self, "_token_ids", tuple(token_ids))
-        object.__setattr__(self, "_bytes", bytes)
-        object.__setattr__(self, "_finished", finished)
+        object.__setattr__(self, "token_ids", tuple(token_ids))
+        object.__setattr__(self, "bytes", bytes)
+        object.__setattr__(self, "finished", finished)
         return self
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The generated tokens."""
-        return self._token_ids
-
-    @property
-    def bytes(self) -> Bytes:
-        """The bytes of the tokens; they may break off inside a character."""
-        return self._bytes
-
-    @property
-    def finished(self) -> bool:
-        """True if the text is over; otherwise it is a prefix of a longer one."""
-        return self._finished
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Text):
@@ -83,13 +73,13 @@ class Text(str):
         raise AttributeError(f"a Text is a value: {name} cannot be deleted")
 
     def __repr__(self) -> str:
-        return f"Text({self._token_ids}, {self._bytes!r}, finished={self._finished})"
+        return f"Text({self.token_ids}, {self.bytes!r}, finished={self.finished})"
 
     def __reduce__(self) -> tuple[type[Text], tuple[tuple[int, ...], Bytes, bool]]:
         return Text, self._key()
 
     def _key(self) -> tuple[tuple[int, ...], Bytes, bool]:
-        return self._token_ids, self._bytes, self._finished
+        return self.token_ids, self.bytes, self.finished
 
 
 UNDECODABLE = re.compile("[\udc80-\udcff]")
