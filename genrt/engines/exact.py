@@ -128,7 +128,8 @@ class NGram:
         """
         if any(not 0 <= token < self.vocab_size for token in token_ids):
             raise InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
-        return self._table[_key(token_ids, self.order)].clone()
+        tail = token_ids[-self.order :] if self.order else ()
+        return self._table[(*[0] * (self.order - len(tail)), *tail)].clone()
 
     def with_table(self, table: Tensor) -> NGram:
         """Return the model with another table, of the same shape, over the same vocabulary.
@@ -264,11 +265,6 @@ class _Tables:
 def _name(token: int) -> bytes:
     """Return a token's bytes, which no other token has: letters for the first ones."""
     return bytes([(97 + token) % 256]) if token < 256 else token.to_bytes(4, "big")
-
-
-def _key(token_ids: Sequence[int], order: int) -> tuple[int, ...]:
-    tail = tuple(token_ids[-order:]) if order else ()
-    return (0,) * (order - len(tail)) + tail
 
 
 def _normalised(table: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,9 +32,7 @@ _OPENING = threading.RLock()
 @contextmanager
 def process_kept() -> Iterator[None]:
     """Open an engine inside of this, on one thread; what other threads change meanwhile stays changed."""
-    with _OPENING, ExitStack() as kept:
-        for each in (_environment, heap_kept, _hook, _start_method, _torch):
-            kept.enter_context(each())
+    with _OPENING, _environment(), heap_kept(), _settings():
         yield
 
 
@@ -83,46 +83,34 @@ def heap_kept() -> Iterator[None]:
             gc.unfreeze()
 
 
-@contextmanager
-def _hook() -> Iterator[None]:
-    """Put back the hook for exceptions, which torch replaces with one that writes ``[rank0]``."""
-    before = sys.excepthook
-    try:
-        yield
-    finally:
-        if getattr(sys.excepthook, "__module__", "").startswith("torch"):
-            sys.excepthook = before
-
-
-@contextmanager
-def _start_method() -> Iterator[None]:
-    """Leave it open how ``multiprocessing`` starts processes, if it was."""
-    was_set = bool(multiprocessing.get_start_method(allow_none=True))
-    try:
-        yield
-    finally:
-        if not was_set:
-            multiprocessing.set_start_method(None, force=True)
-
-
 _PRECISIONS = (
-    "cuda.matmul",
-    "cudnn.conv",
-    "cudnn.rnn",
-    "mkldnn.matmul",
-    "mkldnn.conv",
-    "mkldnn.rnn",
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision",
+    "mkldnn.rnn.fp32_precision",
 )
 
 
 @contextmanager
-def _torch() -> Iterator[None]:
-    """Put back torch's numbers of threads, precisions and defaults, and ``set_num_threads`` itself."""
+def _settings() -> Iterator[None]:
+    """Put back the hook for exceptions, how ``multiprocessing`` starts processes, torch's numbers of
+    threads, precisions and defaults, and ``set_num_threads`` itself."""
+    hook = sys.excepthook
+    has_start_method = bool(multiprocessing.get_start_method(allow_none=True))
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    dtype = torch.get_default_dtype()
-    deterministic = torch.get_deterministic_debug_mode()
-    backends = [_attribute(torch.backends, name) for name in _PRECISIONS]
-    precisions = [(each, each.fp32_precision) for each in backends if each is not None]
+    settings: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    ]
+    for path in _PRECISIONS:
+        owner, name = path.rsplit(".", 1)
+        with suppress(AttributeError):  # of a torch that has no such setting
+            backend = attrgetter(owner)(torch.backends)
+            getattr(backend, name)
+            settings.append((partial(getattr, backend, name), partial(setattr, backend, name)))
+    before = [read() for read, _ in settings]
     try:
         yield
     finally:
@@ -132,17 +120,11 @@ def _torch() -> Iterator[None]:
             other = threading.Thread(target=set_num_threads, args=(threads,))
             other.start()
             other.join()
-        if torch.get_default_dtype() != dtype:
-            torch.set_default_dtype(dtype)
-        if torch.get_deterministic_debug_mode() != deterministic:
-            torch.set_deterministic_debug_mode(deterministic)
-        for backend, precision in precisions:
-            if backend.fp32_precision != precision:
-                backend.fp32_precision = precision
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    """Return what is there, if it has a precision."""
-    for name in path.split("."):
-        owner = getattr(owner, name, None)
-    return owner if hasattr(owner, "fp32_precision") else None
+        for (read, write), value in zip(settings, before, strict=True):
+            if read() != value:
+                write(value)
+        if not has_start_method:
+            multiprocessing.set_start_method(None, force=True)
+        # torch replaces it with one that writes ``[rank0]``; any other is somebody else's.
+        if getattr(sys.excepthook, "__module__", "").startswith("torch"):
+            sys.excepthook = hook

@@ -39,7 +39,7 @@ class Residents:
 
     def __init__(self) -> None:
         self._by_id: dict[str, _Resident] = {}
-        self._by_digest: dict[int, list[_Resident]] = {}
+        self._by_digest: dict[int, dict[str, None]] = {}
         self._by_piece: dict[int, dict[str, None]] = {}
         self._without_digest: dict[str, None] = {}
         self._without_pieces: dict[str, None] = {}
@@ -73,20 +73,12 @@ class Residents:
         self._without_digest.pop(request_id, None)
         self._without_pieces.pop(request_id, None)
         for piece in resident.pieces:
-            alike = self._by_piece[piece]
-            del alike[request_id]
-            if not alike:
-                del self._by_piece[piece]
+            _drop(self._by_piece, piece, request_id)
 
     def _undigest(self, resident: _Resident) -> None:
-        if resident.digest is None:
-            return
-        alike = self._by_digest[resident.digest]
-        if len(alike) == 1:
-            del self._by_digest[resident.digest]
-        else:
-            self._by_digest[resident.digest] = [one for one in alike if one is not resident]
-        resident.digest = None
+        if resident.digest is not None:
+            _drop(self._by_digest, resident.digest, resident.request_id)
+            resident.digest = None
 
     def request_ids(self) -> list[str]:
         """Return the ids of all resident sequences."""
@@ -114,9 +106,10 @@ class Residents:
         """Return the sequence, of several the last put, whose context is this one less its last token."""
         self._digest_all()
         before = context[:-TOKEN_BYTES]
-        for resident in reversed(self._by_digest.get(_digest(adapter, before), ())):
+        for request_id in reversed(self._by_digest.get(_digest(adapter, before), {})):
+            resident = self._by_id[request_id]
             if resident.context == before and resident.adapter == adapter:
-                return resident.request_id
+                return request_id
         return None
 
     def nearest(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
@@ -149,7 +142,7 @@ class Residents:
         for request_id in self._without_digest:
             resident = self._by_id[request_id]
             resident.digest = digest = _digest(resident.adapter, resident.context)
-            self._by_digest.setdefault(digest, []).append(resident)
+            self._by_digest.setdefault(digest, {})[request_id] = None
         self._without_digest.clear()
 
     def _cut_pieces(self) -> None:
@@ -163,6 +156,13 @@ class Residents:
                 pieces.append(piece)
                 self._by_piece.setdefault(piece, {})[request_id] = None
         self._without_pieces.clear()
+
+
+def _drop(index: dict[int, dict[str, None]], key: int, request_id: str) -> None:
+    alike = index[key]
+    del alike[request_id]
+    if not alike:
+        del index[key]
 
 
 def _digest(adapter: Adapter | None, context: bytes) -> int:

@@ -99,9 +99,12 @@ class SteppedEngine:
 
     def __init__(self, model: SteppedModel, *, max_model_len: int, max_batch_size: int) -> None:
         """Take a model and the engine's sizes; raise InvalidRequest if a size is no positive int."""
+        self.vocab_size = model.vocab_size
+        self.max_model_len = check_int("max_model_len", max_model_len, 1)
+        self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
+        self.device = model.device
+        self.tokenizer = model.tokenizer
         self._model = model
-        self._max_model_len = check_int("max_model_len", max_model_len, 1)
-        self._max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
         self._in_progress: dict[Request, _Progress] = {}
         self._refused: dict[Request, GenrtError] = {}
         # Adapters that requests may bind; those that were removed while requests in progress need them.
@@ -109,26 +112,6 @@ class SteppedEngine:
         self._removed: set[Adapter] = set()
         self._closed = False
         self._statistics = EngineStatistics()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self._max_batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._model.tokenizer
 
     def __repr__(self) -> str:
         return (
@@ -146,7 +129,8 @@ class SteppedEngine:
         """
         if self._closed:
             raise Closed("the engine is closed: open another one")
-        if len(set(requests)) < len(requests) or any(map(self._knows, requests)):
+        known = any(each in self._in_progress or each in self._refused for each in requests)
+        if known or len(set(requests)) < len(requests):
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
         for request in requests:
             error = self._fault(request)
@@ -191,7 +175,6 @@ class SteppedEngine:
         return finished
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Forget requests, as in the Engine protocol."""
         for request in requests:
             if self._in_progress.pop(request, None) or self._refused.pop(request, None):
                 self._count(cancelled=1)
@@ -225,7 +208,6 @@ class SteppedEngine:
         self._unload_unused()
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters at this moment."""
         return self._statistics
 
     def close(self) -> None:
@@ -244,9 +226,6 @@ class SteppedEngine:
         if tensor.device.type != "cpu":
             self._count(bytes_to_host=tensor.nbytes)
         return list(tensor.tolist())
-
-    def _knows(self, request: Request) -> bool:
-        return request in self._in_progress or request in self._refused
 
     def _fault(self, request: Request) -> GenrtError | None:
         """Return the error of a request that cannot be computed, ``None`` if it can."""
@@ -310,13 +289,11 @@ class SteppedEngine:
         """Draw one token for each; return those that it ends."""
         asked = [each.request for each in group if isinstance(each.request, SampleRequest)]
         generators = [self._generator(each) for each in group]
-        kept = truncate(
-            rows,
-            temperature=_float64([request.temperature for request in asked]),
-            top_k=torch.tensor([min(request.top_k, self.vocab_size) for request in asked]),
-            top_p=_float64([request.top_p for request in asked]),
-            min_p=_float64([request.min_p for request in asked]),
-        )
+        # In float64, as they were checked: float32 would make 0 or infinity of some.
+        numbers = [(request.temperature, request.top_p, request.min_p) for request in asked]
+        temperature, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).unbind(1)
+        top_k = torch.tensor([min(request.top_k, self.vocab_size) for request in asked])
+        kept = truncate(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
         for progress, request, token in zip(group, asked, tokens, strict=True):
@@ -351,8 +328,3 @@ class SteppedEngine:
         self._statistics = replace(
             before, **{name: getattr(before, name) + more for name, more in increments.items()}
         )
-
-
-def _float64(numbers: Sequence[float]) -> Tensor:
-    # As the parameters were checked: float32 would make 0 or infinity of some.
-    return torch.tensor(numbers, dtype=torch.float64)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
@@ -112,9 +113,11 @@ def exact_posterior(
         raise InvalidRequest(f"temperature is {temperature}: give a positive number")
     walk = _Walk(
         model,
-        model.tokenizer.encode(prompt)
-        if isinstance(prompt, str)
-        else [check_int("a token id", token, 0) for token in prompt],
+        tuple(
+            model.tokenizer.encode(prompt)
+            if isinstance(prompt, str)
+            else [check_int("a token id", token, 0) for token in prompt]
+        ),
         check_int("max_tokens", max_tokens, 1),
         constraint,
         heat,
@@ -134,60 +137,51 @@ async def _posterior(walk: _Walk, model: NGram, potential: Potential | None) -> 
     return _normalised(texts, weights)
 
 
+@dataclass(frozen=True, slots=True)
 class _Walk:
     """All texts that can come, found a token at a time, all prefixes of one length together."""
 
-    def __init__(
-        self,
-        model: NGram,
-        prompt: Sequence[int],
-        max_tokens: int,
-        constraint: Constraint | None,
-        temperature: float,
-        max_texts: int,
-        ends: Ends,
-    ) -> None:
-        self._model = model
-        self._prompt = tuple(prompt)
-        self._max_tokens = max_tokens
-        self._constraint = constraint
-        self._temperature = temperature
-        self._max_texts = max_texts
-        self._ends = ends
-        self._rows: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+    model: NGram
+    prompt: tuple[int, ...]
+    max_tokens: int
+    constraint: Constraint | None
+    temperature: float
+    max_texts: int
+    ends: Ends
+    rows: dict[tuple[int, ...], list[tuple[int, float]]] = field(default_factory=dict)
 
     async def texts(self) -> Weighed:
         """Return the log-probability of each possible text, by its tokens and its bytes."""
         ended: Weighed = {}
-        start = None if self._constraint is None else self._constraint.start()
+        start = None if self.constraint is None else self.constraint.start()
         prefixes: list[Prefix] = [((), 0.0, start)]
-        for length in range(self._max_tokens):
+        for length in range(self.max_tokens):
             longer: list[Prefix] = []
-            last = length == self._max_tokens - 1 and not self._ends.never
+            last = length == self.max_tokens - 1 and not self.ends.never
             allowed = await self._allowed(prefixes, last=last)
-            if self._ends.never and self._constraint is not None:
+            if self.ends.never and self.constraint is not None:
                 prefixes = self._cut(prefixes, allowed, ended, last=False)
                 allowed = await self._allowed(prefixes, last=False)
             for (ids, logprob, state), may_follow in zip(prefixes, allowed, strict=True):
                 for token, token_logprob in self._row(ids):
                     text, drawn = (*ids, token), logprob + token_logprob
-                    if token in self._ends.token_ids:
-                        if may_follow is None or self._model.eos_token_id in may_follow:
+                    if token in self.ends.token_ids:
+                        if may_follow is None or self.model.eos_token_id in may_follow:
                             _add(ended, (ids, self._said(ids)), drawn)
                     elif may_follow is not None and (
-                        token == self._model.eos_token_id or token not in may_follow
+                        token == self.model.eos_token_id or token not in may_follow
                     ):
                         continue
                     elif not self._drawn(ended, text, drawn):
                         after = None if state is None else state.advance(token)
                         longer.append((text, drawn, after))
-                if len(ended) + len(longer) > self._max_texts:
+                if len(ended) + len(longer) > self.max_texts:
                     raise InvalidRequest(
-                        f"there are more than max_texts={self._max_texts} texts of up to {length + 1} "
+                        f"there are more than max_texts={self.max_texts} texts of up to {length + 1} "
                         "tokens: take a smaller model, fewer tokens or a narrower constraint"
                     )
             prefixes = longer
-        if self._constraint is None or self._ends.never:
+        if self.constraint is None or self.ends.never:
             self._cut(prefixes, await self._allowed(prefixes, last=False), ended, last=True)
         return ended
 
@@ -200,22 +194,23 @@ class _Walk:
         last: bool,
     ) -> list[Prefix]:
         """Move the texts that end here, though nothing was drawn that ends them; return the others."""
-        going, end = [], self._model.eos_token_id
+        going, end = [], self.model.eos_token_id
         for prefix, may_follow in zip(prefixes, allowed, strict=True):
             ids, logprob, state = prefix
-            if not last and (state is None or _cheaply_allowed(state) - {end}):
+            # ``mask`` asks no predicate: what only one rules out goes on here, and ends nowhere.
+            if not last and (state is None or _ones(state.mask()) - {end}):
                 going.append(prefix)
             elif may_follow is None or end in may_follow:
                 _add(ended, (ids, self._said(ids)), logprob)
         return going
 
     def _said(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self._model.vocabulary[token] for token in ids)
+        return b"".join(self.model.vocabulary[token] for token in ids)
 
     def _drawn(self, ended: Weighed, ids: tuple[int, ...], logprob: float) -> bool:
         """Return whether these tokens have spelt a string that ends a text, which is then kept."""
         said = self._said(ids)
-        places = [said.find(each) for each in self._ends.strings if each in said]
+        places = [said.find(each) for each in self.ends.strings if each in said]
         if not places:
             return False
         cut = min(places)
@@ -227,7 +222,7 @@ class _Walk:
         self, prefixes: Sequence[Prefix], *, last: bool
     ) -> Sequence[frozenset[int] | None]:
         """Return the tokens that the constraint lets follow each prefix, ``None`` without one."""
-        eos = self._model.eos_token_id
+        eos = self.model.eos_token_id
         states = [state for _, _, state in prefixes if state is not None]
         if eos is None or not states:
             return [None] * len(prefixes)
@@ -242,29 +237,29 @@ class _Walk:
         found: list[frozenset[int]] = []
         for start in range(0, len(states), MASKS_AT_ONCE):
             masks = await amasks(states[start : start + MASKS_AT_ONCE])
-            found += [frozenset(mask.nonzero()[:, 0].tolist()) for mask in masks]
+            found += map(_ones, masks)
         return found
 
     def _row(self, ids: tuple[int, ...]) -> list[tuple[int, float]]:
         """Return the tokens that may follow, with their log-probabilities."""
-        order = self._model.order
-        context = (self._prompt + ids)[-order:] if order else ()
-        if context not in self._rows:
-            row = self._model.row(context).double()
-            if self._temperature != 1:
-                row = sampling.truncate(row, temperature=self._temperature)
+        order = self.model.order
+        context = (self.prompt + ids)[-order:] if order else ()
+        if context not in self.rows:
+            row = self.model.row(context).double()
+            if self.temperature != 1:
+                row = sampling.truncate(row, temperature=self.temperature)
             row = row.log_softmax(-1)
-            self._rows[context] = [
+            self.rows[context] = [
                 (token, logprob)
                 for token, logprob in enumerate(row.tolist())
                 if logprob > -math.inf
             ]
-        return self._rows[context]
+        return self.rows[context]
 
 
-def _cheaply_allowed(state: State) -> set[int]:
-    """Return the tokens that nothing cheap rules out."""
-    return set(state.mask().nonzero()[:, 0].tolist())
+def _ones(mask: Tensor) -> frozenset[int]:
+    """Return the tokens that a mask allows."""
+    return frozenset(mask.nonzero()[:, 0].tolist())
 
 
 def _add(texts: Weighed, text: tuple[tuple[int, ...], bytes], logprob: float) -> None:

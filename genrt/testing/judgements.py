@@ -9,98 +9,47 @@ from typing import Any
 
 from genrt.tokens.texts import Text
 
-__all__ = [
-    "Judgement",
-    "always",
-    "asynchronous",
-    "at_most_tokens",
-    "containing",
-    "even_when_finished",
-    "hashed",
-    "never",
-    "never_finished",
-    "tabled",
-    "without",
-]
+__all__ = ["Asynchronous", "Judgement"]
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "always": lambda text: True,
+    "never": lambda text: False,
+    # Refuses no prefix, so that a text is lost at its end.
+    "never_finished": lambda text: not text.finished,
+    "even_when_finished": lambda text: not text.finished or len(text.bytes) % 2 == 0,
+    # Bytes alone do not decide it.
+    "at_most_tokens": lambda text, most: len(text.token_ids) <= most,
+    "without": lambda text, part: part.encode() not in text.bytes,
+    "containing": lambda text, part: not text.finished or part.encode() in text.bytes,
+    "hashed": lambda text, divisor: not text.finished or zlib.crc32(text.bytes) % divisor == 0,
+    # A potential: one of these log-weights, by the text's bytes and not by its tokens.
+    "tabled": lambda text, *weights: weights[zlib.crc32(text.bytes) % len(weights)],
+}
 
 
 class Judgement:
-    """A function of a text that is named for what it does."""
+    """A function of a text, by its name in the table and what the rule takes beside the text."""
 
-    def __init__(self, name: str, function: Callable[[Text], Any]) -> None:
+    def __init__(self, name: str, *arguments: object) -> None:
         self.name = name
-        self.function = function
+        self.arguments = arguments
 
     def __call__(self, text: Text) -> Any:
-        return self.function(text)
+        return _RULES[self.name](text, *self.arguments)
 
     def __repr__(self) -> str:
-        return self.name
+        return f"{self.name}({', '.join(map(repr, self.arguments))})"
 
 
-class _Asynchronous(Judgement):
-    """A judgement that is to be awaited."""
+class Asynchronous:
+    """The same judgement as a coroutine function."""
+
+    def __init__(self, judgement: Judgement) -> None:
+        self.judgement = judgement
 
     async def __call__(self, text: Text) -> Any:
         await asyncio.sleep(0)
-        return self.function(text)
+        return self.judgement(text)
 
-
-def asynchronous(judgement: Judgement) -> Judgement:
-    """Return the same judgement as a coroutine function."""
-    return _Asynchronous(f"asynchronous({judgement})", judgement.function)
-
-
-def always() -> Judgement:
-    """Return the predicate of every text."""
-    return Judgement("always()", lambda text: True)
-
-
-def never() -> Judgement:
-    """Return the predicate of no text, which refuses every prefix."""
-    return Judgement("never()", lambda text: False)
-
-
-def never_finished() -> Judgement:
-    """Return the predicate of no text, which refuses only what is finished."""
-    return Judgement("never_finished()", lambda text: not text.finished)
-
-
-def even_when_finished() -> Judgement:
-    """Return the predicate of texts of an even number of bytes."""
-    return Judgement(
-        "even_when_finished()", lambda text: not text.finished or len(text.bytes) % 2 == 0
-    )
-
-
-def at_most_tokens(most: int) -> Judgement:
-    """Return the predicate of texts of at most this many tokens: bytes alone do not decide it."""
-    return Judgement(f"at_most_tokens({most})", lambda text: len(text.token_ids) <= most)
-
-
-def without(part: str) -> Judgement:
-    """Return the predicate of texts without this part."""
-    return Judgement(f"without({part!r})", lambda text: part.encode() not in text.bytes)
-
-
-def containing(part: str) -> Judgement:
-    """Return the predicate of texts with this part."""
-    return Judgement(
-        f"containing({part!r})", lambda text: not text.finished or part.encode() in text.bytes
-    )
-
-
-def hashed(divisor: int) -> Judgement:
-    """Return the predicate of one in ``divisor`` texts, chosen by a hash."""
-    return Judgement(
-        f"hashed({divisor})",
-        lambda text: not text.finished or zlib.crc32(text.bytes) % divisor == 0,
-    )
-
-
-def tabled(*log_weights: float) -> Judgement:
-    """Return the potential that gives a text one of these, by its bytes and not by its tokens."""
-    return Judgement(
-        f"tabled({', '.join(map(str, log_weights))})",
-        lambda text: log_weights[zlib.crc32(text.bytes) % len(log_weights)],
-    )
+    def __repr__(self) -> str:
+        return f"asynchronous({self.judgement})"

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -91,6 +91,11 @@ class SimulatedEngine:
         spend: Callable[[float], None],
     ) -> None:
         self.model = model
+        self.vocab_size = model.vocab_size
+        self.max_model_len = model.max_model_len
+        self.max_batch_size = random.choice([1, 2, 3, 8, 1000])
+        self.device = torch.device("cpu")
+        self.tokenizer = model.tokenizer
         self.in_progress: dict[Request, _Progress] = {}
         self.adapters: dict[Adapter, None] = {}
         self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0}
@@ -102,35 +107,13 @@ class SimulatedEngine:
         self._record = record
         self._meanwhile = meanwhile
         self._spend = spend
-        self._capacity = random.choice([1, 2, 3, 8, 1000])
         self._most_chunks = random.choice([1, 1, 2, 4])
         self._preempts = random.choice([0.0, 0.0, 0.3])
         self._passes_over = random.choice([0.0, 0.4])
         self._echoes = random.choice([0.0, 0.0, 0.2])
         self._seconds = random.choice([0.0, 0.01])
-        self._raised: dict[int, BaseException] = {}
         self._answered: list[Request] = []
         self._requests = self._rows = self._failed = self._cancelled = 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.model.max_model_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self._capacity
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.model.tokenizer
 
     def __repr__(self) -> str:
         return f"SimulatedEngine({len(self.in_progress)} in progress, {self.calls['step']} steps)"
@@ -148,7 +131,7 @@ class SimulatedEngine:
                 self._record.violated(f"{request} is bound to an adapter that is not loaded")
         self._meanwhile()
         if self._is_due("submit", self._faults.submit):
-            self._fail("submit")
+            raise self._error("submit")
         self._requests += len(requests)
         for request in requests:
             chunks = self._random.randint(1, self._most_chunks)
@@ -160,19 +143,16 @@ class SimulatedEngine:
         self._spend(self._seconds * self._random.random())
         if self._faults.death and self._random.random() < self._faults.death:
             kind = self._random.choice([SuddenDeath, EngineDied])
-            error: BaseException = self._remembered(kind("the simulated engine died"))
-            self._record.add("died", error)
-            raise error
+            raise self._recorded("died", kind("the simulated engine died"))
         if self._is_due("step", self._faults.step):
             self._forget()
-            self._fail("step")
+            raise self._error("step")
         running = self._chosen()
         most = self._faults.out_of_memory_above
         if most is not None and len(running) > most:
             self._forget()
             error = OutOfMemory(f"{len(running)} requests do not fit into a step, {most} do")
-            self._record.add("step failed", error)
-            raise self._remembered(error)
+            raise self._recorded("step failed", error)
         done = [request for request in running if self._is_done(request)]
         for request in done:
             del self.in_progress[request]
@@ -189,17 +169,15 @@ class SimulatedEngine:
         self._meanwhile()
         fails = self._is_due("cancel", self._faults.cancel)
         for request in requests:
+            self.unforgotten.pop(request, None)
             if fails and self._random.random() < 0.5:
                 continue
             if self.in_progress.pop(request, None) is not None:
                 self._cancelled += 1
-        for request in requests:
-            self.unforgotten.pop(request, None)
         if fails:
             error = self._error("cancel")
             self.unforgotten |= dict.fromkeys(requests, error)
             self.echoed.update(self.in_progress.keys() & self.unforgotten.keys())
-            self._record.add("cancel failed", error)
             raise error
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
@@ -219,7 +197,7 @@ class SimulatedEngine:
         self._called("remove")
         del self.adapters[adapter]
         if self._is_due("remove", self._faults.remove):
-            self._fail("remove")
+            raise self._error("remove")
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
@@ -234,10 +212,6 @@ class SimulatedEngine:
         self.closed = True
         self.in_progress.clear()
 
-    def raised(self, error: BaseException) -> bool:
-        """Return whether this is what the engine raised at some time."""
-        return id(error) in self._raised
-
     def _called(self, name: str) -> None:
         if self.closed:
             self._record.violated(f"{name} is called after close")
@@ -248,18 +222,13 @@ class SimulatedEngine:
             return True
         return probability > 0.0 and self._random.random() < probability
 
-    def _fail(self, name: str) -> NoReturn:
-        error = self._error(name)
-        self._record.add(f"{name} failed", error)
-        raise error
-
     def _error(self, name: str) -> BaseException:
-        message = f"simulated: {name} {self.calls[name]} failed"
         kinds = (RuntimeError, MemoryError, torch.OutOfMemoryError, EngineFailed)
-        return self._remembered(self._random.choice(kinds)(message))
+        message = f"simulated: {name} {self.calls[name]} failed"
+        return self._recorded(f"{name} failed", self._random.choice(kinds)(message))
 
-    def _remembered(self, error: BaseException) -> BaseException:
-        self._raised[id(error)] = error  # the object too: or another would get its id
+    def _recorded(self, event: str, error: BaseException) -> BaseException:
+        self._record.add(event, error)
         return error
 
     def _forget(self) -> None:
@@ -271,7 +240,7 @@ class SimulatedEngine:
         """Return what is taken to this step: the oldest in progress, and others as far as they fit."""
         oldest, others = [*self.in_progress][:1], [*self.in_progress][1:]
         taken = [each for each in others if self._random.random() >= self._passes_over]
-        return oldest + taken[: self._capacity - 1]
+        return oldest + taken[: self.max_batch_size - 1]
 
     def _is_done(self, request: Request) -> bool:
         """Put one chunk of a request through the model, or start over; return whether it was the last."""

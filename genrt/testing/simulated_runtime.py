@@ -174,7 +174,7 @@ class SimulatedRuntime:
 
     def open_loop(self) -> VirtualLoop:
         """Return another event loop, taken on with the others until it is stopped or closed."""
-        loop = VirtualLoop(self.clock, before_delivery=self.meanwhile)  # type: ignore[abstract]  # it has no sockets
+        loop = VirtualLoop(self.clock, before_delivery=self.meanwhile)
         self.loops.append(loop)
         return loop
 

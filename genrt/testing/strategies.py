@@ -14,8 +14,7 @@ from genrt.constraints import Constraint, all_of, predicate, regex, strings
 from genrt.engines.exact import NGram
 from genrt.errors import EngineNotInstalled, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.testing import judgements
-from genrt.testing.judgements import Judgement
+from genrt.testing.judgements import Asynchronous, Judgement
 from genrt.tokens.texts import Potential
 
 if TYPE_CHECKING:
@@ -188,29 +187,32 @@ def potentials(
     if zeros:
         value = st.one_of(value, st.just(-math.inf))
     return _also_asynchronous(
-        st.lists(value, min_size=1, max_size=7).map(lambda values: judgements.tabled(*values))
+        st.lists(value, min_size=1, max_size=7).map(lambda values: Judgement("tabled", *values))
     )
 
 
-def _rules(alphabet: list[str]) -> SearchStrategy[Judgement]:
+def _rules(alphabet: list[str]) -> SearchStrategy[Judgement | Asynchronous]:
     """Draw predicates. If one refuses a prefix, it refuses all that begins with it."""
     characters = st.sampled_from(alphabet)
+    rules: dict[str, list[SearchStrategy[Any]]] = {
+        "always": [],
+        "even_when_finished": [],
+        "at_most_tokens": [st.integers(0, 3)],
+        "without": [characters],
+        "containing": [characters],
+        "hashed": [st.integers(2, 4)],
+        "never_finished": [],
+        "never": [],
+    }
     return _also_asynchronous(
-        st.one_of(
-            st.builds(judgements.always),
-            st.builds(judgements.even_when_finished),
-            st.builds(judgements.at_most_tokens, st.integers(0, 3)),
-            st.builds(judgements.without, characters),
-            st.builds(judgements.containing, characters),
-            st.builds(judgements.hashed, st.integers(2, 4)),
-            st.builds(judgements.never_finished),
-            st.builds(judgements.never),
-        )
+        st.one_of([st.builds(Judgement, st.just(name), *of) for name, of in rules.items()])
     )
 
 
-def _also_asynchronous(plain: SearchStrategy[Judgement]) -> SearchStrategy[Judgement]:
-    return st.one_of(plain, plain.map(judgements.asynchronous))
+def _also_asynchronous(
+    plain: SearchStrategy[Judgement],
+) -> SearchStrategy[Judgement | Asynchronous]:
+    return st.one_of(plain, plain.map(Asynchronous))
 
 
 def _rows(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[float]]:

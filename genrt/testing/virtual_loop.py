@@ -1,4 +1,4 @@
-"""An event loop without a thread, a selector or a clock of its own: whoever holds it runs one callback at
+"""An event loop without a thread, a selector or a clock of its own: whoever has it runs it, a callback at
 a time, and says what time it is.
 
 Rules:
@@ -10,19 +10,14 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import heapq
-import itertools
+import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-_Callback: TypeAlias = tuple[
-    asyncio.Handle, contextvars.Context, Callable[..., object], tuple[Any, ...]
-]
 
 
 class VirtualClock:
@@ -40,7 +35,7 @@ class VirtualClock:
         self.now = max(self.now, moment)
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop that is taken on by hand.
 
     It has callbacks, timers, futures, tasks and ``run_in_executor`` (which runs the function in a
@@ -49,33 +44,35 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     a callback of another thread is taken.
     """
 
+    # Private fields of asyncio's: the callbacks to run, a heap of timers, and who runs them.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _thread_id: int | None
+
     def __init__(
         self, clock: VirtualClock, *, before_delivery: Callable[[], None] = lambda: None
     ) -> None:
+        super().__init__()
+        self._clock = clock
         self._before_delivery = before_delivery
         self.reports: list[dict[str, Any]] = []
-        self._clock = clock
-        self._ready: deque[_Callback] = deque()
-        self._timers: list[tuple[float, int, _Callback]] = []
-        self._number = itertools.count()
-        self._running = False
-        self._closed = False
+        self.set_exception_handler(lambda loop, context: self.reports.append(context))
 
     # -- by hand ------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """True if there is a callback to run now."""
-        if self._timers:
-            self._wake_timers()
+        while self._scheduled and self._scheduled[0].when() <= self._clock.now:
+            self._ready.append(heapq.heappop(self._scheduled))
         return bool(self._ready)
 
     @property
     def next_timer(self) -> float | None:
         """When the next timer is due."""
-        while self._timers and self._timers[0][2][0].cancelled():
-            heapq.heappop(self._timers)
-        return self._timers[0][0] if self._timers else None
+        while self._scheduled and self._scheduled[0].cancelled():
+            heapq.heappop(self._scheduled)
+        return self._scheduled[0].when() if self._scheduled else None
 
     def run_one(self) -> None:
         """Run the next callback, if there is one.
@@ -86,90 +83,31 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """
         if not self.has_work:
             return
-        handle, context, callback, args = self._ready.popleft()
+        handle = self._ready.popleft()
         if handle.cancelled():
             return
         outside = asyncio._get_running_loop()
-        self._running = True
+        self._thread_id = threading.get_ident()
         asyncio._set_running_loop(self)
         try:
-            context.run(callback, *args)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            self.call_exception_handler(
-                {"message": f"exception in callback {callback}", "exception": error}
-            )
+            handle._run()
         finally:
             asyncio._set_running_loop(outside)
-            self._running = False
-
-    def _wake_timers(self) -> None:
-        while self._timers and self._timers[0][0] <= self._clock.now:
-            self._ready.append(heapq.heappop(self._timers)[2])
+            self._thread_id = None
 
     # -- as asyncio asks ----------------------------------------------------------------------
 
     def time(self) -> float:
         return self._clock.now
 
-    def call_soon(  # type: ignore[override]
-        self,
-        callback: Callable[..., object],
-        *args: Any,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.Handle:
-        self._check_open()
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append((handle, context or contextvars.copy_context(), callback, args))
-        return handle
-
     def call_soon_threadsafe(  # type: ignore[override]
-        self,
-        callback: Callable[..., object],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, callback: Callable[..., object], *args: Any, **context: Any
     ) -> asyncio.Handle:
         self._before_delivery()
-        return self.call_soon(callback, *args, context=context)
+        return super().call_soon_threadsafe(callback, *args, **context)
 
-    def call_later(  # type: ignore[override]
-        self,
-        delay: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self._clock.now + delay, callback, *args, context=context)
-
-    def call_at(  # type: ignore[override]
-        self,
-        when: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        self._check_open()
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        entry = (handle, context or contextvars.copy_context(), callback, args)
-        heapq.heappush(self._timers, (when, next(self._number), entry))
-        return handle
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # a cancelled timer is passed over when it is due
-
-    def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
-
-    def create_task(
-        self,
-        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
-        *,
-        name: str | None = None,
-        context: contextvars.Context | None = None,
-    ) -> asyncio.Task[T]:
-        self._check_open()
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+    def _write_to_self(self) -> None:
+        pass  # there is no selector to wake
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
@@ -180,37 +118,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if future.cancelled():
                 return
             try:
-                result = func(*args)
+                future.set_result(func(*args))
             except Exception as error:
                 future.set_exception(error)
-            else:
-                future.set_result(result)
 
         self.call_soon(run)
         return future
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        self.reports.append(context)
-
-    def get_debug(self) -> bool:
-        return False
-
-    def is_running(self) -> bool:
-        return self._running
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def close(self) -> None:
-        if self._running:
-            raise RuntimeError("a running event loop cannot be closed")
-        self._closed = True
-        self._ready.clear()
-        self._timers.clear()
-
-    async def shutdown_asyncgens(self) -> None:
-        pass
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("Event loop is closed")

@@ -25,6 +25,12 @@ def expect(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
+def expect_normalised(row: Tensor, what: str) -> None:
+    """Expect the probabilities of a row to add up to 1."""
+    total = float(row.double().logsumexp(-1))
+    expect(abs(total) <= 1e-4, f"{what} is not normalised: logsumexp is {total:.2g}")
+
+
 class Witness:
     """Asks an engine, knows what is in progress, and so sees what is answered twice, late or unasked.
 

@@ -60,6 +60,11 @@ class CheckedEngine(SimulatedEngine):
             block.fill_(torch.nan)
         self._blocks.clear()
 
+    def raised(self, error: BaseException) -> bool:
+        """Return whether this is what an engine raised at some time."""
+        events = [event for event in self._record.events if event[0] != "closed"]
+        return any(error is part for event in events for part in event)
+
     def explains(self, request: Request, error: GenrtError) -> bool:
         """Return whether a request ends in this error alone: as its own, or because the engine could not
         forget it when it was cancelled before."""

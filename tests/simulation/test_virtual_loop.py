@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,8 +30,10 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def loop(clock: VirtualClock) -> VirtualLoop:
-    return VirtualLoop(clock)  # type: ignore[abstract]
+def loop(clock: VirtualClock) -> Iterator[VirtualLoop]:
+    loop = VirtualLoop(clock)
+    yield loop
+    loop.close()
 
 
 async def program(log: list[object]) -> None:
