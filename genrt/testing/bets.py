@@ -30,15 +30,6 @@ from torch import Tensor
 
 from genrt.inference.resampling import Floats, log_mean_exp
 
-__all__ = [
-    "on_all_counts",
-    "on_each_count",
-    "on_larger_mean",
-    "on_mean",
-    "on_smaller_mean",
-    "spread",
-]
-
 SHARES = 64
 """Over how many shares, in geometric progression from 1/n to 1, the capital is spread."""
 

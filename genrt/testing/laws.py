@@ -87,15 +87,12 @@ def assert_unbiased(
     Warns:
         CannotTell: the mean looks too small, and ``highest`` is ``None``.
     """
-    _check_level(level)
+    needed = _needed(level)
     values = _numbers("estimates", estimates)
     if not len(values):
         raise InvalidRequest("there are no estimates: give those of some hundred runs")
-    exact, lowest, at_most = (
-        check_float("exact", exact),
-        check_float("lowest", lowest),
-        _bound(highest),
-    )
+    exact, lowest = check_float("exact", exact), check_float("lowest", lowest)
+    at_most = _bound(highest)
     slack = _rounding(rtol) * abs(exact)
     if not lowest - ROUNDING * abs(lowest) <= exact <= at_most + ROUNDING * abs(at_most):
         raise InvalidRequest(
@@ -105,14 +102,14 @@ def assert_unbiased(
     _check_bounds("estimate", values, lowest - slack, at_most + rtol * abs(at_most))
     exact = min(max(exact, lowest), at_most)
     capital = bets.on_mean(values, exact, lowest=lowest, highest=at_most, slack=slack)
-    if capital >= -math.log(level):
+    if capital >= needed:
         raise AssertionError(
             f"the estimates are biased: {_means(values, exact)}, p <= {_p(capital)} (level {level:g}).\n"
             f"{_diagnosis(values, exact)}"
         )
     if highest is None:
         supposed = _supposed(values, exact, lowest)
-        if bets.on_smaller_mean(values, exact, highest=supposed, slack=slack) >= -math.log(level):
+        if bets.on_smaller_mean(values, exact, highest=supposed, slack=slack) >= needed:
             _warn(f"whether the estimates are biased: {_means(values, exact)}")
 
 
@@ -133,7 +130,7 @@ def assert_samples_from(
         AssertionError: they are; the message shows the samples that are most off.
         InvalidRequest: there are no samples, or the probabilities are no distribution.
     """
-    _check_level(level)
+    needed = _needed(level)
     law = _distribution(probabilities)
     try:
         counts = Counter(samples)
@@ -144,15 +141,16 @@ def assert_samples_from(
     count = counts.total()
     if not count:
         raise InvalidRequest("there are no samples: give some hundred")
-    for sample in _impossible(counts, law):
-        raise AssertionError(
-            f"{sample!r} came {counts[sample]} of {count} times, and its probability is 0"
-        )
+    for sample, times in counts.items():
+        if sample not in law:
+            raise AssertionError(
+                f"{sample!r} came {times} of {count} times, and its probability is 0"
+            )
     observed = torch.tensor([counts[sample] for sample in law], dtype=torch.float64)
     expected = torch.tensor(list(law.values()), dtype=torch.float64)
     each = bets.on_each_count(observed, expected)
     capital = bets.spread(log_mean_exp(each.numpy()), bets.on_all_counts(observed, expected))
-    if capital >= -math.log(level):
+    if capital >= needed:
         names = list(law)
         worst = "\n".join(
             f"  {names[index]!r}: {counts[names[index]]} times, "
@@ -199,7 +197,7 @@ def assert_weighted_samples_from(
     Warns:
         CannotTell: a mean looks too small, and ``highest`` is ``None``.
     """
-    _check_level(level)
+    needed = _needed(level)
     at_most = _bound(highest)
     _rounding(rtol)
     evidence = _evidence(log_evidence)
@@ -214,26 +212,22 @@ def assert_weighted_samples_from(
                 "least one sample"
             )
         _check_bounds("log-weight", logs, -math.inf, math.inf)
-        alive = {x: weight for x, weight in zip(samples, logs, strict=True) if weight > -math.inf}
-        for sample in _impossible(alive, law):
-            raise AssertionError(
-                f"{sample!r} has the log-weight {alive[sample]:.4g}, and its probability is 0"
-            )
         row = np.zeros(len(watched) + 1)
         with np.errstate(over="ignore"):
             weights = np.exp(logs) / len(logs)
-        for sample, weight in zip(samples, weights, strict=True):
+        for sample, log_weight, weight in zip(samples, logs, weights, strict=True):
+            if log_weight > -math.inf and sample not in law:
+                raise AssertionError(
+                    f"{sample!r} has the log-weight {log_weight:.4g}, and its probability is 0"
+                )
             if weight > 0:
                 row[watched.get(sample, len(watched))] += weight
         rows.append(row)
     if not rows:
         raise InvalidRequest("there are no runs: give some hundred")
     table = np.array(rows)
-    names = [
-        "the evidence",
-        *(f"the weight of {sample!r}" for sample in watched),
-        "that of all others",
-    ]
+    names = ["the evidence", *(f"the weight of {sample!r}" for sample in watched)]
+    names.append("that of all others")
     parts = [evidence * law[sample] for sample in watched]
     means = [evidence, *parts, max(evidence - math.fsum(parts), 0.0)]
     columns = [table.sum(axis=1), *table.T]
@@ -249,7 +243,7 @@ def assert_weighted_samples_from(
         bets.on_mean(values, min(mean, at_most), lowest=0.0, highest=at_most, slack=rtol * evidence)
         for values, mean in zip(columns, means, strict=True)
     ]
-    if _together(capitals) >= -math.log(level):
+    if _together(capitals) >= needed:
         place = int(np.argmax(capitals))
         raise AssertionError(
             f"the samples are not properly weighted: p <= {_p(_together(capitals))} (level {level:g}). "
@@ -262,7 +256,7 @@ def assert_weighted_samples_from(
             bets.on_smaller_mean(values, mean, highest=supposed, slack=rtol * evidence)
             for values, mean in zip(columns, means, strict=True)
         ]
-        if _together(small) >= -math.log(level):
+        if _together(small) >= needed:
             _warn(
                 "whether the samples are properly weighted. Most off are\n"
                 f"{_most_off(names, columns, means, small)}\nThat is too small, as far as was seen"
@@ -318,10 +312,6 @@ def _diagnosis(values: Floats, exact: float) -> str:
     return "Too small: some texts may never come, or a weight is multiplied in twice."
 
 
-def _impossible(samples: Iterable[Any], law: Mapping[Any, float]) -> list[Any]:
-    return [sample for sample in samples if sample not in law]
-
-
 def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> None:
     outside = ~((values >= lowest) & (values <= highest) & (values < math.inf))
     if outside.any():
@@ -335,9 +325,11 @@ def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> N
         )
 
 
-def _check_level(level: float) -> None:
+def _needed(level: float) -> float:
+    """Return the log-capital that a right sampler's bets come to with this probability at most."""
     if not 0 < check_float("level", level) < 1:
         raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
+    return -math.log(level)
 
 
 def _rounding(rtol: float) -> float:

@@ -20,14 +20,7 @@ T = TypeVar("T")
 
 
 class Clients:
-    """The callers on one event loop.
-
-    Args:
-        lm: what they ask.
-        model: what the answers are.
-        random: decides what they do.
-        operations: how many things they do.
-    """
+    """The callers on one event loop. ``random`` decides what they do, ``operations`` how many things."""
 
     def __init__(self, lm: AsyncLM, model: Model, random: random.Random, operations: int) -> None:
         self.done = 0

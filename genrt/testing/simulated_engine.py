@@ -73,9 +73,6 @@ class SimulatedEngine:
 
     Args:
         random: decides everything that is left open.
-        model: what the answers are.
-        faults: what goes wrong.
-        record: told of what went wrong, and of answers.
         meanwhile: called while a call is at work, so that others can do something in the middle of it.
         spend: told how many seconds a step took.
     """

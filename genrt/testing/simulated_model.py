@@ -31,11 +31,9 @@ class HashedModel:
     tokenizer: Any = None
 
     def row(self, request: LogprobsRequest) -> Tensor:
-        """Return the row, not to be written to."""
         return _hashed_row(request.packed, request.adapter)
 
     def sample(self, request: SampleRequest) -> tuple[int, ...]:
-        """Return the tokens of a sample."""
         number = zlib.crc32(repr((request.token_ids, request.adapter, request.seed)).encode())
         return tuple((number + place) % VOCAB_SIZE for place in range(request.max_tokens))
 
@@ -43,7 +41,7 @@ class HashedModel:
         """Take questions that are bound to the adapter from now on, and for ever."""
 
     def close(self) -> None:
-        """Take no more questions."""
+        """Do nothing: there is no engine."""
 
 
 class EngineModel:
@@ -69,17 +67,14 @@ class EngineModel:
         self._engine.close()
 
     def _answer(self, request: Request) -> Result:
-        known = self._answers.get(request)
-        if known is not None:
-            return known
-        self._engine.submit([request])
-        while True:
-            for end in self._engine.step():
-                if end.error is not None:
-                    raise end.error
-                if end.result is not None:
-                    self._answers[request] = end.result
-                    return end.result
+        if request not in self._answers:
+            self._engine.submit([request])
+            while not (ends := self._engine.step()):
+                pass
+            if ends[0].error is not None:
+                raise ends[0].error
+            self._answers[request] = ends[0].result
+        return self._answers[request]
 
 
 Model: TypeAlias = HashedModel | EngineModel

@@ -15,7 +15,6 @@ import inspect
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
@@ -43,15 +42,9 @@ IDLE_ROUNDS = 100_000
 class SimulatedRuntime:
     """One runtime and the loops that ask it.
 
-    Args:
-        random: decides everything that is left open.
-        model: what the answers are.
-        faults: what goes wrong with the engine.
-        cache_bytes, max_batch_size, max_wait_seconds, max_queued_requests: see ``genrt.load``.
-        restarts: whether another engine takes the place of one that died.
-        seed: what draws without a seed are drawn from.
-
-    Simulations that see more override ``ask``, what is observed, and the types of the parts.
+    ``random`` decides everything that is left open. The options are those of ``genrt.load``; with
+    ``restarts`` another engine takes the place of one that died. Simulations that see more override
+    ``ask``, what is observed, and the types of the parts.
     """
 
     engine_type: type[SimulatedEngine] = SimulatedEngine
@@ -63,11 +56,8 @@ class SimulatedRuntime:
         *,
         faults: Faults,
         cache_bytes: int,
-        max_batch_size: int | None = None,
-        max_wait_seconds: float = 0.0,
-        max_queued_requests: int = sys.maxsize,
-        restarts: bool = False,
         seed: int,
+        **options: Any,
     ) -> None:
         self.random = random
         self.model = model
@@ -86,12 +76,9 @@ class SimulatedRuntime:
         self.thread = EngineThread(
             self._open_engine,
             self.cache,
-            max_batch_size=max_batch_size,
-            max_wait_seconds=max_wait_seconds,
-            max_queued_requests=max_queued_requests,
-            restarts=restarts,
             make_batcher=self.make_batcher,
             make_thread=self._make_rounds,
+            **options,
         )
         self.batcher = self.thread.batcher
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
@@ -99,11 +86,9 @@ class SimulatedRuntime:
         self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:
-        """Return the cache."""
         return BusyCache(max_bytes, self)
 
     def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
-        """Return the batcher."""
         return Batcher(cache, observer=self, clock=self.clock.time, **options)
 
     def _open_engine(self) -> SimulatedEngine:
@@ -194,7 +179,6 @@ class SimulatedRuntime:
         self.stopped.discard(loop)
 
     def discard(self) -> None:
-        """Let go of everything, without a look at it."""
         for loop in [*self.loops]:
             self.forget_loop(loop)
         self.model.close()
@@ -211,8 +195,7 @@ class SimulatedRuntime:
             self._run_one(self.random.choice(loops))
         else:
             moments = [loop.next_timer for loop in self.loops if loop not in self.stopped]
-            due = min((each for each in moments if each is not None), default=math.inf)
-            due = min(due, self.rounds.alarm)
+            due = min(self.rounds.alarm, *(each for each in moments if each is not None), math.inf)
             if due == math.inf:
                 return False
             self.clock.pass_until(due)
@@ -229,9 +212,7 @@ class SimulatedRuntime:
         for _ in range(IDLE_ROUNDS):
             if is_done():
                 return
-            if not self.step():
-                if is_done():
-                    return
+            if not self.step() and not is_done():
                 raise Violation(f"nothing can happen any more, and {what}: {self.batcher}")
         raise Violation(f"after {IDLE_ROUNDS} rounds still {what}: {self.batcher}")
 
@@ -271,7 +252,6 @@ class SimulatedRuntime:
             self._is_meanwhile = False
 
     def spend(self, seconds: float) -> None:
-        """Have time pass."""
         self.clock.pass_until(self.clock.now + seconds)
 
     def _busy_loops(self) -> list[VirtualLoop]:
@@ -302,7 +282,6 @@ class SimulatedRuntime:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
 
     def check_reports(self, loop: VirtualLoop) -> None:
-        """Check that all was well on this loop."""
         if loop.reports:
             raise Violation(f"an event loop's exception handler was told {loop.reports}")
 
@@ -341,7 +320,6 @@ class SimulatedRounds(Rounds):
         self._is_over = False
 
     def go_round(self) -> None:
-        """Take one round."""
         self._is_awake, self.alarm, self.is_at_work = False, math.inf, True
         try:
             seconds = self._round()
@@ -369,7 +347,6 @@ class SimulatedRounds(Rounds):
             self.go_round()
 
     def wake(self) -> None:
-        """Wake: there is a round to take."""
         self._is_awake = True
 
     def join(self, timeout: float | None = None) -> None:
@@ -378,9 +355,7 @@ class SimulatedRounds(Rounds):
             self.go_round()
 
     def is_alive(self) -> bool:
-        """Return whether there are rounds to come."""
         return not self._is_over
 
     def open(self, open_engine: Callable[[], Engine]) -> Engine:
-        """Return a new engine."""
         return open_engine()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -73,9 +74,8 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
         Clients(runtime.lm, runtime.model, chance, len(range(number, operations, loops)))
         for number in range(loops)
     ]
-    with reporting(
-        runtime, f"seed {seed}", f"replay with simulate({seed}, operations={operations})"
-    ):
+    again = f"replay with simulate({seed}, operations={operations})"
+    with reporting(runtime, f"seed {seed}", again):
         tasks = [runtime.open_loop().create_task(each.run()) for each in clients]
         _finish(runtime, tasks, "the clients wait")
         for task in tasks:
@@ -119,9 +119,10 @@ def run_simulated(
 
     What the sampler itself raises comes out as it is.
     """
+    open_engine = partial(ExactEngine, model) if isinstance(model, NGram) else model
     runtime = SimulatedRuntime(
         random.Random(seed),
-        _model(model),
+        HashedModel() if open_engine is None else EngineModel(open_engine),
         faults=faults or Faults(),
         cache_bytes=cache_bytes,
         max_batch_size=max_batch_size,
@@ -137,14 +138,6 @@ def run_simulated(
             task.cancel()
         _finish(runtime, [task], "the sampler waits")
     return task.result()
-
-
-def _model(model: NGram | Callable[[], Engine] | None) -> HashedModel | EngineModel:
-    if model is None:
-        return HashedModel()
-    if isinstance(model, NGram):
-        return EngineModel(lambda: ExactEngine(model))
-    return EngineModel(model)
 
 
 def _finish(runtime: SimulatedRuntime, tasks: Sequence[asyncio.Task[Any]], what: str) -> None:
