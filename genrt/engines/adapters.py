@@ -101,22 +101,20 @@ def check_adapter_directory(path: Path) -> None:
         raise InvalidAdapter(
             f"{path} is not a directory: give the one that holds {CONFIG_NAME} and {WEIGHTS_NAME}"
         )
-    if not (path / WEIGHTS_NAME).is_file():
-        pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
-        if pickled:
-            raise InvalidAdapter(
-                f"{path} holds its weights as {pickled[0]}, which can run code when it is loaded: "
-                f"convert them to {WEIGHTS_NAME} (peft's save_pretrained writes it)"
-            )
+    files = {file.name: file.suffix for file in path.iterdir() if file.is_file()}
+    pickled = sorted(name for name, suffix in files.items() if suffix in _PICKLED)
+    if WEIGHTS_NAME not in files and pickled:
         raise InvalidAdapter(
-            f"{path} has no {WEIGHTS_NAME}: save the adapter with peft's save_pretrained"
+            f"{path} holds its weights as {pickled[0]}, which can run code when it is loaded: "
+            f"convert them to {WEIGHTS_NAME} (peft's save_pretrained writes it)"
         )
+    for name in (WEIGHTS_NAME, CONFIG_NAME):
+        if name not in files:
+            raise InvalidAdapter(
+                f"{path} has no {name}: save the adapter with peft's save_pretrained"
+            )
     try:
         config = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InvalidAdapter(
-            f"{path} has no {CONFIG_NAME}: save the adapter with peft's save_pretrained"
-        ) from error
     except (OSError, ValueError) as error:
         raise InvalidAdapter(f"{path / CONFIG_NAME} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):

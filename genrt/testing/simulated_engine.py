@@ -12,11 +12,12 @@ Rules:
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class SimulatedEngine:
         self._passes_over = random.choice([0.0, 0.4])
         self._echoes = random.choice([0.0, 0.0, 0.2])
         self._seconds = random.choice([0.0, 0.01])
-        self._answered: list[Request] = []
+        self._answered: list[Any] = []
         self._requests = self._rows = self._failed = self._cancelled = 0
 
     def __repr__(self) -> str:
@@ -272,11 +273,11 @@ class SimulatedEngine:
             places = self._random.sample(range(len(rows) + partial), len(rows))
             block = self._block(len(rows) + partial)
             for place, request in zip(places, rows, strict=True):
-                block[place] = self.model.row(request)
+                block[place] = self.model.answer(request)
                 ends.append(Finished(request, block[place]))
         self._rows += len(rows)
         ends += [
-            Finished(request, self.model.sample(request))
+            Finished(request, self.model.answer(request))
             for request in sound
             if isinstance(request, SampleRequest)
         ]
@@ -292,10 +293,7 @@ class SimulatedEngine:
         if request in self.in_progress or not is_bound:
             return []
         self.echoed.add(request)
-        if isinstance(request, SampleRequest):
-            return [Finished(request, self.model.sample(request))]
-        row = self.model.row(cast("LogprobsRequest", request))
-        return [Finished(request, row.clone())]
+        return [Finished(request, copy.deepcopy(self.model.answer(request)))]
 
     def _is_poisoned(self, request: Request) -> bool:
         return share_of(request) < self._faults.not_finite

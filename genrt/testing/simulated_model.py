@@ -18,7 +18,6 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
 from genrt.questions.samples import SampleRequest
-from genrt.testing.witness import row_in, tokens_in
 
 VOCAB_SIZE = 8
 
@@ -30,10 +29,10 @@ class HashedModel:
     max_model_len = 256
     tokenizer: Any = None
 
-    def row(self, request: LogprobsRequest) -> Tensor:
-        return _hashed_row(request.packed, request.adapter)
-
-    def sample(self, request: SampleRequest) -> tuple[int, ...]:
+    def answer(self, request: LogprobsRequest | SampleRequest) -> Result:
+        """Return the row, not to be written to, or the tokens of the sample."""
+        if isinstance(request, LogprobsRequest):
+            return _hashed_row(request.packed, request.adapter)
         number = zlib.crc32(repr((request.token_ids, request.adapter, request.seed)).encode())
         return tuple((number + place) % VOCAB_SIZE for place in range(request.max_tokens))
 
@@ -54,19 +53,8 @@ class EngineModel:
         self.max_model_len = self._engine.max_model_len
         self.tokenizer = self._engine.tokenizer
 
-    def row(self, request: LogprobsRequest) -> Tensor:
-        return row_in(self._answer(request))
-
-    def sample(self, request: SampleRequest) -> tuple[int, ...]:
-        return tokens_in(self._answer(request))
-
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self._engine.add_adapter(adapter, path)
-
-    def close(self) -> None:
-        self._engine.close()
-
-    def _answer(self, request: Request) -> Result:
+    def answer(self, request: LogprobsRequest | SampleRequest) -> Result:
+        """Return the row, not to be written to, or the tokens of the sample."""
         if request not in self._answers:
             self._engine.submit([request])
             while not (ends := self._engine.step()):
@@ -76,6 +64,12 @@ class EngineModel:
             self._answers[request] = ends[0].result
         return self._answers[request]
 
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        self._engine.add_adapter(adapter, path)
+
+    def close(self) -> None:
+        self._engine.close()
+
 
 Model: TypeAlias = HashedModel | EngineModel
 
@@ -83,10 +77,10 @@ Model: TypeAlias = HashedModel | EngineModel
 def is_right(model: Model, request: Request, result: Result) -> bool:
     """Return whether a result answers its request: rows and samples exactly, a read as its kind says."""
     if isinstance(request, SampleRequest):
-        return bool(result == model.sample(request))
+        return bool(result == model.answer(request))
     if isinstance(request, LogprobsRequest):
-        return is_row(model.row(request), result)
-    return request.wanted.is_answer(model.row(request.row), result)
+        return is_row(model.answer(request), result)
+    return request.wanted.is_answer(model.answer(request.row), result)
 
 
 def share_of(request: Request) -> float:

@@ -66,7 +66,6 @@ class SimulatedRuntime:
         self.clock = VirtualClock()
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
-        self.on_interrupt: Callable[[VirtualLoop], None] = lambda loop: None
         self.unanswered: set[int] = set()
         self._number = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
@@ -192,7 +191,7 @@ class SimulatedRuntime:
         if is_due and (not loops or self.random.random() < self._engine_share):
             self.rounds.go_round()
         elif loops:
-            self._run_one(self.random.choice(loops))
+            self.run_one(self.random.choice(loops))
         else:
             moments = [loop.next_timer for loop in self.loops if loop not in self.stopped]
             due = min(self.rounds.alarm, *(each for each in moments if each is not None), math.inf)
@@ -247,7 +246,7 @@ class SimulatedRuntime:
                 loops = self._busy_loops()
                 if not loops:
                     return
-                self._run_one(self.random.choice(loops))
+                self.run_one(self.random.choice(loops))
         finally:
             self._is_meanwhile = False
 
@@ -257,11 +256,8 @@ class SimulatedRuntime:
     def _busy_loops(self) -> list[VirtualLoop]:
         return [loop for loop in self.loops if loop.has_work and loop not in self.stopped]
 
-    def _run_one(self, loop: VirtualLoop) -> None:
-        try:
-            loop.run_one()
-        except KeyboardInterrupt:
-            self.on_interrupt(loop)
+    def run_one(self, loop: VirtualLoop) -> None:
+        loop.run_one()
 
     # -- what must hold -----------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
     )
     loops = chance.randint(1, 3)
     clients = [
-        Clients(runtime.lm, runtime.model, chance, len(range(number, operations, loops)))
+        Clients(runtime.lm, chance, len(range(number, operations, loops)))
         for number in range(loops)
     ]
     again = f"replay with simulate({seed}, operations={operations})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -91,6 +91,7 @@ class CheckedRuntime(SimulatedRuntime):
     batcher: WatchedBatcher
     engine: CheckedEngine
     engine_type = CheckedEngine
+    on_interrupt: Callable[[VirtualLoop], None]
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -129,6 +130,12 @@ class CheckedRuntime(SimulatedRuntime):
             self.ledger.withdrawn(withdrawn)
         if flush:
             self.ledger.taken(flush)
+
+    def run_one(self, loop: VirtualLoop) -> None:
+        try:
+            super().run_one(loop)
+        except KeyboardInterrupt:
+            self.on_interrupt(loop)
 
     def close_loop(self, loop: VirtualLoop) -> None:
         """Close a loop, whatever is pending on it. What was cancelled there and can't run any more may be
@@ -201,7 +208,7 @@ class CheckedRuntime(SimulatedRuntime):
         """Check that what is cached is right, of adapters that are loaded, and as large as it says."""
         rows = dict(self.cache._rows)
         for request, row in rows.items():
-            if not torch.equal(row, self.model.row(request)):
+            if not torch.equal(row, self.model.answer(request)):
                 raise Violation(f"the cached row of {request} is {row}")
             if request.adapter is not None and request.adapter not in self.engine.adapters:
                 raise Violation(f"{request} is cached, but its adapter is gone")

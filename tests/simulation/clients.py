@@ -82,7 +82,7 @@ class SimulatedClients:
     def check_kept(self) -> None:
         """Check that rows that their owners did not edit are as they were."""
         for request, row in self._kept:
-            if not torch.equal(row, self._runtime.engine.model.row(request)):
+            if not torch.equal(row, self._runtime.engine.model.answer(request)):
                 raise Violation(f"the row of {request} has changed in its owner's hands: {row}")
         for task in [*self._tasks]:
             self._check(task)
@@ -305,7 +305,7 @@ class SimulatedClients:
         request = LogprobsRequest(context, adapter)
         timeout = self._random.choice([None, None, None, 0.0, 0.01, 1.0])
         row = await self._lm.next_token_logprobs(context, adapter=name, timeout=timeout)
-        if not torch.equal(row, self._runtime.engine.model.row(request)):
+        if not torch.equal(row, self._runtime.engine.model.answer(request)):
             raise Violation(f"{request} was answered with another question's row")
         self._have(request, row)
 

@@ -80,28 +80,36 @@ def test_one_thread_at_a_time_is_in() -> None:
     assert set(most) == {1}
 
 
-@pytest.mark.parametrize("handed_over", [False, True])
-def test_one_that_is_interrupted_while_it_waits_leaves_the_queue(handed_over: bool) -> None:
-    turns = Turns()
+@pytest.mark.parametrize("let_in", [False, True])
+def test_one_that_is_interrupted_while_it_waits_leaves_the_queue(
+    let_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before or after the holder has left, with another thread behind it."""
+    turns, leave = Turns(), threading.Event()
+    wait, own = turns._changed.wait, threading.get_ident()
 
-    class Interrupted:
-        """A lock whose wait is interrupted, before or after it was let through."""
+    def hold() -> None:
+        with turns:
+            leave.wait(PATIENCE_SECONDS)
 
-        def acquire(self) -> bool:
-            if handed_over:
-                turns.__exit__()
-            raise KeyboardInterrupt
+    def interrupted(timeout: float | None = None) -> bool:
+        if threading.get_ident() != own:
+            return wait(timeout)
+        if let_in:
+            leave.set()
+            wait(PATIENCE_SECONDS)
+        raise KeyboardInterrupt
 
-        def release(self) -> None: ...
-
-    with turns:
-        gate = Interrupted()
-        turns._waiting.append(gate)  # type: ignore[arg-type]
-        with pytest.raises(KeyboardInterrupt):
-            turns._wait(gate)  # type: ignore[arg-type]
-        if handed_over:
-            turns.__enter__()
-        assert not turns._waiting
-    thread = started(lambda: turns.__enter__())
-    thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
+    holder = started(hold)
+    while not turns._depth:
+        leave.wait(0.001)
+    monkeypatch.setattr(turns._changed, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), turns:
+        raise AssertionError("it was let in")
+    assert not turns._waiting
+    behind = started(turns.__enter__)
+    leave.set()
+    for thread in (holder, behind):
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    assert turns._holder == behind.ident
