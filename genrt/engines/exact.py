@@ -13,6 +13,7 @@ from torch import Tensor
 from genrt.engines.adapters import WEIGHTS_NAME
 from genrt.engines.stepping import SteppedEngine
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
+from genrt.numbers import check_float, check_int
 from genrt.questions.contexts import Adapter
 from genrt.tokens.vocabulary import BytesTokenizer
 
@@ -70,10 +71,8 @@ class NGram:
             order: how many tokens of context count.
             zeros: which fraction of each row is -inf, rounded down; at least one entry never is.
         """
-        if order < 0 or not 0 <= zeros <= 1:
-            raise InvalidRequest(
-                f"order is {order} and zeros {zeros}: give an order of at least 0, zeros in [0, 1]"
-            )
+        check_int("order", order, 0)
+        check_float("zeros", zeros, 0.0, 1.0)
         if isinstance(vocabulary, int):
             vocabulary = [
                 b"" if token == eos_token_id else _name(token) for token in range(vocabulary)

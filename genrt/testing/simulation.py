@@ -113,7 +113,7 @@ def run_simulated(
         max_batch_size: as for ``genrt.load``.
 
     Raises:
-        AssertionError: a row or a sample was wrong, the sampler waits for something that never comes, or
+        AssertionError: an answer was wrong, the sampler waits for something that never comes, or
             left tasks or questions behind when it ended. The message names the seed.
         CancelledError: it was cancelled.
 

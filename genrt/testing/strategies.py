@@ -222,22 +222,19 @@ def _rows(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[fl
         entries.append(st.floats(*NEAR_ZERO, width=32))
     if zeros:
         entries.append(st.just(-math.inf))
-    kinds = [
-        st.just([0.0] * size),
-        st.lists(st.one_of(entries), min_size=size, max_size=size).map(_possible),
-    ]
     rest = -math.inf if zeros else NEAR_ZERO[0] if near_zeros else -8.0
-    kinds.append(
-        st.integers(0, size - 1).map(
-            lambda alone: [0.0 if token == alone else rest for token in range(size)]
-        )
+
+    def alone(place: int) -> list[float]:
+        return [0.0 if token == place else rest for token in range(size)]
+
+    def possible(row: list[float]) -> list[float]:
+        return row if max(row) > -math.inf else [0.0, *row[1:]]
+
+    return st.one_of(
+        st.just([0.0] * size),
+        st.lists(st.one_of(entries), min_size=size, max_size=size).map(possible),
+        st.integers(0, size - 1).map(alone),
     )
-    return st.one_of(kinds)
-
-
-def _possible(row: list[float]) -> list[float]:
-    """Return the row, or if it has no token that is possible, the first token alone."""
-    return row if max(row) > -math.inf else [0.0, *row[1:]]
 
 
 def _vocabularies(
