@@ -15,7 +15,6 @@ from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest, ModelNot
 from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.inference.display.legible import printable
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int
 from genrt.runtime.statistics import Statistics
 
 __all__ = ["add_arguments", "run"]
@@ -62,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Raise InvalidRequest or InvalidConstraint for mistakes that do not depend on the model."""
     for option, least in (("particles", 1), ("max_tokens", 1), ("seed", 0)):
-        check_int(f"--{option.replace('_', '-')}", getattr(args, option), least)
+        value = getattr(args, option)
+        if value < least:
+            name = option.replace("_", "-")
+            raise InvalidRequest(f"--{name} is {value}: give an integer of at least {least}")
     if not args.prompt:
         raise InvalidRequest("--prompt is empty: give a text")
     if args.engine == "exact" and args.model is None:
