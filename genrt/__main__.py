@@ -211,11 +211,11 @@ def _has_nvidia_gpu() -> bool:
 
 
 def _cpu_name() -> str:
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
+    with contextlib.suppress(OSError):
+        cpus = Path("/proc/cpuinfo").read_text()
+        if found := re.search(r"^model name\s*: (.+)$", cpus, re.MULTILINE):
+            return found[1]
+    return platform.machine()
 
 
 def _default_model(report: Report) -> None:

@@ -12,7 +12,7 @@ from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
 from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest, ModelNotFound
-from genrt.inference import SMC, Info, Result, State, TextModel
+from genrt.inference import SMC, Result, TextModel
 from genrt.inference.display.legible import printable
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace) -> None:
         )
         smc = SMC(model, num_particles=args.particles)
         began = time.perf_counter()
-        result = _run_with_progress(smc, args.seed)
+        result = smc.run_sync(args.seed, progress=True)
         seconds = time.perf_counter() - began
     print(f"prompt   {printable(args.prompt)}\npattern  {printable(args.pattern)}\n")
     print("\n".join([*_posterior(result), "", *_figures(result), ""]))
@@ -103,23 +103,6 @@ def _prompt_token_ids(lm: AsyncLM, prompt: str) -> list[int]:
         return lm.encode(prompt)
     turn = {"role": "user", "content": prompt}
     return lm.encode_chat([turn])
-
-
-def _run_with_progress(smc: SMC, seed: int) -> Result:
-    from tqdm import tqdm
-
-    with tqdm(total=smc.model.max_steps, desc="SMC", unit="token", file=sys.stderr) as bar:
-
-        def show(state: State, info: Info) -> None:
-            bar.set_postfix_str(
-                f"{info.unfinished} of {len(state.particles)} particles going, ESS {info.ess:.1f}",
-                refresh=False,
-            )
-            if state.done:
-                bar.total = state.step
-            bar.update()
-
-        return smc.run_sync(seed, on_step=show)
 
 
 def _posterior(result: Result) -> list[str]:

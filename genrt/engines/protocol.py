@@ -82,32 +82,26 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int:
         """The length of a row; token ids are ``0 .. vocab_size - 1``."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """The longest context, in tokens, that has a row."""
-        ...
 
     @property
     def max_batch_size(self) -> int:
         """How many requests the engine takes to one step at most; more are worked off in several."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Where the rows are."""
-        ...
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer: one of transformers', a ``vocabulary.BytesTokenizer``, or ``None``."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take a flush of distinct requests, none of them in progress, for rows and samples. Raises for
         none of them or all: an error that concerns one alone comes back from ``step`` as that one's."""
-        ...
 
     def step(self) -> list[Finished]:
         """Run one forward; return the requests it finished, in any order, ``[]`` if none is in progress.
@@ -118,7 +112,6 @@ class Engine(Protocol):
             EngineFailed: the forward failed, and with it every request in progress, all of which the
                 engine has forgotten; it can take new ones.
         """
-        ...
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Forget these; requests that are not in progress are ignored. Their memory is free after the
@@ -126,7 +119,6 @@ class Engine(Protocol):
 
         An engine that raises anything but EngineDied goes on, and is told again before it gets anything
         new; if it raises again, one of these that is asked anew fails."""
-        ...
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors). Its files stay as they are until the
@@ -135,20 +127,16 @@ class Engine(Protocol):
         Raises:
             InvalidAdapter: the directory holds no adapter that fits, or the engine takes none.
         """
-        ...
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Forget an adapter. Requests in progress that are bound to it finish first. An engine that
         raises anything but EngineDied goes on; it is not told again."""
-        ...
 
     def statistics(self) -> EngineStatistics:
         """Return the counters at this moment; any thread may ask."""
-        ...
 
     def close(self) -> None:
         """Free everything, forgetting the requests in progress. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -159,7 +147,6 @@ class Speculating(Protocol):
         """Expect questions about these contexts, all different, each with the token that was drawn from
         its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
         drawing them; do not wait for it, and do not raise."""
-        ...
 
 
 def failure(error: Exception, what: str = "the engine failed") -> GenrtError:

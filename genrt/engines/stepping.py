@@ -39,40 +39,31 @@ from genrt.tokens.sampling import draw, mixed, truncate
 
 
 class SteppedModel(Protocol):
-    """The model of a SteppedEngine; its methods are called one at a time."""
+    """The model of a SteppedEngine; its methods are called one at a time, and its properties are those of
+    the Engine protocol."""
 
     @property
-    def vocab_size(self) -> int:
-        """The length of a row."""
-        ...
+    def vocab_size(self) -> int: ...
 
     @property
-    def device(self) -> torch.device:
-        """Where the logits are."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
-    def tokenizer(self) -> Any:
-        """As in the Engine protocol."""
-        ...
+    def tokenizer(self) -> Any: ...
 
     def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
         """Return the logits ``[n, vocab_size]`` after each of these contexts, none of them empty, with
         the adapter that they share."""
-        ...
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
         """Load a directory that may be loaded; raise InvalidAdapter, and change nothing, if it does not
         fit."""
-        ...
 
     def unload_adapter(self, adapter: Adapter) -> None:
         """Free an adapter that no request needs any more."""
-        ...
 
     def close(self) -> None:
         """Free everything; called once."""
-        ...
 
 
 @dataclass(slots=True)

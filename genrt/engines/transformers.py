@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from genrt.engines.adapters import WEIGHTS_NAME
 from genrt.engines.stepping import SteppedEngine
@@ -169,9 +170,7 @@ class _Network:
         if self._keys:
             _activate(self._network, None if adapter is None else self._keys[adapter])
         lengths = torch.tensor([len(context) for context in contexts])
-        token_ids = torch.zeros(len(contexts), int(lengths.max()), dtype=torch.int64)
-        for row, context in zip(token_ids, contexts, strict=True):
-            row[: len(context)] = torch.tensor(context)
+        token_ids = pad_sequence([torch.tensor(context) for context in contexts], batch_first=True)
         attention_mask = (torch.arange(token_ids.shape[1]) < lengths[:, None]).long()
         with torch.no_grad(), _head_sees_only(self._network, lengths - 1):
             logits: Tensor = self._network(

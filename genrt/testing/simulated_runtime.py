@@ -203,11 +203,8 @@ class SimulatedRuntime:
         return True
 
     def run_until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Have things happen until this is true.
-
-        Raises:
-            Violation: nothing can happen any more, or too much has; ``what`` says what was waited for.
-        """
+        """Have things happen until this is true. Raise a Violation if nothing can happen any more, or too
+        much has; ``what`` says what was waited for."""
         for _ in range(IDLE_ROUNDS):
             if is_done():
                 return
@@ -262,11 +259,8 @@ class SimulatedRuntime:
     # -- what must hold -----------------------------------------------------------------------
 
     def check_nothing_is_left(self) -> None:
-        """Check that everyone was told and nothing is kept for anyone, once nothing can happen any more.
-
-        Raises:
-            Violation: it is not so.
-        """
+        """Raise a Violation unless everyone was told, and nothing is kept for anyone, once nothing can
+        happen any more."""
         for loop in self.loops:
             self.check_reports(loop)
         if self.unanswered:
