@@ -85,9 +85,11 @@ class SimulatedRuntime:
         self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:
+        """Return the cache."""
         return BusyCache(max_bytes, self)
 
     def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
+        """Return the batcher."""
         return Batcher(cache, observer=self, clock=self.clock.time, **options)
 
     def _open_engine(self) -> SimulatedEngine:
@@ -97,7 +99,7 @@ class SimulatedRuntime:
             self.faults,
             self.record,
             meanwhile=self.meanwhile,
-            spend=self.spend,
+            spend=self._spend,
         )
         self.record.add("opened")
         return self.engine
@@ -178,6 +180,7 @@ class SimulatedRuntime:
         self.stopped.discard(loop)
 
     def discard(self) -> None:
+        """Let go of everything, without a look at it."""
         for loop in [*self.loops]:
             self.forget_loop(loop)
         self.model.close()
@@ -247,13 +250,14 @@ class SimulatedRuntime:
         finally:
             self._is_meanwhile = False
 
-    def spend(self, seconds: float) -> None:
+    def _spend(self, seconds: float) -> None:
         self.clock.pass_until(self.clock.now + seconds)
 
     def _busy_loops(self) -> list[VirtualLoop]:
         return [loop for loop in self.loops if loop.has_work and loop not in self.stopped]
 
     def run_one(self, loop: VirtualLoop) -> None:
+        """Run a loop's next callback."""
         loop.run_one()
 
     # -- what must hold -----------------------------------------------------------------------
@@ -272,6 +276,7 @@ class SimulatedRuntime:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
 
     def check_reports(self, loop: VirtualLoop) -> None:
+        """Check that all was well on this loop."""
         if loop.reports:
             raise Violation(f"an event loop's exception handler was told {loop.reports}")
 
