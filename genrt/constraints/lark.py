@@ -44,8 +44,7 @@ class Token:
 
 
 def tokens_of(lark: str) -> Iterator[Token]:
-    """Yield the tokens of a text, without spaces and comments. Raises NotLarkError where there is no
-    token."""
+    """Yield the tokens of a text, without spaces and comments. Raises NotLarkError where none fits."""
     decoder, position = json.JSONDecoder(), 0
     while position < len(lark):
         match = _PARTS.match(lark, position)

@@ -52,10 +52,8 @@ def _least_common_multiple(one: Fraction, other: Fraction) -> Fraction:
     return Fraction(numerator, math.gcd(one.denominator, other.denominator))
 
 
-def remainders_of(step: Fraction | None) -> int:
+def remainders_of(step: Fraction) -> int:
     """Return how many remainders an automaton for the decimal multiples of a number has to tell apart."""
-    if step is None:
-        return 1
     while step.denominator != 1:
         step *= 10
     return int(str(step.numerator).rstrip("0"))

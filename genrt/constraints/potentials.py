@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
-from genrt.constraints.protocols import Constraint, State, checked_constraint, is_checked
+from genrt.constraints.protocols import (
+    Constraint,
+    State,
+    check_count,
+    checked_constraint,
+    is_checked,
+)
 from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.tokens.texts import Potential, Text
@@ -40,8 +46,7 @@ def potential(
         InvalidConstraint: not a constraint, ``cache_size`` under 1, or ``lm`` is needed.
     """
     checked_constraint(constraint)
-    if isinstance(cache_size, bool) or not isinstance(cache_size, int) or cache_size < 1:
-        raise InvalidConstraint(f"cache_size is {cache_size!r}: give an integer of at least 1")
+    check_count("cache_size", cache_size)
     tokens = getattr(constraint, "tokens", None) if lm is None else Tokens.of(lm)
     start = constraint.start()
     if not is_checked(start):
@@ -79,7 +84,10 @@ class _States:
 
     def after(self, token_ids: tuple[int, ...]) -> Any:
         """Return the state after these tokens."""
-        state, length = self._nearest(token_ids)
+        with self._lock:  # the longest prefix that is kept
+            kept = (i for i in range(len(token_ids), 0, -1) if token_ids[:i] in self._kept)
+            length = next(kept, 0)
+            state = self._kept[token_ids[:length]] if length else self._start
         for token_id in token_ids[length:]:
             if state is None:
                 break
@@ -90,15 +98,6 @@ class _States:
         with self._lock:
             self._kept[token_ids] = state
         return state
-
-    def _nearest(self, token_ids: tuple[int, ...]) -> tuple[Any, int]:
-        """Return the state of the longest prefix that is kept, and its length."""
-        with self._lock:
-            for length in range(len(token_ids), 0, -1):
-                prefix = token_ids[:length]
-                if prefix in self._kept:
-                    return self._kept[prefix], length
-        return self._start, 0
 
 
 class _Indicator(_States):

@@ -6,11 +6,11 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from genrt.constraints.protocols import Constraint
+from genrt.constraints.protocols import Constraint, check_count
 from genrt.constraints.together import Asked
 from genrt.constraints.tokens import PackedState, Tokens, Words
 from genrt.errors import InvalidConstraint, InvalidRequest
@@ -42,17 +42,11 @@ def predicate(
     """
     if not callable(function):
         raise InvalidConstraint(f"the predicate is {function!r}: give a function of a Text")
-    if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int):
-        raise InvalidConstraint(f"max_concurrent is {max_concurrent!r}: give an integer")
-    if max_concurrent < 1:
-        raise InvalidConstraint(f"max_concurrent is {max_concurrent}: it is at least 1")
+    check_count("max_concurrent", max_concurrent)
     if name is not None and not isinstance(name, str):
         raise InvalidConstraint(f"the predicate's name is {name!r}: give it as str")
-    return _Predicate(function, Tokens.of(lm), name or _name_of(function), max_concurrent)
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", None) or repr(function))
+    name = name or str(getattr(function, "__qualname__", None) or repr(function))
+    return _Predicate(function, Tokens.of(lm), name, max_concurrent)
 
 
 class _Predicate:

@@ -76,8 +76,7 @@ State: TypeAlias = ConstraintState | CheckedState
 
 
 def is_checked(state: State) -> TypeGuard[CheckedState]:
-    """Tell whether it is a checked one; ``isinstance`` with a protocol would take a hundred times
-    longer."""
+    """Tell whether it is a checked one, a hundred times as fast as ``isinstance`` with a protocol."""
     return hasattr(state, "check")
 
 
@@ -107,3 +106,9 @@ def checked_constraint(constraint: Constraint) -> Constraint:
             "return, or an object with a method start"
         )
     return constraint
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise InvalidConstraint unless an argument is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidConstraint(f"{name} is {value!r}: give an integer of at least 1")

@@ -87,7 +87,7 @@ class _Prepared:
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._places: list[tuple[Any, Any, Schema]] = []
-        self._find(root)
+        self._find()
         for _, _, schema in self._places:
             self._refuse_too_many_remainders(schema)
         # Ids of the schemas that a finite value is known to satisfy.
@@ -108,15 +108,15 @@ class _Prepared:
             for _, _, schema in self._places:
                 _close_names(schema)
 
-    def _find(self, root: Schema) -> None:
-        """Find all schemas within one, and those that it refers to, and check each.
+    def _find(self) -> None:
+        """Find all schemas within the root, and those that it refers to, and check each.
 
         It is searched depth first, as llguidance does, by recursion on a stack that can overflow. What is
         only defined comes last: it may be referred to in ways that can't be told from the text.
         """
         seen: set[int] = set()
         defined: list[tuple[Any, Any]] = []
-        stack: list[Iterator[tuple[Any, Any]]] = [iter([([root], 0)])]
+        stack: list[Iterator[tuple[Any, Any]]] = [iter([([self._root], 0)])]
         while stack or defined:
             stack = stack or [iter([defined.pop()])]
             for within, key in stack[-1]:
@@ -214,7 +214,8 @@ class _Prepared:
                 left += [*_list(schema, "allOf"), self._target(schema)]
 
     def _refuse_too_many_remainders(self, schema: Schema) -> None:
-        remainders = remainders_of(common_multiple(self._conjunction(schema)))
+        step = common_multiple(self._conjunction(schema))
+        remainders = 1 if step is None else remainders_of(step)
         if remainders > _MOST_REMAINDERS:
             raise InvalidConstraint(
                 f"the JSON schema's multipleOf needs {remainders:,} remainders to be told apart, and "

@@ -175,8 +175,7 @@ def _is_same(text: str, came: str) -> bool:
 
 
 def _lost_characters(tokenizer: Any, text: str) -> str:
-    """Return which characters come back neither alone nor between letters, and as what; ``""`` if all
-    do."""
+    """Return which characters come back neither alone nor between letters, and as what, if any."""
 
     def comes_back(part: str) -> bool:
         return _is_kept(tokenizer, part, encode(tokenizer, part, lossy=True))

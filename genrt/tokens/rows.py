@@ -85,9 +85,7 @@ def _offsets(rows: Sequence[Tensor]) -> list[int] | None:
     first = rows[0]
     if first.ndim != 1 or not first.numel():
         return None
-    if not all(map(Tensor.is_contiguous, rows)) or len(set(map(_SHAPE, rows))) > 1:
-        return None
-    if len(set(map(_DTYPE, rows))) > 1:
+    if not all(map(Tensor.is_contiguous, rows)) or len(set(map(_KIND, rows))) > 1:
         return None
     offsets = cast("list[int]", list(map(Tensor.storage_offset, rows)))
     size = first.element_size()
@@ -98,5 +96,4 @@ def _offsets(rows: Sequence[Tensor]) -> list[int] | None:
     return offsets if len(origins) == 1 else None
 
 
-_SHAPE = attrgetter("shape")
-_DTYPE = attrgetter("dtype")
+_KIND = attrgetter("shape", "dtype")

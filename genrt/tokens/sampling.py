@@ -242,8 +242,7 @@ def _masses(highest: Tensor, within: Tensor) -> Tensor:
 
 
 def _of_block(blocks: Tensor, block: Tensor) -> Tensor:
-    """Take from each row of ``[n, blocks, BLOCK]`` the block of its number in ``[n, 1]``: ``[n,
-    BLOCK]``."""
+    """Return of each row of ``[n, blocks, BLOCK]`` the block with its number in ``[n, 1]``."""
     return blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
 
 
@@ -301,15 +300,13 @@ _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bit
 
 @functools.lru_cache
 def _eight_biases(device: torch.device) -> Tensor:
-    """Return 0 or -inf for each of the eight tokens of every byte of a packed mask: float32 ``[256,
-    8]``."""
+    """Return 0 or -inf for the eight tokens of each byte of a packed mask: float32 ``[256, 8]``."""
     return torch.from_numpy(_EIGHT_BITS).to(device, torch.float32).log_()
 
 
 @functools.lru_cache
 def _eight_bools(device: torch.device) -> Tensor:
-    """Return a bool for each of the eight tokens of every byte of a packed mask, as the eight bytes of
-    one number: int64 ``[256]``."""
+    """Return bools for the eight tokens of each byte, as the bytes of one number: int64 ``[256]``."""
     return torch.from_numpy(_EIGHT_BITS.view(np.int64)[:, 0]).to(device)
 
 
@@ -337,8 +334,7 @@ def mixed(seed: int, step: int) -> int:
 
 
 def _finalised(bits: Bits) -> Bits:
-    """Apply SplitMix64's finaliser to 64 bits: to a Python int, ten times as fast for one, or to an
-    array."""
+    """Apply SplitMix64's finaliser to an array, or to one int, which is ten times as fast."""
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     bits ^= bits >> 31

@@ -31,8 +31,7 @@ class ByteTrie:
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, device: torch.device | str = "cpu") -> None:
-        """Build the trie for rows on ``device``; the first rows on another one copy the sums' index
-        there.
+        """Build the trie for rows on ``device``; the first rows on another build the sums' index there.
 
         Raises:
             InvalidRequest: an entry is not bytes.
@@ -76,8 +75,7 @@ class ByteTrie:
         return node if self._prefixes[node : node + 1] == [prefix] else None
 
     def prefix(self, node: int) -> bytes:
-        """Return the bytes on the way from the root. Raises InvalidRequest for a number that is no
-        node."""
+        """Return the bytes on the way from the root. Raises InvalidRequest if there is no such node."""
         return self._prefixes[self._checked(node)]
 
     def children(self, node: int) -> dict[int, int]:
@@ -94,8 +92,7 @@ class ByteTrie:
         return bisect_left(self._starts, self._stops[node])
 
     def tokens(self, node: int) -> tuple[int, ...]:
-        """Return the ids of the tokens whose bytes are the node's prefix, rising. Raises as ``prefix``
-        does."""
+        """Return the ids of the tokens that spell the prefix, rising. Raises as ``prefix`` does."""
         node = self._checked(node)
         return tuple(self._token_ids[self._starts[node] : self._starts[node + 1]])
 
@@ -120,8 +117,7 @@ class ByteTrie:
         return self._summed(rows, torch.exp, torch.add, 0.0)
 
     def log_mass(self, rows: Tensor) -> Tensor:
-        """Return the logarithm of ``mass``, right also where that is too small for its type; -inf for
-        0."""
+        """Return the logarithm of ``mass``, right also where that underflows; -inf for 0."""
         return self._summed(rows, torch.clone, torch.logaddexp, -torch.inf)
 
     def weight_max(self, weights: Tensor) -> Tensor:
@@ -168,9 +164,8 @@ class ByteTrie:
         result = many.new_empty(many.shape[0], self.num_nodes)
         numbers = _CPU_CHUNK if rows.device.type == "cpu" else _DEVICE_CHUNK
         chunk = max(1, numbers // (sums.width + self.num_nodes))
-        for start in range(0, many.shape[0], chunk):
-            part = slice(start, start + chunk)
-            sums.sum(many[part], leaf, add, zero, out=result[part])
+        for part, out in zip(torch.split(many, chunk), torch.split(result, chunk), strict=True):
+            sums.sum(part, leaf, add, zero, out=out)
         return result if rows.dim() == 2 else result[0]
 
     def _sums_on(self, device: torch.device) -> _RangeSums:
@@ -229,8 +224,7 @@ class _RangeSums:
         *,
         out: Tensor,
     ) -> None:
-        """Fill ``out [n, ranges]`` with ``add``-sums of ``leaf(rows)``; ``zero`` is the neutral
-        element."""
+        """Fill ``out [n, ranges]`` with ``add``-sums of ``leaf(rows)``; ``zero`` adds nothing."""
         tree = rows.new_full((rows.shape[0], self.width), zero)
         tree[:, : len(self._columns)] = leaf(rows.index_select(1, self._columns))
         for (begin, _), (above, half) in pairwise(self._levels):
