@@ -73,20 +73,16 @@ def open_engine(
     from genrt.engines.process import process_kept
 
     with process_kept():
-        return _open_vllm(model, options, reserve_bytes, residency)
-
-
-def _open_vllm(model: Any, options: dict[str, Any], reserve_bytes: int, residency: bool) -> Engine:
-    logger = logging.getLogger("vllm")
-    if logger.level == logging.NOTSET:
-        # vLLM sets its level when it is opened, and logs what it finds out before, when it is imported.
-        with contextlib.suppress(ValueError):  # vLLM says itself which levels there are
-            logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
-    try:
-        from genrt.engines.vllm.opening import open_vllm
-    except ImportError as error:
-        raise EngineNotInstalled(
-            f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
-            "'genrt[cuda]' on a GPU machine; `genrt info` says what else is missing"
-        ) from error
-    return open_vllm(model, options=options, reserve_bytes=reserve_bytes, residency=residency)
+        logger = logging.getLogger("vllm")
+        if logger.level == logging.NOTSET:
+            # vLLM sets its level when it is opened, and logs what it finds out before, when it is imported.
+            with contextlib.suppress(ValueError):  # vLLM says itself which levels there are
+                logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
+        try:
+            from genrt.engines.vllm.opening import open_vllm
+        except ImportError as error:
+            raise EngineNotInstalled(
+                f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
+                "'genrt[cuda]' on a GPU machine; `genrt info` says what else is missing"
+            ) from error
+        return open_vllm(model, options=options, reserve_bytes=reserve_bytes, residency=residency)

@@ -62,10 +62,9 @@ def on_larger_mean(values: Floats, mean: float) -> float:
     """Return the log-capital of betting that independent non-negative values have a larger mean."""
     if mean <= 0:
         return math.inf if bool((values > 0).any()) else 0.0
-    with np.errstate(over="ignore"):
-        gains = np.minimum(values / mean, LARGEST) - 1
     shares = np.geomspace(1 / len(values), 1, SHARES)
-    with np.errstate(divide="ignore"):
+    with np.errstate(over="ignore", divide="ignore"):
+        gains = np.minimum(values / mean, LARGEST) - 1
         return log_mean_exp(np.array([np.log1p(share * gains).sum() for share in shares]))
 
 

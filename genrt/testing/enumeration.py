@@ -16,9 +16,10 @@ from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference.blocking import blocking
+from genrt.inference.checks import check_temperature
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.potentials import evaluated
-from genrt.numbers import check_float, check_int
+from genrt.numbers import check_int
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text
 
@@ -108,9 +109,6 @@ def exact_posterior(
         raise InvalidRequest(
             "a constrained text ends with the end token, and the model has none: give it an eos_token_id"
         )
-    heat = check_float("temperature", temperature)
-    if heat <= 0:
-        raise InvalidRequest(f"temperature is {temperature}: give a positive number")
     walk = _Walk(
         model,
         tuple(
@@ -120,7 +118,7 @@ def exact_posterior(
         ),
         check_int("max_tokens", max_tokens, 1),
         constraint,
-        heat,
+        check_temperature(temperature),
         check_int("max_texts", max_texts, 1),
         ends_of(stop, eos_token_id=model.eos_token_id, vocab_size=model.vocab_size),
     )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
 
 from genrt.errors import GenrtError
 from genrt.lm import AsyncLM
 from genrt.testing.record import Violation
-
-T = TypeVar("T")
 
 
 class Clients:
@@ -22,6 +19,7 @@ class Clients:
         self.done = 0
         self._lm = lm
         self._random = random
+        self._any = random.choice
         self._operations = operations
         self._contexts = [[self._token()] for _ in range(3)]
         self._asked: list[Callable[[], Awaitable[object]]] = [lambda: self._row([0])]
@@ -58,7 +56,7 @@ class Clients:
                 question = self._any(self._asked[-5:])
                 count = self._any([1, 1, 1, 3])
                 tasks += [asyncio.ensure_future(question()) for _ in range(count)]
-            await asyncio.sleep(self._random.choice([0.0, 0.0, 0.0, 0.01]))
+            await asyncio.sleep(self._any([0.0, 0.0, 0.0, 0.01]))
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception) and not isinstance(outcome, GenrtError):
                 raise Violation(f"a client ended in {outcome!r}") from outcome
@@ -78,6 +76,3 @@ class Clients:
 
     def _token(self) -> int:
         return self._random.randrange(self._lm.vocab_size)
-
-    def _any(self, choices: Sequence[T]) -> T:
-        return self._random.choice(choices)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import random
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
 from genrt.testing.record import Record
-from genrt.testing.simulated_model import Model, share_of
+from genrt.testing.simulated_model import Model
 
 MOST_PREEMPTIONS = 3
 
@@ -296,4 +297,5 @@ class SimulatedEngine:
         return [Finished(request, copy.deepcopy(self.model.answer(request)))]
 
     def _is_poisoned(self, request: Request) -> bool:
-        return share_of(request) < self._faults.not_finite
+        share = zlib.crc32(repr(request.token_ids).encode()) / 2**32
+        return share < self._faults.not_finite

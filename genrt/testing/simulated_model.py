@@ -83,11 +83,6 @@ def is_right(model: Model, request: Request, result: Result) -> bool:
     return request.wanted.is_answer(model.answer(request.row), result)
 
 
-def share_of(request: Request) -> float:
-    """Return a number in [0, 1) that the tokens of the context decide."""
-    return zlib.crc32(repr(request.token_ids).encode()) / 2**32
-
-
 @lru_cache(maxsize=2**16)
 def _hashed_row(packed: bytes, adapter: Adapter | None) -> Tensor:
     digest = blake2b(packed, key=repr(adapter).encode()[:64], digest_size=4 * VOCAB_SIZE).digest()
