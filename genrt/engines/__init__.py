@@ -75,7 +75,7 @@ def open_engine(
     with process_kept():
         logger = logging.getLogger("vllm")
         if logger.level == logging.NOTSET:
-            # vLLM sets its level when it is opened, and logs what it finds out before, when it is imported.
+            # vLLM sets its level when it is opened, and logs before that, when it is imported.
             with contextlib.suppress(ValueError):  # vLLM says itself which levels there are
                 logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
         try:
