@@ -104,8 +104,7 @@ class Rejection:
         return self._plain.model
 
     def init(self, seed: int) -> Kept:
-        """Return the state before the first batch. Raises InvalidRequest unless the seed is an integer
-        from 0 on."""
+        """Return the state before the first batch; the seed is an integer from 0 on."""
         return Kept((), 0, 0, check_int("seed", seed, 0))
 
     def is_done(self, state: Kept) -> bool:
@@ -230,8 +229,7 @@ class BestOfN:
         return self._plain.model
 
     def init(self, seed: int) -> Ranked:
-        """Return the state before any text. Raises InvalidRequest unless the seed is an integer from 0
-        on."""
+        """Return the state before any text; the seed is an integer from 0 on."""
         return Ranked((), (), 0, check_int("seed", seed, 0))
 
     async def step(self, state: Ranked) -> tuple[Ranked, tuple[Drawn, ...]]:

@@ -69,18 +69,14 @@ def ends_of(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
         elif isinstance(each, str) and each:
             strings.append(checked_utf8(each))
         else:
-            token_ids.add(_token_id(each, vocab_size))
+            try:
+                token_id = operator.index(each)
+            except TypeError:
+                token_id = -1
+            if isinstance(each, bool) or not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"stop has {each!r} in it: give strings that are not empty, or token ids from 0 to "
+                    f"{vocab_size - 1}"
+                )
+            token_ids.add(token_id)
     return Ends(frozenset(token_ids), tuple(strings), False)
-
-
-def _token_id(value: Any, vocab_size: int) -> int:
-    try:
-        token_id = operator.index(value)
-    except TypeError:
-        token_id = -1
-    if isinstance(value, bool) or not 0 <= token_id < vocab_size:
-        raise InvalidRequest(
-            f"stop has {value!r} in it: give strings that are not empty, or token ids from 0 to "
-            f"{vocab_size - 1}"
-        )
-    return token_id

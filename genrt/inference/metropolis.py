@@ -138,8 +138,7 @@ class MetropolisHastings:
         return self._model
 
     def init(self, seed: int) -> Chains:
-        """Return chains that have not begun; the first step begins them. Raises InvalidRequest unless the
-        seed is an integer from 0 on."""
+        """Return chains that the first step will begin; the seed is an integer from 0 on."""
         return Chains((None,) * self._num_chains, 0, check_int("seed", seed, 0))
 
     async def step(self, state: Chains) -> tuple[Chains, Moves]:

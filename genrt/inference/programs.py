@@ -52,7 +52,6 @@ from numpy.typing import NDArray
 from genrt.constraints.together import together
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
-from genrt.inference.checks import check_callable, check_temperature, runtime, token_bytes
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats, normalised
 from genrt.inference.unawaited import Questions, check_returned, question
@@ -127,7 +126,7 @@ class Execution:
         """
         if check_float("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
-        tempered = check_temperature(temperature)
+        tempered = checks.check_temperature(temperature)
         asked = ("sample", _fingerprint(token_ids), tempered, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
             return int(recorded)
@@ -299,8 +298,8 @@ class Program:
         Raises:
             InvalidRequest: ``function`` cannot be called; from the first step, it is no ``async def``.
         """
-        check_callable("the program", function, "an async function of an execution")
-        self._lm = runtime(lm)
+        checks.check_callable("the program", function, "an async function of an execution")
+        self._lm = checks.runtime(lm)
         self._function = function
 
     def __repr__(self) -> str:
@@ -323,7 +322,7 @@ class Program:
     def text(self, particle: _Trace) -> str:
         """Return what the sampled tokens say, as UTF-8; other bytes show as U+FFFD and their number.
         Without a tokenizer it is ``""``."""
-        vocabulary = token_bytes(self._lm)
+        vocabulary = checks.token_bytes(self._lm)
         return decoded(b"".join(vocabulary[token_id] for token_id in particle.token_ids))
 
     def value(self, particle: _Trace) -> Any:

@@ -92,8 +92,7 @@ class SMC:
         return self._model
 
     def init(self, seed: int) -> State:
-        """Return N particles that have drawn nothing, of weight 1. Raises InvalidRequest unless the seed
-        is an integer from 0 on."""
+        """Return N particles that have drawn nothing, of weight 1; the seed is an integer from 0 on."""
         return State(
             particles=(self._model.start(),) * self._num_particles,
             log_weights=frozen(np.zeros(self._num_particles)),

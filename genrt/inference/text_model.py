@@ -51,14 +51,7 @@ from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.together import together
 from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.inference.checks import (
-    adapter_name,
-    check_callable,
-    check_temperature,
-    constraint_start,
-    prompt_ids,
-    runtime,
-)
+from genrt.inference import checks
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
@@ -136,13 +129,13 @@ class TextModel:
             ContextTooLong: prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step; the adapter is bound at every one.
         """
-        ids = prompt_ids(runtime(lm), prompt)
+        ids = checks.prompt_ids(checks.runtime(lm), prompt)
         max_tokens = check_int("max_tokens", max_tokens, 1)
-        temperature = check_temperature(temperature)
+        temperature = checks.check_temperature(temperature)
         if proposal not in (None, "mask", "awrs"):
             raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs"')
         for name, function in {"the potential": potential, "the twist": twist}.items():
-            check_callable(name, function, "a function of a Text", optional=True)
+            checks.check_callable(name, function, "a function of a Text", optional=True)
         longest = len(ids) + max_tokens - 1
         if longest > lm.max_model_len:
             raise ContextTooLong(
@@ -161,7 +154,7 @@ class TextModel:
                 "stop has strings, which may begin inside of a token, where no constraint can tell: put "
                 "the string into the constraint, as in regex(r'[^\\n]*\\n', lm), and give stop=None"
             )
-        self._start = None if constraint is None else constraint_start(lm, constraint)
+        self._start = None if constraint is None else checks.constraint_start(lm, constraint)
         is_asked = isinstance(self._start, CheckedState)
         if proposal == "awrs" and self._start is not None and not is_asked:
             raise InvalidRequest(
@@ -181,7 +174,7 @@ class TextModel:
             eos_token_id=eos_token_id,
             max_tokens=max_tokens,
             temperature=temperature,
-            adapter=adapter_name(adapter),
+            adapter=checks.adapter_name(adapter),
         )
 
     def __repr__(self) -> str:

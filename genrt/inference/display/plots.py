@@ -129,24 +129,21 @@ def particles_frame(
     """Return a table with one row a particle. Raises ExtraNotInstalled if pandas is missing."""
     pandas = _pandas()
     index = pandas.RangeIndex(len(texts), name="particle")
-    # As objects, lists and tuples among the values stay whole, one in a cell.
+    # As objects, lists and tuples among the values stay whole, one in a cell; numbers and truth values
+    # are left to pandas, so that they can be counted with.
+    kinds = {type(value) for value in values}
+    dtype = None if kinds and kinds <= {bool, int, float} else object
     return pandas.DataFrame(
         {
             "text": pandas.Series(list(texts), index=index, dtype=object),
             "tokens": pandas.Series(list(token_ids), index=index, dtype=object),
-            "value": pandas.Series(list(values), index=index, dtype=_dtype(values)),
+            "value": pandas.Series(list(values), index=index, dtype=dtype),
             "log_weight": np.array(log_weights),
             "weight": np.array(weights),
             "alive": np.array(log_weights > -math.inf),
         },
         index=index,
     )
-
-
-def _dtype(values: Sequence[Any]) -> type | None:
-    """Leave numbers and truth values to pandas's own choice, so that they can be counted with."""
-    kinds = {type(value) for value in values}
-    return None if kinds and kinds <= {bool, int, float} else object
 
 
 def steps_frame(infos: Sequence[Info], curves: Curves | None) -> DataFrame:
