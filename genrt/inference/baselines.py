@@ -192,9 +192,8 @@ class Ranked:
     @property
     def best(self) -> int | None:
         """The index of the first text of the highest score; ``None`` if none is above -inf."""
-        if max(self.scores, default=-math.inf) == -math.inf:
-            return None
-        return self.scores.index(max(self.scores))
+        highest = max(self.scores, default=-math.inf)
+        return None if highest == -math.inf else self.scores.index(highest)
 
 
 class BestOfN:
