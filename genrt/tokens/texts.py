@@ -41,10 +41,7 @@ class Text(str):
     def __new__(
         cls, token_ids: Sequence[int] = (), bytes: Bytes = b"", finished: bool = False
     ) -> Text:
-        """
-        Raises:
-            InvalidRequest: it is given as a string.
-        """
+        """Raise InvalidRequest if it is given as a string."""
         if any(isinstance(part, str) for part in (token_ids, bytes)):
             raise InvalidRequest(
                 "a Text is made of token ids and bytes: Text(lm.encode(text), text.encode()); potentials "
@@ -95,10 +92,7 @@ def decoded(data: bytes) -> str:
     Different bytes make different strings: a U+FFFD of the text itself that stands before ``\x`` is
     written byte by byte too. Every other text that is UTF-8 stays as it is.
     """
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        text = data.decode(errors="surrogateescape")
+    text = data.decode(errors="surrogateescape")
     if "\ufffd\\x" in text:
         text = LOOKS_ESCAPED.sub(lambda _: "".join(map(_escape, "\ufffd".encode())), text)
     return UNDECODABLE.sub(lambda found: _escape(ord(found[0]) - 0xDC00), text)

@@ -250,12 +250,12 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _specification(fast: Any) -> dict[str, Any]:
-    """Return the JSON form of a tokenizer of the ``tokenizers`` library, without its vocabulary: writing
-    and reading a large one takes long."""
+    """Return the JSON form of a tokenizer of the ``tokenizers`` library: the steps of each component,
+    and the model without its vocabulary, since writing and reading a large one takes long."""
     specification: dict[str, Any] = {}
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         component = getattr(fast, name)
-        specification[name] = component and json.loads(component.__getstate__())
+        specification[name] = _flat(json.loads(component.__getstate__())) if component else []
     model = fast.model
     if type(model).__name__ == "BPE":
         names = ("unk_token", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
@@ -270,17 +270,18 @@ def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
     model = specification["model"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _unknown_kind(tokenizer, f"its {model['type']} model marks the pieces within a word")
-    before = _flat(specification["normalizer"]) + _flat(specification["pre_tokenizer"])
-    decoders = _flat(specification["decoder"])
+    before = specification["normalizer"] + specification["pre_tokenizer"]
+    decoders = specification["decoder"]
     if not decoders:
         decoders = [step for step in before if step["type"] in ("ByteLevel", "Metaspace")]
     names = [step["type"] for step in decoders]
-    if "ByteLevel" in names or any(step["type"] == "ByteLevel" for step in before):
+    encodes_bytes = any(step["type"] == "ByteLevel" for step in before)
+    if encodes_bytes or "ByteLevel" in names:
         if set(names) - {"Fuse"} != {"ByteLevel"}:
             raise _unknown_kind(
                 tokenizer, f"it encodes bytes as characters, but decodes by {names}"
             )
-        if not any(step["type"] == "ByteLevel" for step in before):
+        if not encodes_bytes:
             raise _unknown_kind(tokenizer, "it decodes characters to bytes, but does not encode so")
         return _Reading(byte_level=True)
     replacements = []
@@ -304,16 +305,14 @@ def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
 
 def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
     """Tell whether pieces like ``<0x0A>`` stand for bytes."""
-    names = [step["type"] for step in _flat(specification["decoder"])]
+    names = [step["type"] for step in specification["decoder"]]
     return "ByteFallback" in names or (
         bool(specification["model"].get("byte_fallback")) and "ByteLevel" not in names
     )
 
 
-def _flat(component: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _flat(component: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the steps of a component of a tokenizer, in order, sequences flattened."""
-    if component is None:
-        return []
     if component["type"] != "Sequence":
         return [component]
     sequences = (value for value in component.values() if isinstance(value, list))

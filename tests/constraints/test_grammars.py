@@ -267,6 +267,7 @@ def test_markup_is_text() -> None:
         ('a: "b"', "no start rule"),
         ("start: x", r'1\(8\): unknown name: "x"'),
         ('start: "a\n', "compile"),
+        ('start: "a" ~', "compile"),
         ('start: "a" <eos>', "special token <eos>"),
         ("start: <[3-5]>", "special token"),
         ('start: a\na[stop="x"]: /a*/', "option stop"),
