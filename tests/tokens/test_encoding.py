@@ -387,11 +387,7 @@ class Engine(ExactEngine):
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(NGram.random(500, order=0))
-        self._own = tokenizer
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._own
+        self.tokenizer = tokenizer
 
 
 def test_a_runtime_encodes_texts_and_chats_by_its_tokenizer() -> None:
