@@ -21,7 +21,7 @@ _WHOLE = 2.0**52
 
 
 def mend_bounds(schema: dict[str, Any]) -> None:
-    """Change the bounds of a schema so that llguidance takes exactly the numbers within them."""
+    """Rewrite the bounds of a schema so that llguidance takes exactly the numbers within them."""
     types = schema.get("type", "number")
     bounds = {key: schema[key] for key in BOUNDS if key in schema}
     if "number" not in (types if isinstance(types, list) else [types]):

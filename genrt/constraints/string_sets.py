@@ -93,7 +93,7 @@ class _StringState(PackedState):
         return len(self._of.texts[self._first]) == self._length
 
     def _computed(self) -> Words:
-        """Walk down the trie of the texts' continuations, as far as tokens reach."""
+        """Visit the trie of the texts' continuations, as far as tokens reach."""
         tokens, texts = self._of.tokens, self._of.texts
         mask = np.zeros(len(tokens), dtype=np.bool_)
         mask[tokens.eos_token_id] = self.accepting

@@ -42,7 +42,8 @@ class Faults:
     Attributes:
         submit: the probability that a call of ``submit`` raises, for the requests of that flush.
         step: the probability that a call of ``step`` raises, for everything in progress.
-        cancel, remove: the probability that a call of ``cancel``, or of ``remove_adapter``, raises.
+        cancel: the probability that a call of ``cancel`` raises.
+        remove: the probability that a call of ``remove_adapter`` raises.
         death: the probability that the engine dies in a call of ``step``.
         not_finite: the share of contexts whose row is not finite; which ones, their tokens decide.
         out_of_memory_above: how many requests fit into a step; ``None`` is any number.
