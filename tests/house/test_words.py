@@ -18,7 +18,7 @@ from tests.house.words import (
 
 LONGEST_FILE = 450
 STILL_LONG = {"lm.py": 500}
-MOST_LINES = 23_100
+MOST_LINES = 22_300
 MOST_ON_THE_WAY = 15
 """Bounds for the whole package; issue 11 asks for 450 lines a file, without exceptions, and 18,500."""
 

@@ -29,7 +29,7 @@ FOLDER = PACKAGE / "engines" / "vllm"
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 PYTHONS: list[Any] = [
-    builtins, contextlib, contextlib.ExitStack, itertools, os, threading, type(threading.Lock()),
+    builtins, contextlib, contextlib.ExitStack, itertools, os, threading, threading.Condition,
     time, warnings, weakref, Counter, OrderedDict, deque, Path, list, dict, set, str, bytes,
     Exception, __import__("gc"), __import__("shutil"), __import__("tempfile"), np, np.ndarray,
     np.random, torch, torch.Tensor, torch.cuda, torch.cuda.Stream, torch.ops,
