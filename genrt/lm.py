@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, cast
 
@@ -23,6 +22,7 @@ import torch
 from genrt.engines.protocol import Engine
 from genrt.errors import InvalidRequest
 from genrt.questions.candidates import candidates_request
+from genrt.questions.completions import Completion, GenerateOptions
 from genrt.questions.contexts import Limits, check_contexts
 from genrt.questions.draws import batch_draw, draw_request, draw_requests
 from genrt.questions.host_rows import host_row, must_move
@@ -36,6 +36,7 @@ from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question
 from genrt.runtime.cache import RowCache
 from genrt.runtime.statistics import Statistics
+from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread, aside
 from genrt.tokens import encoding, vocabulary
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
@@ -72,8 +73,9 @@ class AsyncLM:
         # among 2**62 numbers, so that no two runtimes share one, nor one with the seeds that users give.
         [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         self._nonces = itertools.count(int(first) >> 2)
+        self._texts = Texts(thread, self._limits, self._adapters, self._nonces)
         self._cache = cache
-        self._finalizer = self._watched()
+        thread.belong_to(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -130,35 +132,18 @@ class AsyncLM:
         return encoding.encode(self.tokenizer, text, lossy=lossy)
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        lossy: bool = False,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[encoding.ChatOptions]
     ) -> list[int]:
         """Return the token ids of a conversation, written by the tokenizer's own chat template.
 
-        Args:
-            messages: the conversation, such as ``[{"role": "user", "content": "Hello!"}]``.
-            add_generation_prompt: whether the assistant's turn is begun, so that its answer comes next.
-            tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
-            chat_template_kwargs: other options of the template, such as ``enable_thinking``.
-            lossy: whether the tokenizer may lose or change some of the text.
+        The conversation is one such as ``[{"role": "user", "content": "Hello!"}]``. ``ChatOptions`` has
+        the options: ``add_generation_prompt`` (by default the assistant's turn is begun), ``tools``,
+        ``chat_template_kwargs``, ``lossy``.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, it does not take these messages, or the
-                tokenizer would lose some of the text.
+            InvalidRequest: there is no chat template, it refuses the messages, or text would be lost.
         """
-        return encoding.encode_chat(
-            self.tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            lossy=lossy,
-        )
+        return encoding.encode_chat(self.tokenizer, messages, **options)
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of token ids, special tokens included; the inverse of ``encode``."""
@@ -320,45 +305,21 @@ class AsyncLM:
         self,
         token_ids: TokenIds,
         *,
-        max_tokens: int,
-        stop_token_ids: Collection[int] = (),
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        adapter: str | None = None,
         timeout: float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> list[int]:
         """Draw up to ``max_tokens`` tokens one after another, by the engine's own decode loop.
 
-        Args:
-            stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it
-                early: give ``tokenizer.eos_token_id`` to stop there.
-            temperature: below 1e-5 it is greedy.
-            top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
-            top_k: keep so many of the likeliest tokens; 0 is off.
-            min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
-            seed: makes the draws reproducible, whatever else is in the batch. Without one, equal
-                calls are independent draws.
+        ``SampleOptions`` has the options, of which ``max_tokens`` must be given.
 
         Raises:
             InvalidRequest: a parameter is out of range; ContextTooLong when the context and
                 ``max_tokens`` exceed ``max_model_len`` together; else as ``next_token_logprobs``.
         """
-        request = sample_request(
-            self._limits,
-            token_ids,
-            self._adapters.bound(adapter),
-            next(self._nonces),
-            max_tokens=max_tokens,
-            stop_token_ids=stop_token_ids,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-        )
+        check_options("sample", options)
+        parameters: dict[str, Any] = {**options}
+        bound, nonce = self._adapters.bound(parameters.pop("adapter", None)), next(self._nonces)
+        request = sample_request(self._limits, token_ids, bound, nonce, **parameters)
         return list((await self._ask((request,), timeout=timeout))[0])
 
     async def batch_sample(
@@ -379,6 +340,51 @@ class AsyncLM:
         requests = sample_requests(self._limits, contexts, bound, self._nonces, **parameters)
         return [list(each) for each in await self._ask(requests, timeout=timeout)]
 
+    # -- texts --------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Draw the text after a prompt, by the engine's own decode loop.
+
+        The prompt is a text, tokenized with the special tokens that the tokenizer puts around it, or
+        token ids as they are. ``GenerateOptions`` has the options: length, temperature and the like, stop
+        strings, penalties, structure (``json_schema``, ``regex``, ``grammar``, ``choice``), ``seed``,
+        ``adapter``, ``timeout``.
+
+        Raises:
+            InvalidRequest: an option is out of range, or the engine cannot do it; else as ``sample``.
+        """
+        requests, timeout = self._texts.requests([prompt], options)
+        [completion] = await self._ask(requests, timeout=timeout)
+        return cast("Completion", completion)
+
+    async def batch_generate(
+        self, prompts: Sequence[str | TokenIds], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """Draw the text after each of ``prompts``, in order, as one question; options as ``generate``'s.
+
+        With a ``seed``, prompt ``i`` is drawn with seed ``seed + i``: ``[prompt] * n`` gives ``n``
+        independent texts.
+        """
+        requests, timeout = self._texts.requests(prompts, options)
+        return list(await self._ask(requests, timeout=timeout))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Draw the assistant's next message, or the rest of it if the conversation ends with one of the
+        assistant's; see ``encode_chat`` for the conversation, ``generate`` for the options."""
+        ids = encoding.encode_turn(self.tokenizer, messages, tools, chat_template_kwargs)
+        requests, timeout = self._texts.requests([ids], options)
+        [completion] = await self._ask(requests, timeout=timeout)
+        return cast("Completion", completion)
+
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
 
     next_token_logprobs_sync = blocking_question(next_token_logprobs)
@@ -390,6 +396,9 @@ class AsyncLM:
     score_sync = blocking_question(score)
     sample_sync = blocking_question(sample)
     batch_sample_sync = blocking_question(batch_sample)
+    generate_sync = blocking_question(generate)
+    batch_generate_sync = blocking_question(batch_generate)
+    chat_sync = blocking_question(chat)
 
     # -- adapters -----------------------------------------------------------------------------
 
@@ -422,13 +431,6 @@ class AsyncLM:
 
     # -- the runtime --------------------------------------------------------------------------
 
-    def _watched(self) -> weakref.finalize[..., AsyncLM]:
-        """Have the thread end when this runtime is garbage. An interpreter that exits waits for it, but
-        that is for the thread to see to."""
-        finalizer = weakref.finalize(self, self._thread.abandon)
-        finalizer.atexit = False
-        return finalizer
-
     def clear_cache(self) -> None:
         """Drop every cached row; counters stay."""
         self._cache.clear()
@@ -446,7 +448,6 @@ class AsyncLM:
         """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread.
 
         Returns when the step in progress has ended, or after 5 seconds if it takes longer."""
-        self._finalizer.detach()
         self._thread.close()
 
     async def aclose(self) -> None:
@@ -467,8 +468,7 @@ class AsyncLM:
         """
         try:
             opened = self._thread.restart()
-            self._finalizer.detach()
-            self._finalizer = self._watched()
+            self._thread.belong_to(self)
             opened.result()
         except BaseException:
             self._thread.close(wait=False)
@@ -491,10 +491,10 @@ class AsyncLM:
         await self.aclose()
 
     def __repr__(self) -> str:
+        engine = f"{type(self._thread.engine).__name__}, vocab_size={self.vocab_size}"
         if not self._thread.alive:
-            return f"AsyncLM(closed, {type(self._thread.engine).__name__}, vocab_size={self.vocab_size})"
+            return f"AsyncLM(closed, {engine})"
         return (
-            f"AsyncLM(open, {type(self._thread.engine).__name__}, vocab_size={self.vocab_size}, "
-            f"max_model_len={self.max_model_len}, adapters={list(self._adapters.by_name)}, "
-            f"{self._thread.batcher!r}, {self._cache!r})"
+            f"AsyncLM(open, {engine}, max_model_len={self.max_model_len}, "
+            f"adapters={list(self._adapters.by_name)}, {self._thread.batcher!r}, {self._cache!r})"
         )

@@ -247,6 +247,29 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "engines.completions",
+        "test_completions.py",
+        (
+            "Writing.law",
+            "a stop token may be drawn before min_tokens are",
+            Swap("len(drawn) < decoding.min_tokens", "False"),
+        ),
+        (
+            "Writing._stop",
+            "a stop string over two tokens is missed",
+            Swap("max(0, seen - len(stop) + 1)", "seen"),
+        ),
+    ),
+    *breaks(
+        "questions.completions",
+        "test_completions.py",
+        (
+            "completion_requests",
+            "the texts of a seeded batch are all the same",
+            Swap("(seed + place) % (LAST_SEED + 1)", "seed"),
+        ),
+    ),
+    *breaks(
         "runtime.queue",
         "test_batcher.py",
         (

@@ -29,7 +29,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.questions.request import Request
-from genrt.questions.samples import SampleOptions, SampleRequest
+from genrt.questions.samples import SampleRequest, sample_request
 from genrt.runtime.ask import MOST_AT_ONCE
 from tests.scripted import ScriptedEngine, logprobs, passes
 
@@ -781,19 +781,22 @@ TWINS = [
     "token_logprobs",
     "top_logprobs",
     "score",
+    "generate",
+    "batch_generate",
+    "chat",
     "add_adapter",
 ]
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool, bool]]:
-    """By name: the annotation, whether it is keyword-only, whether it must be given; with the options
-    of ``sample`` spelled out where they are given together."""
+    """By name: the annotation, whether it is keyword-only, whether it must be given; with options that
+    are given together spelled out."""
     hints = get_type_hints(function)
     found: dict[str, tuple[Any, bool, bool]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            assert get_args(hints[name]) == (SampleOptions,)
-            for option, hint in get_type_hints(SampleOptions, include_extras=True).items():
+            [options] = get_args(hints[name])
+            for option, hint in get_type_hints(options, include_extras=True).items():
                 required = get_origin(hint) is Required
                 found[option] = (get_args(hint)[0] if required else hint, True, required)
         else:
@@ -819,7 +822,7 @@ def test_load_and_aload_take_the_same() -> None:
 
 def test_the_options_of_sample_have_the_requests_defaults() -> None:
     fields = SampleRequest.__dataclass_fields__
-    for name, parameter in inspect.signature(AsyncLM.sample).parameters.items():
+    for name, parameter in inspect.signature(sample_request).parameters.items():
         if name in fields and parameter.default is not inspect.Parameter.empty:
             default = parameter.default
             assert fields[name].default == (frozenset(default) if default == () else default), name

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from genrt.errors import EngineDied, EngineFailed, GenrtError, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
+from genrt.questions.completions import Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Engine", "EngineStatistics", "Finished", "Speculating", "failure", "survived"]
+__all__ = [
+    "Completing",
+    "Engine",
+    "EngineStatistics",
+    "Finished",
+    "Speculating",
+    "failure",
+    "survived",
+]
 
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """How torch says on a CPU, by a plain RuntimeError, that memory ran out."""
@@ -147,6 +156,27 @@ class Speculating(Protocol):
         """Expect questions about these contexts, all different, each with the token that was drawn from
         its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
         drawing them; do not wait for it, and do not raise."""
+
+
+@runtime_checkable
+class Completing(Protocol):
+    """An Engine that also draws completions."""
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Any
+        thread may ask."""
+
+
+def check_supported(engine: Engine, decoding: Decoding) -> None:
+    """Raise InvalidRequest, with the name of the option and of the engine, unless this engine draws such
+    completions."""
+    reason = "it draws no completions"
+    if isinstance(engine, Completing):
+        unsupported = engine.unsupported(decoding)
+        if unsupported is None:
+            return
+        reason = unsupported
+    raise InvalidRequest(f"{type(engine).__name__} cannot do this: {reason}")
 
 
 def failure(error: Exception, what: str = "the engine failed") -> GenrtError:

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from genrt.engines.adapters import check_adapter_directory
+from genrt.engines.completions import Writing, unsupported
 from genrt.engines.protocol import EngineStatistics, Finished, failure
 from genrt.errors import (
     Closed,
@@ -31,6 +32,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
+from genrt.questions.completions import CompletionRequest, Decoding
 from genrt.questions.contexts import Adapter, seed_of
 from genrt.questions.request import Request, Result
 from genrt.questions.samples import SampleRequest
@@ -74,6 +76,7 @@ class _Progress:
     seed: int = 0
     generator: torch.Generator | None = None
     drawn: list[int] = field(default_factory=list)
+    writing: Writing | None = None
 
     @property
     def context(self) -> Sequence[int]:
@@ -125,11 +128,15 @@ class SteppedEngine:
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
         for request in requests:
             error = self._fault(request)
-            if error is None:
-                seed = seed_of(request) % 2**64 if isinstance(request, SampleRequest) else 0
-                self._in_progress[request] = _Progress(request, seed)
-            else:
+            if error is not None:
                 self._refused[request] = error
+                continue
+            self._in_progress[request] = progress = _Progress(request)
+            if isinstance(request, SampleRequest | CompletionRequest):
+                progress.seed = seed_of(request) % 2**64
+            if isinstance(request, CompletionRequest):
+                progress.writing = Writing(request, self.tokenizer)
+                progress.drawn = progress.writing.drawn
         self._count(requests=len(requests))
 
     def step(self) -> list[Finished]:
@@ -198,6 +205,9 @@ class SteppedEngine:
         self._removed.add(adapter)
         self._unload_unused()
 
+    def unsupported(self, decoding: Decoding) -> str | None:
+        return unsupported(decoding, self.tokenizer)
+
     def statistics(self) -> EngineStatistics:
         return self._statistics
 
@@ -221,7 +231,11 @@ class SteppedEngine:
     def _fault(self, request: Request) -> GenrtError | None:
         """Return the error of a request that cannot be computed, ``None`` if it can."""
         new = 0
-        if isinstance(request, SampleRequest):
+        if isinstance(request, CompletionRequest):
+            new = request.decoding.max_tokens
+            if (reason := self.unsupported(request.decoding)) is not None:
+                return InvalidRequest(reason)
+        elif isinstance(request, SampleRequest):
             try:
                 new = check_int("max_tokens", request.max_tokens, 1)
                 check_parameters(
@@ -267,33 +281,49 @@ class SteppedEngine:
             if not is_sound:
                 error = NotFinite("the model's logits are NaN, +inf or all -inf for this context")
                 finished.append(Finished(progress.request, error=error))
-            elif isinstance(progress.request, SampleRequest):
+            elif isinstance(progress.request, SampleRequest | CompletionRequest):
                 samples.append(index)
             else:
                 finished.append(Finished(progress.request, result=rows[index].clone()))
                 self._count(rows=1)
         if samples:
-            finished += self._sample(rows[samples], [group[index] for index in samples])
+            drawing = [group[index] for index in samples]
+            finished += self._sample(logits[samples], rows[samples], drawing)
         return finished
 
-    def _sample(self, rows: Tensor, group: Sequence[_Progress]) -> list[Finished]:
+    def _sample(self, logits: Tensor, rows: Tensor, group: Sequence[_Progress]) -> list[Finished]:
         """Draw one token for each; return those that it ends."""
-        asked = [each.request for each in group if isinstance(each.request, SampleRequest)]
+        parameters = [
+            each.request.decoding if isinstance(each.request, CompletionRequest) else each.request
+            for each in group
+        ]
+        asked = cast("list[SampleRequest | Decoding]", parameters)
+        laws = [
+            rows[index] if each.writing is None else each.writing.law(logits[index])
+            for index, each in enumerate(group)
+        ]
         generators = [self._generator(each) for each in group]
         # In float64, as they were checked: float32 would make 0 or infinity of some.
-        numbers = [(request.temperature, request.top_p, request.min_p) for request in asked]
+        numbers = [(each.temperature, each.top_p, each.min_p) for each in asked]
         temperature, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).unbind(1)
-        top_k = torch.tensor([min(request.top_k, self.vocab_size) for request in asked])
-        kept = truncate(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        top_k = torch.tensor([min(each.top_k, self.vocab_size) for each in asked])
+        kept = truncate(
+            torch.stack(laws), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
-        for progress, request, token in zip(group, asked, tokens, strict=True):
-            stopped = token in request.stop_token_ids
-            if not stopped:
+        for index, (progress, each, token) in enumerate(zip(group, asked, tokens, strict=True)):
+            result: Result | None = None
+            if progress.writing is not None:
+                result = progress.writing.add(token, rows[index])
+            elif token in each.stop_token_ids:
+                result = tuple(progress.drawn)
+            else:
                 progress.drawn.append(token)
-            if stopped or len(progress.drawn) == request.max_tokens:
-                result: Result = tuple(progress.drawn)
-                finished.append(Finished(request, result=result))
+                if len(progress.drawn) == each.max_tokens:
+                    result = tuple(progress.drawn)
+            if result is not None:
+                finished.append(Finished(progress.request, result=result))
         self._count(sampled_tokens=len(tokens))
         return finished
 

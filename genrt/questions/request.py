@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from genrt.questions.completions import CompletionRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
 
 __all__ = ["Request", "Result"]
 
-Request: TypeAlias = LogprobsRequest | SampleRequest | ReadRequest
-"""One question to the model. An engine computes rows and samples; what is read from rows is answered
-beside it."""
+Request: TypeAlias = LogprobsRequest | SampleRequest | CompletionRequest | ReadRequest
+"""One question to the model. An engine computes rows, samples and completions; what is read from rows is
+answered beside it."""
 
 Result: TypeAlias = Any
 """What answers a request; the kinds say of what type."""

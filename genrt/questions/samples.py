@@ -76,7 +76,18 @@ class SampleRequest:
 
 
 class SampleOptions(TypedDict, total=False):
-    """The options of ``AsyncLM.sample``, which documents them."""
+    """The options of ``AsyncLM.sample``.
+
+    Attributes:
+        stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it early:
+            give ``tokenizer.eos_token_id`` to stop there.
+        temperature: below 1e-5 it is greedy.
+        top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
+        top_k: keep so many of the likeliest tokens; 0 is off.
+        min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
+        seed: makes the draws reproducible, whatever else is in the batch. Without one, equal calls are
+            independent draws.
+    """
 
     max_tokens: Required[int]
     stop_token_ids: Collection[int]

@@ -30,7 +30,6 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 from genrt.runtime.cache import RowCache
 
 __all__ = ["AnsweringEngine"]
@@ -173,7 +172,7 @@ class AnsweringEngine:
                         if request.row not in self._asked:
                             unwanted.append(request.row)
                 continue
-            if isinstance(request, SampleRequest) or request not in self._readers:
+            if not isinstance(request, LogprobsRequest) or request not in self._readers:
                 unwanted.append(request)
             self._asked.discard(request)
         if unwanted:

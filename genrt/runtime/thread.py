@@ -18,6 +18,7 @@ import os
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -127,6 +128,7 @@ class EngineThread:
         self._loop = EngineLoop(
             lambda: self._thread.open(open_engine), self._batcher, cache, restarts=restarts
         )
+        self._finalizer: weakref.finalize[..., object] | None = None
         self._make_thread = make_thread
         self._thread = make_thread(self._loop.round, self.close)
         self._thread.start()
@@ -179,6 +181,12 @@ class EngineThread:
         self._wake()
         return future
 
+    def belong_to(self, owner: object) -> None:
+        """Have the thread end when its owner is garbage, unless it is closed before. An interpreter that
+        exits waits for it too, but that is for the thread to see to."""
+        self._finalizer = weakref.finalize(owner, self.abandon)
+        self._finalizer.atexit = False
+
     def close(self, *, wait: bool = True) -> None:
         """End every waiter with ``Closed`` at once, and the thread after the step in progress.
 
@@ -186,6 +194,8 @@ class EngineThread:
         ``CLOSE_SECONDS`` when a step takes longer; the thread then closes it when the step ends. Called
         by a finalizer or a signal handler in the middle of a question, it leaves all of that to the
         thread, and returns at once."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if os.getpid() != self._process:
             return
         self._loop.is_closing = True

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Engine
+from genrt.errors import EngineFailed
+from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import Adapter
+from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
 from genrt.questions.samples import SampleRequest
@@ -29,10 +32,12 @@ class HashedModel:
     max_model_len = 256
     tokenizer: Any = None
 
-    def answer(self, request: LogprobsRequest | SampleRequest) -> Result:
+    def answer(self, request: LogprobsRequest | SampleRequest | CompletionRequest) -> Result:
         """Return the row, not to be written to, or the tokens of the sample."""
         if isinstance(request, LogprobsRequest):
             return _hashed_row(request.packed, request.adapter)
+        if isinstance(request, CompletionRequest):
+            raise EngineFailed("a hashed model has no texts")
         number = zlib.crc32(repr((request.token_ids, request.adapter, request.seed)).encode())
         return tuple((number + place) % VOCAB_SIZE for place in range(request.max_tokens))
 
@@ -53,7 +58,7 @@ class EngineModel:
         self.max_model_len = self._engine.max_model_len
         self.tokenizer = self._engine.tokenizer
 
-    def answer(self, request: LogprobsRequest | SampleRequest) -> Result:
+    def answer(self, request: LogprobsRequest | SampleRequest | CompletionRequest) -> Result:
         """Return the row, not to be written to, or the tokens of the sample."""
         if request not in self._answers:
             self._engine.submit([request])
@@ -75,12 +80,13 @@ Model: TypeAlias = HashedModel | EngineModel
 
 
 def is_right(model: Model, request: Request, result: Result) -> bool:
-    """Return whether a result answers its request: rows and samples exactly, a read as its kind says."""
-    if isinstance(request, SampleRequest):
-        return bool(result == model.answer(request))
+    """Return whether a result answers its request: what the engine computes exactly, a read as its kind
+    says."""
+    if isinstance(request, ReadRequest):
+        return request.wanted.is_answer(model.answer(request.row), result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request), result)
-    return request.wanted.is_answer(model.answer(request.row), result)
+    return bool(result == model.answer(request))
 
 
 @lru_cache(maxsize=2**16)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.numbers import check_bool, named
@@ -30,6 +30,22 @@ OURS = frozenset(
 """The options of ``apply_chat_template`` that ``encode_chat`` decides."""
 
 
+class ChatOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.encode_chat``.
+
+    Attributes:
+        add_generation_prompt: whether the assistant's turn is begun, so that its answer comes next.
+        tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
+        chat_template_kwargs: other options of the template, such as ``enable_thinking``.
+        lossy: whether the tokenizer may lose or change some of the text.
+    """
+
+    add_generation_prompt: bool
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    lossy: bool
+
+
 def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
     """Return the token ids of a text, with nothing put around it.
 
@@ -50,6 +66,17 @@ def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
     token_ids = list(tokenizer.encode(text, add_special_tokens=False))
     if not lossy:
         _check_kept(tokenizer, text, token_ids)
+    return token_ids
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text with the special tokens that the tokenizer puts around it, such as
+    one that begins every text. Raises InvalidRequest as ``encode``."""
+    if tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer: give the prompt as token ids")
+    token_ids = encode(tokenizer, text)
+    if hasattr(tokenizer, "build_inputs_with_special_tokens"):
+        return list(tokenizer.build_inputs_with_special_tokens(token_ids))
     return token_ids
 
 
@@ -118,6 +145,27 @@ def encode_chat(
     if not lossy:
         _check_kept(tokenizer, text, token_ids)
     return token_ids
+
+
+def encode_turn(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> list[int]:
+    """Return the token ids of a conversation after which the assistant's next message comes; or the rest
+    of the last message, if that is the assistant's. Raises InvalidRequest as ``encode_chat``."""
+    _check_messages(messages)
+    continues = messages[-1]["role"] == "assistant"
+    if continues and isinstance(chat_template_kwargs, Mapping | None):
+        chat_template_kwargs = {**(chat_template_kwargs or {}), "continue_final_message": True}
+    return encode_chat(
+        tokenizer,
+        messages,
+        add_generation_prompt=not continues,
+        tools=tools,
+        chat_template_kwargs=chat_template_kwargs,
+    )
 
 
 def _check_messages(messages: object) -> None:

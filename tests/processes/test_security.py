@@ -20,6 +20,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, ModelNotFound
 from genrt.lm import AsyncLM
+from genrt.questions.completions import CompletionOptions, GenerateOptions
 from genrt.questions.samples import SampleOptions
 from tests import children
 
@@ -281,6 +282,14 @@ def test_a_prompt_in_the_place_of_any_argument_is_told_by_its_type() -> None:
             for option, given in itertools.product(sorted(options), MISPLACED):
                 if not (isinstance(given, str) and option in NAMES):
                     asked += asks(lm, method, {"max_tokens": 2} | {option: given})
+        for option, given in itertools.product(
+            sorted(GenerateOptions.__annotations__.keys() | CompletionOptions.__annotations__),
+            MISPLACED,
+        ):
+            if not (isinstance(given, str) and option in NAMES):
+                asked += asks(
+                    lm, "generate_sync", {"prompt": [1], "max_tokens": 2} | {option: given}
+                )
         for name in [each for each in dir(lm) if each.endswith(("_sync", "encode", "decode"))]:
             parameters = inspect.signature(getattr(lm, name)).parameters
             needed = [p for p, each in parameters.items() if each.default is each.empty]

@@ -170,13 +170,31 @@ class _SeededRequest:
         return int(torch.randint(0, 2**31, (1,), generator=generator))
 
 
+@dataclass(slots=True)
+class _SeededText:
+    """A completion, whose tokens are drawn from one generator as vLLM draws them; but a draw that vLLM
+    discards, as while a prompt is computed in parts, does not move it on."""
+
+    generator: torch.Generator
+    output_token_ids: list[int]
+    drawn: int = 0
+    last: int = 0
+
+    def number(self) -> int:
+        """Return what the request's next token is drawn from: 31 bits."""
+        while self.drawn <= len(self.output_token_ids):
+            self.last = int(torch.randint(0, 2**31, (1,), generator=self.generator))
+            self.drawn += 1
+        return self.last
+
+
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     """For the V1 runner: rows are tracked through the moves of its persistent batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.store = RowStore()
         self._tickets: _Places[int] = _Places()
-        self._seeded: _Places[_SeededRequest] = _Places()
+        self._seeded: _Places[_SeededRequest | _SeededText] = _Places()
         # The tickets of the batch in order, and their rows (``None``: all); kept until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
 
@@ -222,9 +240,15 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
-def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | None:
-    seed = (params.extra_args or {}).get(SEED)
-    return None if seed is None else _SeededRequest(seed, output_token_ids)
+def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | _SeededText | None:
+    seed = (params.extra_args or {}).get(SEED, params.seed)
+    if seed is None or TICKET in (params.extra_args or {}):
+        return None
+    if (
+        SEED in (params.extra_args or {}) or seed >= 2**32
+    ):  # of which a CPU's generator takes 32 bits
+        return _SeededRequest(seed, output_token_ids)
+    return _SeededText(torch.Generator().manual_seed(seed), output_token_ids)
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from vllm.v1.engine import FinishReason
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -36,15 +37,18 @@ from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.runners import runner_of
-from genrt.engines.vllm.samples import Samples, sample_params
+from genrt.engines.vllm.samples import Generated, Samples
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite
+from genrt.questions.completions import Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.samples import SampleRequest
 
 __all__ = ["VLLMEngine"]
+
+Sent = LogprobsRequest | Generated
+"""What vLLM gets."""
 
 
 class VLLMEngine:
@@ -96,8 +100,9 @@ class VLLMEngine:
             self._open = OpenRequests(core.scheduler, steps)
         self._decoded: list[tuple[Request, str]] = []  # what the last decode step computed
         self._tickets = itertools.count(1)
-        self._in_progress: dict[str, LogprobsRequest | SampleRequest] = {}  # what vLLM has, by id
-        self._samples = Samples(self.max_batch_size)
+        self._in_progress: dict[str, Sent] = {}  # what vLLM has, by id
+        drawn_here = self.runner == "V1" and self.device.type == "cpu"
+        self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
@@ -113,6 +118,9 @@ class VLLMEngine:
         if self._llm_engine is None or self._config.model_config.skip_tokenizer_init:
             return None
         return self._llm_engine.get_tokenizer()
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        return self._samples.completions.unsupported(decoding)
 
     def statistics(self) -> EngineStatistics:
         resident = {} if self._open is None else self._open.counts()
@@ -137,43 +145,44 @@ class VLLMEngine:
             self._samples.wait(requests)
         self._count(requests=len(requests))
 
-    def _add(self, request: LogprobsRequest | SampleRequest) -> str | None:
+    def _add(self, request: Sent) -> str | None:
         """Give one request to vLLM and return its id, which is its ticket in decimals. Where vLLM refuses
         it, the next step ends it with its error."""
         ticket = next(self._tickets)
         request_id = str(ticket)
         try:
-            if isinstance(request, SampleRequest):
-                drawn_here = self.runner == "V1" and self.device.type == "cpu"
-                params = sample_params(request, drawn_here=drawn_here)
-            else:
-                # An open request ends with its last possible token, and never by itself before.
-                most = None if self._open is None else self.max_model_len + 1 - len(request)
-                params = row_params(ticket, open_for=most)
             lora = self._adapters.request(request.adapter)
             with self._on_stream():
-                self._core.add_request(core_request(request_id, request.token_ids, params, lora))
+                self._core.add_request(self._made(ticket, request, lora))
         except Exception as error:
+            self._samples.forget([request_id])
             refused = translated(error, "vLLM does not take this request")
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return None
-        if isinstance(request, SampleRequest):
-            self._samples.begin(request_id)
-        elif self._open is not None:
+        if self._open is not None and isinstance(request, LogprobsRequest):
             self._open.share(request_id, request)
         self._begin(request_id, request)
         return request_id
 
-    def _begin(self, request_id: str, request: LogprobsRequest | SampleRequest) -> None:
+    def _made(self, ticket: int, request: Sent, lora: LoRARequest | None) -> EngineCoreRequest:
+        """Return a request as vLLM's core takes it."""
+        if not isinstance(request, LogprobsRequest):
+            return self._samples.begin(str(ticket), request, lora)
+        # An open request ends with its last possible token, and never by itself before.
+        most = None if self._open is None else self.max_model_len + 1 - len(request)
+        params = row_params(ticket, open_for=most)
+        return core_request(str(ticket), request.token_ids, params, lora)
+
+    def _begin(self, request_id: str, request: Sent) -> None:
         if request.adapter is not None:
             self._adapters.hold(request.adapter)
         self._in_progress[request_id] = request
 
-    def _end(self, request_id: str) -> LogprobsRequest | SampleRequest:
+    def _end(self, request_id: str) -> Sent:
         request = self._in_progress.pop(request_id)
-        if isinstance(request, SampleRequest):
-            self._samples.end(request_id)
+        if not isinstance(request, LogprobsRequest):
+            self._samples.forget([request_id])
         if request.adapter is not None:
             self._adapters.release(request.adapter)
         return request
@@ -240,11 +249,12 @@ class VLLMEngine:
         except Exception:  # whoever asks runs the step again, and is told what is wrong
             self._open.steps.discard()
 
-    def _collect(self, outputs: Sequence[Any]) -> list[Finished]:
+    def _collect(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
         """Return what a step's outputs end, with rows on the default stream."""
         finished: list[Finished] = []
         # Rows of open requests are not in the outputs: their scheduler drops the token that ends a step.
         answered = self._open.take_answered() if self._open is not None else []
+        generated: list[EngineCoreOutput] = []
         computed = sampled = 0
         for output in outputs:
             request_id = output.request_id
@@ -252,34 +262,32 @@ class VLLMEngine:
                 continue
             prefill, new = output.prefill_stats, output.new_token_ids
             computed += len(new) if prefill is None else prefill.num_computed_tokens
-            token_ids = self._samples.extend(request_id, new)
-            sampled += len(new) if token_ids is not None else 0
-            if output.finish_reason is None:
-                continue
-            if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            if request_id in self._samples:
+                generated.append(output)
+                sampled += len(new)
+            elif output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                answered.append(request_id)
+            elif output.finish_reason is not None:
                 reason = f"vLLM ended the request with {output.finish_reason}"
                 finished.append(Finished(self._end(request_id), error=EngineFailed(reason)))
-            elif token_ids is None:
-                answered.append(request_id)
-            else:
-                stopped = output.finish_reason == FinishReason.STOP
-                result = tuple(token_ids[:-1] if stopped else token_ids)
-                finished.append(Finished(self._end(request_id), result))
+        ended, over = self._samples.take(generated)
+        for request_id, result in ended:
+            error = result if isinstance(result, GenrtError) else None
+            finished.append(Finished(self._end(request_id), None if error else result, error))
         rows = self._store.take(map(int, answered)) if answered else []
         kept: list[tuple[str, LogprobsRequest]] = []
-        bad: list[str] = []
         for request_id, row in zip(answered, rows, strict=True):
             request = cast("LogprobsRequest", self._end(request_id))
             if row is None:
                 finished.append(Finished(request, error=_not_finite()))
-                bad.append(request_id)
+                over.append(request_id)
             else:
                 finished.append(Finished(request, row))
                 kept.append((request_id, request))
         if self._open is not None:
             self._open.keep(kept)
-        if bad:
-            self._abort(bad)
+        if over:
+            self._abort(over)
         self._count(
             rows=len(kept),
             failed=sum(end.error is not None for end in finished),
@@ -416,7 +424,7 @@ class VLLMEngine:
             core.scheduler.shutdown()
         self._adapters.close()
         self._in_progress.clear()
-        self._samples = Samples(self.max_batch_size)
+        self._samples.forget(self._in_progress)
         self._store = RowStore()
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace

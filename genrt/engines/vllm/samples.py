@@ -1,4 +1,4 @@
-"""Samples on their way: those that wait for a slot of vLLM, and the tokens of those that have one.
+"""Samples and completions on their way: those that wait for a slot of vLLM, and those that have one.
 
 Rules:
     Samples leave an eighth of the running slots free, and at least one, so that a logprobs request never
@@ -8,63 +8,111 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import SEED
+from genrt.engines.vllm.completions import COOLEST, HOTTEST, Completions
+from genrt.engines.vllm.config import core_request
+from genrt.errors import EngineFailed, GenrtError
+from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import seed_of
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Result
 from genrt.questions.samples import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW
 
-__all__ = ["Samples", "sample_params"]
+__all__ = ["Generated", "Samples", "sample_params"]
 
-COOLEST, HOTTEST = 0.01, 2.0
-"""The temperatures that vLLM lets users give; its runners take any that is not greedy."""
+Generated: TypeAlias = SampleRequest | CompletionRequest
+"""What takes a slot of vLLM for many steps."""
+
+Ended: TypeAlias = tuple[str, Result | GenrtError]
+"""The id of a request with its result, or its error."""
 
 
 class Samples:
-    """The samples of one engine, which has ``slots`` for requests."""
+    """The samples and completions of one vLLM engine.
 
-    def __init__(self, slots: int) -> None:
+    Args:
+        llm_engine: the engine.
+        slots: how many requests it runs at once.
+        drawn_here: whether the capture draws the tokens of samples; see ``sample_params``.
+    """
+
+    def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
+        self.completions = Completions(llm_engine)
+        self._drawn_here = drawn_here
         self._most = slots - max(1, slots // 8)
-        self._waiting: dict[SampleRequest, None] = {}
-        self._drawn: dict[str, list[int]] = {}
+        self._waiting: dict[Generated, None] = {}
+        self._drawn: dict[str, list[int]] = {}  # by request id; a completion's are vLLM's to keep
 
     def __len__(self) -> int:
-        """Return how many samples wait for a slot."""
+        """Return how many wait for a slot."""
         return len(self._waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._drawn
+
     @property
-    def waiting(self) -> list[SampleRequest]:
-        """The samples that wait for a slot."""
+    def waiting(self) -> list[Generated]:
+        """Samples and completions that wait for a slot."""
         return [*self._waiting]
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Have the samples among these wait for a slot."""
-        self._waiting.update((each, None) for each in requests if isinstance(each, SampleRequest))
+        """Have those among these requests wait for a slot."""
+        self._waiting.update((each, None) for each in requests if isinstance(each, Generated))
 
-    def admitted(self) -> Iterator[SampleRequest]:
-        """Yield samples for which there is a slot; each is begun before the next is asked for."""
+    def admitted(self) -> Iterator[Generated]:
+        """Yield those for which there is a slot; each is begun before the next is asked for."""
         while self._waiting and len(self._drawn) < self._most:
             request = next(iter(self._waiting))
             del self._waiting[request]
             yield request
 
-    def begin(self, request_id: str) -> None:
-        """Begin the tokens of a sample that vLLM has taken."""
+    def begin(
+        self, request_id: str, request: Generated, lora: LoRARequest | None
+    ) -> EngineCoreRequest:
+        """Return a request as vLLM's core takes it, and expect its tokens; raise what vLLM raises for a
+        value that it does not take."""
+        if isinstance(request, CompletionRequest):
+            made = self.completions.begin(request_id, request, lora)
+        else:
+            params = sample_params(request, drawn_here=self._drawn_here)
+            made = core_request(request_id, request.token_ids, params, lora)
         self._drawn[request_id] = []
+        return made
 
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> list[int] | None:
-        """Append new tokens to a sample; return all of it, ``None`` if the request is no sample."""
-        drawn = self._drawn.get(request_id)
-        if drawn is not None:
-            drawn += token_ids
-        return drawn
+    def take(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[Ended], list[str]]:
+        """Return what a step's outputs end; and the ids of those that vLLM is to abort: it goes on where
+        a stop string has ended a text."""
+        ended: list[Ended] = []
+        texts: list[EngineCoreOutput] = []
+        for output in outputs:
+            if output.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
+                reason = f"vLLM ended the request with {output.finish_reason}"
+                ended.append((output.request_id, EngineFailed(reason)))
+            elif output.request_id in self.completions:
+                texts.append(output)
+            else:
+                drawn = self._drawn[output.request_id]
+                drawn += output.new_token_ids
+                if output.finish_reason is not None:
+                    stopped = output.finish_reason == FinishReason.STOP
+                    ended.append((output.request_id, tuple(drawn[:-1] if stopped else drawn)))
+        if not texts:
+            return ended, []
+        completed, over = self.completions.take(texts)
+        return ended + completed, over
 
-    def end(self, request_id: str) -> None:
-        """Forget a request of vLLM's, if it is a sample."""
-        self._drawn.pop(request_id, None)
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Forget what vLLM had or has ended; requests for rows are ignored."""
+        for request_id in request_ids:
+            self._drawn.pop(request_id, None)
+        self.completions.forget(request_ids)
 
     def withdraw(self, unwanted: Collection[Request]) -> int:
         """Have these wait no more; return how many did."""
@@ -74,7 +122,7 @@ class Samples:
         return len(gone)
 
     def clear(self) -> None:
-        """Forget the samples that wait."""
+        """Forget those that wait."""
         self._waiting.clear()
 
 

@@ -1,0 +1,177 @@
+"""A completion that is drawn from rows, token by token: the law of each token, and where it ends.
+
+The order is vLLM's (``v1/sample/sampler.py``): bad words, least number of tokens, bias, penalties; then
+temperature, min-p, top-k and top-p, as ``tokens.sampling.truncate`` has them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genrt.errors import InvalidRequest
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, FinishReason
+from genrt.tokens.vocabulary import BytesTokenizer
+
+__all__ = ["Writing", "unsupported"]
+
+PROMPT_TAIL = 8
+"""A token's text may depend on the tokens before it: so many of the prompt's are decoded with it."""
+
+
+def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
+    """Return the option that cannot be had by drawing from rows, and why."""
+    if decoding.structure is not None:
+        return (
+            f"{decoding.structure[0]} needs vLLM's structured outputs: load with engine='vllm', or use "
+            "genrt.constraints, which work on every engine"
+        )
+    texts = next((name for name in ("stop", "bad_words") if getattr(decoding, name)), None)
+    return (
+        f"{texts} needs a tokenizer, which this model lacks"
+        if texts and tokenizer is None
+        else None
+    )
+
+
+class Writing:
+    """One completion under way.
+
+    Args:
+        request: what is to be completed, and how.
+        tokenizer: the model's, if it has one; its end token ends the completion.
+    """
+
+    def __init__(self, request: CompletionRequest, tokenizer: Any) -> None:
+        decoding = request.decoding
+        self.drawn: list[int] = []
+        self._request = request
+        self._tokenizer = tokenizer
+        eos = None if decoding.ignore_eos else getattr(tokenizer, "eos_token_id", None)
+        self._eos = eos
+        self._ends = sorted({*decoding.stop_token_ids, *([] if eos is None else [eos])})
+        self._bad = [ids for word in decoding.bad_words for ids in _spellings(tokenizer, word)]
+        self._logprobs: list[float] = []
+        self._likeliest: list[dict[int, float]] = []
+        self._text = ""
+        self._began = time.perf_counter()
+        self._first = self._began
+
+    def law(self, logits: Tensor) -> Tensor:
+        """Return the log-probabilities, before temperature and truncation, from which the next token is
+        drawn where the model says ``logits``, float32 ``[vocab_size]``."""
+        decoding, drawn = self._request.decoding, self.drawn
+        logits = logits.clone()
+        for *before, last in self._bad:
+            if drawn[len(drawn) - len(before) :] == before:
+                logits[last] = -math.inf
+        if len(drawn) < decoding.min_tokens:
+            logits[self._ends] = -math.inf
+        for token_id, bias in decoding.logit_bias:
+            logits[token_id] += bias
+        if decoding.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted({*self._request.token_ids, *drawn}), device=logits.device)
+            penalty, there = decoding.repetition_penalty, logits[seen]
+            logits[seen] = torch.where(there > 0, there / penalty, there * penalty)
+        for token_id, count in Counter(drawn).items():
+            penalty = decoding.frequency_penalty * count + decoding.presence_penalty
+            logits[token_id] -= penalty
+        return logits.log_softmax(-1)
+
+    def add(self, token_id: int, row: Tensor) -> Completion | None:
+        """Append a token that was drawn where the model's row was ``row``; return the completion if that
+        ends it."""
+        decoding = self._request.decoding
+        if not self.drawn:
+            self._first = time.perf_counter()
+        self.drawn.append(token_id)
+        if decoding.logprobs is not None:
+            self._logprobs.append(float(row[token_id]))
+        if decoding.logprobs:
+            top = row.topk(decoding.logprobs)
+            self._likeliest.append(
+                dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            )
+        stopped = token_id in self._ends
+        before, text = len(self._text), self._decoded(stopped)
+        if not text.endswith("\ufffd"):  # as vLLM, which waits for the rest of a character
+            self._text = text
+        stop = None if stopped else self._stop(before)
+        if stop is not None:
+            self._text = self._text[: stop[1]]
+            return self._completion("stop", stop[0])
+        if stopped:
+            return self._completion("stop", None if token_id == self._eos else token_id)
+        if len(self.drawn) == decoding.max_tokens:
+            return self._completion("length", None)
+        return None
+
+    def _decoded(self, stopped: bool) -> str:
+        """Return the text of what was drawn, without the token that stopped it unless that is kept."""
+        if self._tokenizer is None:
+            return ""
+        keep = not stopped or self._request.decoding.include_stop_str_in_output
+        drawn = self.drawn if keep else self.drawn[:-1]
+        tail = [*self._request.token_ids[-PROMPT_TAIL:]]
+        return self._text_of(tail + drawn)[len(self._text_of(tail)) :]
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        if isinstance(self._tokenizer, BytesTokenizer):
+            return self._tokenizer.decode(token_ids)
+        text: str = self._tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=self._request.decoding.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def _stop(self, seen: int) -> tuple[str, int] | None:
+        """Return the stop string that is complete first in the text's part from ``seen``, and how much of
+        the text is kept."""
+        decoding = self._request.decoding
+        if len(self.drawn) <= decoding.min_tokens:
+            return None
+        found = [
+            (place + len(stop), place, stop)
+            for stop in decoding.stop
+            if (place := self._text.find(stop, max(0, seen - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return None
+        end, place, stop = min(found, key=lambda each: each[0])
+        return stop, end if decoding.include_stop_str_in_output else place
+
+    def _completion(self, reason: FinishReason, stop: str | int | None) -> Completion:
+        now = time.perf_counter()
+        return Completion(
+            text=self._text,
+            token_ids=tuple(self.drawn),
+            prompt_token_ids=self._request.token_ids,
+            logprobs=tuple(self._logprobs),
+            top_logprobs=tuple(self._likeliest),
+            finish_reason=reason,
+            stop_reason=stop,
+            seconds=now - self._began,
+            seconds_to_first_token=self._first - self._began,
+        )
+
+
+def _spellings(tokenizer: Any, word: str) -> list[list[int]]:
+    """Return the token ids that spell a word at the beginning of a text and, where it is another token,
+    inside of one: as vLLM's ``SamplingParams.update_from_tokenizer``."""
+    if isinstance(tokenizer, BytesTokenizer):
+        return [tokenizer.encode(word)]
+    first, inside = (
+        list(tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False))
+        for space in ("", " ")
+    )
+    if not first:
+        raise InvalidRequest(f"bad_words: {word!r} has no tokens")
+    is_another = bool(inside) and inside[0] != first[0] and len(inside) == len(first)
+    return [first, inside] if is_another else [first]

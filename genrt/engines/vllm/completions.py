@@ -1,0 +1,158 @@
+"""Completions in vLLM: options as vLLM takes them, and its outputs as texts.
+
+vLLM's own input and output processors check the options, compile structures, detokenize and look for stop
+strings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, FinishReason
+from genrt.questions.contexts import seed_of
+from genrt.tokens.sampling import GREEDY_BELOW
+
+__all__ = ["COOLEST", "HOTTEST", "Completions"]
+
+COOLEST, HOTTEST = 0.01, 2.0
+"""The temperatures that vLLM lets users give; its runners take any that is not greedy."""
+
+STRUCTURES = {"json_schema": "json"}
+"""The names of structures that are others in vLLM."""
+
+
+@dataclass(slots=True)
+class _Course:
+    began: float
+    logprobs: int | None
+    first: float | None = None
+
+
+class Completions:
+    """The completions that one vLLM engine draws."""
+
+    def __init__(self, llm_engine: LLMEngine) -> None:
+        self._inputs = llm_engine.input_processor
+        self._outputs = llm_engine.output_processor
+        self._tasks = llm_engine.get_supported_tasks()
+        self._has_tokenizer = not llm_engine.model_config.skip_tokenizer_init
+        self._courses: dict[str, _Course] = {}
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        """Return the option that this vLLM cannot do, and why."""
+        if self._has_tokenizer:
+            return None
+        name = decoding.structure[0] if decoding.structure is not None else None
+        name = name or next(
+            (each for each in ("stop", "bad_words") if getattr(decoding, each)), None
+        )
+        return name and f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"
+
+    def begin(
+        self, request_id: str, request: CompletionRequest, lora: LoRARequest | None
+    ) -> EngineCoreRequest:
+        """Return a request for vLLM's core, once its outputs are expected here; raise what vLLM raises
+        for an option that it does not take."""
+        made = self._inputs.process_inputs(
+            request_id,
+            tokens_input(list(request.token_ids)),
+            self._params(request),
+            self._tasks,
+            lora_request=lora,
+        )
+        made.external_req_id = request_id
+        params = cast("SamplingParams", made.sampling_params)
+        if params.temperature:  # vLLM's check is over: its runners take any
+            params.temperature = request.temperature
+        self._outputs.add_request(made, None)
+        self._courses[request_id] = _Course(time.perf_counter(), request.decoding.logprobs)
+        return made
+
+    def _params(self, request: CompletionRequest) -> SamplingParams:
+        decoding = request.decoding
+        greedy = decoding.temperature < GREEDY_BELOW
+        structure: StructuredOutputsParams | None = None
+        if decoding.structure is not None:
+            name, value = decoding.structure
+            wanted = list(value) if isinstance(value, tuple) else value
+            structure = StructuredOutputsParams(**{STRUCTURES.get(name, name): cast("Any", wanted)})
+        return SamplingParams(
+            max_tokens=decoding.max_tokens,
+            min_tokens=decoding.min_tokens,
+            temperature=0.0 if greedy else min(max(decoding.temperature, COOLEST), HOTTEST),
+            top_p=decoding.top_p,
+            top_k=decoding.top_k,
+            min_p=decoding.min_p,
+            seed=None if greedy else seed_of(request),
+            stop=list(decoding.stop),
+            stop_token_ids=list(decoding.stop_token_ids),
+            include_stop_str_in_output=decoding.include_stop_str_in_output,
+            skip_special_tokens=decoding.skip_special_tokens,
+            presence_penalty=decoding.presence_penalty,
+            frequency_penalty=decoding.frequency_penalty,
+            repetition_penalty=decoding.repetition_penalty,
+            bad_words=list(decoding.bad_words),
+            logit_bias=dict(decoding.logit_bias) or None,
+            ignore_eos=decoding.ignore_eos,
+            logprobs=decoding.logprobs,
+            detokenize=self._has_tokenizer,
+            structured_outputs=structure,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._courses
+
+    def take(
+        self, outputs: Sequence[EngineCoreOutput]
+    ) -> tuple[list[tuple[str, Completion]], list[str]]:
+        """Return what a step's outputs of completions end, by request id; and those among them that vLLM
+        goes on with, as it does not look for stop strings: they are to be aborted."""
+        now = time.perf_counter()
+        for output in outputs:
+            course = self._courses[output.request_id]
+            if course.first is None and output.new_token_ids:
+                course.first = now
+        processed = self._outputs.process_outputs(list(outputs))
+        ended = [
+            (done.request_id, _completion(done, self._courses.pop(done.request_id), now))
+            for done in processed.request_outputs
+        ]
+        return ended, processed.reqs_to_abort
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget these; others than completions are ignored."""
+        known = [each for each in request_ids if self._courses.pop(each, None) is not None]
+        self._outputs.abort_requests(known, internal=True)
+
+
+def _completion(done: Any, course: _Course, now: float) -> Completion:
+    """Return one of vLLM's ``RequestOutput`` as a completion, with so many likeliest tokens a place."""
+    [output] = done.outputs
+    drawn, places, count = tuple(output.token_ids), output.logprobs or (), course.logprobs
+    return Completion(
+        text=output.text,
+        token_ids=drawn,
+        prompt_token_ids=tuple(done.prompt_token_ids),
+        logprobs=tuple(place[token].logprob for place, token in zip(places, drawn, strict=False)),
+        top_logprobs=tuple(_likeliest(place, count) for place in places) if count else (),
+        finish_reason=cast("FinishReason", output.finish_reason),
+        stop_reason=output.stop_reason,
+        seconds=now - course.began,
+        seconds_to_first_token=(course.first or now) - course.began,
+    )
+
+
+def _likeliest(place: dict[int, Any], count: int) -> dict[int, float]:
+    """Return the ``count`` likeliest tokens of a place, likeliest first: the drawn one is there too."""
+    ranked = sorted(place.items(), key=lambda entry: entry[1].rank)
+    return {token: entry.logprob for token, entry in ranked if entry.rank <= count}

@@ -1,0 +1,366 @@
+"""Completions: whole texts, drawn token by token by the engine's own decode loop."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeAlias, TypedDict, cast
+
+from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.numbers import check_bool, check_float, check_int, named, shown
+from genrt.questions.contexts import (
+    LAST_SEED,
+    TOKEN_BYTES,
+    Adapter,
+    Limits,
+    abbreviated,
+    check_seed,
+)
+from genrt.questions.samples import LEAST_TOP_P
+from genrt.questions.token_ids import TokenIds
+
+__all__ = [
+    "Completion",
+    "CompletionOptions",
+    "CompletionRequest",
+    "Decoding",
+    "FinishReason",
+    "GenerateOptions",
+    "completion_requests",
+]
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""Why a text is over: it came to an end, it is as long as it may be, or the engine gave it up."""
+
+STRUCTURES = ("json_schema", "regex", "grammar", "choice")
+"""The options that each prescribe a form; a completion has one of them at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A text that the engine has drawn, and how it ended.
+
+    Attributes:
+        text: without special tokens, and without what stopped it, unless the options say otherwise.
+        token_ids: all tokens that were drawn, one that stopped it included.
+        prompt_token_ids: the tokens before them.
+        logprobs: of each drawn token, its log-probability in the model's row: before temperature,
+            penalties and structure. Empty unless ``logprobs=`` is given.
+        top_logprobs: at each place, the likeliest tokens of the row with their log-probabilities, as many
+            as were asked for.
+        finish_reason: "stop", "length" (as long as it may be) or "abort".
+        stop_reason: the stop string or the token id that stopped it; ``None`` for the end token, and for
+            anything but "stop".
+        seconds: from when the engine took the request to its end.
+        seconds_to_first_token: from when the engine took the request to its first token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[int, float], ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    seconds: float
+    seconds_to_first_token: float
+
+    @property
+    def truncated(self) -> bool:
+        """True if the text was cut off. A text that is to have a structure has it unless it was."""
+        return self.finish_reason != "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How a completion's tokens are drawn, and how it ends; ``CompletionOptions`` documents them.
+
+    ``structure`` is the name of one of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar,
+    or the texts to choose from.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    structure: tuple[str, str | tuple[str, ...]] | None = None
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{each.name}={value!r}"
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != each.default
+        ]
+        return f"Decoding({', '.join(changed)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CompletionRequest:
+    """The completion of ``token_ids`` by ``decoding``. The answer is a ``Completion``.
+
+    Attributes:
+        seed: fixes the draws, whatever else is in the batch.
+        nonce: sets apart the requests whose answers are independent draws, as in ``SampleRequest``.
+    """
+
+    token_ids: tuple[int, ...]
+    decoding: Decoding
+    seed: int | None = None
+    adapter: Adapter | None = None
+    nonce: int | None = None
+
+    @property
+    def temperature(self) -> float:
+        """The temperature; 0 is greedy."""
+        return self.decoding.temperature
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the context takes, packed."""
+        return len(self.token_ids) * TOKEN_BYTES
+
+    def bound_to(self, adapter: Adapter | None) -> CompletionRequest:
+        """Return the same question to another adapter."""
+        return replace(self, adapter=adapter)
+
+    def owned(self, result: Any) -> Any:
+        """Return the completion with dictionaries of the caller's own."""
+        return replace(result, top_logprobs=tuple(map(dict, result.top_logprobs)))
+
+    def __repr__(self) -> str:
+        return (
+            f"CompletionRequest({abbreviated(self.token_ids)}, {self.decoding!r}, seed={self.seed}, "
+            f"adapter={self.adapter})"
+        )
+
+
+class CompletionOptions(TypedDict, total=False):
+    """How a completion is drawn, and how it ends. Names and meanings are vLLM's ``SamplingParams``'.
+
+    Attributes:
+        max_tokens: how many tokens at most; by default as many as the context leaves room for.
+        temperature: logits are divided by it; 0 is greedy.
+        top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
+        top_k: keep so many of the likeliest tokens; 0 is off.
+        min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
+        stop: a text, or several, each of which ends the completion where it begins.
+        stop_token_ids: tokens that end the completion, and are not in its text.
+        include_stop_str_in_output: whether the text keeps what stopped it.
+        skip_special_tokens: whether the text leaves out special tokens.
+        min_tokens: how many tokens are drawn before anything may end the completion.
+        presence_penalty: is subtracted from the logits of tokens that were drawn; -2 to 2.
+        frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt
+            or drawn; over 0.
+        bad_words: texts that are not to be drawn.
+        logit_bias: what is added to the logits of some tokens; -100 to 100.
+        ignore_eos: whether the model's end token ends nothing.
+        logprobs: whether log-probabilities are returned, and of how many of the likeliest tokens at each
+            place besides the drawn one's: 0 is of none. By default none are.
+        json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
+        regex: a pattern that the whole text matches.
+        grammar: a grammar, as vLLM's structured outputs take it, of the whole text.
+        choice: the texts of which one is drawn.
+    """
+
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: str | Sequence[str]
+    stop_token_ids: Collection[int]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    min_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    bad_words: Sequence[str]
+    logit_bias: Mapping[int, float]
+    ignore_eos: bool
+    logprobs: int | None
+    json_schema: Mapping[str, Any] | str | type
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+
+
+class GenerateOptions(CompletionOptions, total=False):
+    """The options of ``AsyncLM.generate``: those of ``CompletionOptions`` and of every question.
+
+    Attributes:
+        seed: makes the text reproducible, whatever else is in the batch. Without one, calls are
+            independent draws.
+        adapter: the name of the adapter to ask; by default the base model.
+        timeout: after so many seconds TimedOut is raised, and the question withdrawn.
+    """
+
+    seed: int | None
+    adapter: str | None
+    timeout: float | None
+
+
+def completion_requests(
+    limits: Limits,
+    contexts: Sequence[TokenIds],
+    adapter: Adapter | None,
+    nonces: Iterator[int],
+    seed: int | None,
+    options: Mapping[str, Any],
+) -> list[CompletionRequest]:
+    """Return a request for each context; context ``i`` is drawn with seed ``seed + i``. Greedy ones are
+    drawn without. Wrong options raise for no contexts too.
+
+    Raises:
+        InvalidRequest: an option is unknown, of the wrong type or out of range.
+        ContextTooLong: a context and ``max_tokens`` are too long together.
+    """
+    checked, seed = _checked(limits, options), check_seed(seed)
+    requests: list[CompletionRequest] = []
+    for place, token_ids in enumerate(contexts):
+        ids = limits.token_ids(token_ids)
+        decoding = Decoding(_max_tokens(limits, len(ids), options.get("max_tokens")), **checked)
+        check_int("min_tokens", decoding.min_tokens, 0, decoding.max_tokens)
+        nonce = next(nonces) if seed is None else None
+        own = None if seed is None else (seed + place) % (LAST_SEED + 1)
+        if decoding.temperature == 0.0:
+            own = nonce = None
+        requests.append(CompletionRequest(ids, decoding, own, adapter, nonce))
+    return requests
+
+
+def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``Decoding`` that do not depend on the context."""
+    for name in options:
+        if name not in CompletionOptions.__annotations__:
+            raise InvalidRequest(f"a completion has no option {named(name)}: see GenerateOptions")
+    given: dict[str, Any] = {**options}
+    structure = _structure({name: given.pop(name) for name in STRUCTURES if name in given})
+    if given.pop("max_tokens", None) is not None:
+        check_int("max_tokens", options["max_tokens"], 1)
+    checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
+    if checked.get("top_p", 1.0) == 0.0:
+        raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
+    checked["top_p"] = max(checked.get("top_p", 1.0), LEAST_TOP_P)
+    if checked.get("top_k", 0) >= limits.vocab_size:
+        checked["top_k"] = 0
+    if checked.get("repetition_penalty", 1.0) == 0.0:
+        raise InvalidRequest("repetition_penalty must be over 0 (1.0 is off), got 0")
+    check_int("logprobs", checked.get("logprobs") or 0, 0, limits.vocab_size)
+    stops = checked.get("stop_token_ids", ())
+    checked["stop_token_ids"] = tuple(
+        sorted(limits.token_ids(stops, allow_empty=True, name="stop_token_ids"))
+    )
+    biased = tuple(token for token, _ in checked.get("logit_bias", ()))
+    limits.token_ids(biased, allow_empty=True, name="logit_bias")
+    return checked | {"structure": structure}
+
+
+def _max_tokens(limits: Limits, length: int, max_tokens: int | None) -> int:
+    room = limits.max_model_len - length
+    wanted = max(room, 1) if max_tokens is None else check_int("max_tokens", max_tokens, 1)
+    if wanted > room:
+        advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
+        raise ContextTooLong(
+            f"a context of {length} tokens and max_tokens={wanted} are over "
+            f"max_model_len={limits.max_model_len} together: {advice}"
+        )
+    return wanted
+
+
+def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | None:
+    if len(given) > 1:
+        raise InvalidRequest(f"give one of {', '.join(given)}: a text has one structure")
+    if not given:
+        return None
+    [(name, value)] = given.items()
+    if name == "choice":
+        choices = _texts(name, value)
+        if not choices:
+            raise InvalidRequest("choice must have at least one text")
+        return name, choices
+    if name == "json_schema":
+        value = _json(value)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{name} must be a non-empty str, got {shown(value)}")
+    return name, value
+
+
+def _json(schema: Any) -> object:
+    """Return a JSON schema as its text: of a dict, or of a pydantic model."""
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if not isinstance(schema, Mapping):
+        return schema
+    try:
+        return json.dumps(dict(schema))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"json_schema is no JSON: {error}") from error
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Return a text, or texts, as a tuple; raise InvalidRequest if one is empty or no str."""
+    texts = (value,) if isinstance(value, str) and name == "stop" else value
+    if isinstance(texts, str) or not isinstance(texts, Collection):
+        raise InvalidRequest(f"{name} must be a list of texts, got {shown(value)}")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"{name} must be of non-empty texts, got {shown(text)}")
+    return tuple(cast("Collection[str]", texts))
+
+
+def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} must map token ids to numbers, got {shown(value)}")
+    pairs = [
+        (check_int(f"a token id of {name}", token, 0), check_float(name, bias, -100.0, 100.0))
+        for token, bias in value.items()
+    ]
+    return tuple(sorted(pairs))
+
+
+def _ids(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Collection):
+        raise InvalidRequest(f"{name} must be token ids, got {shown(value)}")
+    return tuple(value)
+
+
+def _number(low: float, high: float = math.inf) -> Any:
+    return lambda name, value: check_float(name, value, low, high)
+
+
+_CHECKS: dict[str, Any] = {
+    "temperature": _number(0.0),
+    "top_p": _number(0.0, 1.0),
+    "top_k": lambda name, value: check_int(name, value, 0),
+    "min_p": _number(0.0, 1.0),
+    "stop": _texts,
+    "stop_token_ids": _ids,
+    "include_stop_str_in_output": check_bool,
+    "skip_special_tokens": check_bool,
+    "min_tokens": lambda name, value: check_int(name, value, 0),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.0),
+    "bad_words": _texts,
+    "logit_bias": _bias,
+    "ignore_eos": check_bool,
+    "logprobs": lambda name, value: None if value is None else check_int(name, value, 0),
+}
+"""How each option is read, by its name; ``max_tokens`` and the structures are read apart."""

@@ -1,0 +1,59 @@
+"""Prompts and conversations of callers, as requests for completions that the engine can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from genrt.engines.protocol import check_supported
+from genrt.errors import InvalidRequest
+from genrt.numbers import shown
+from genrt.questions.completions import CompletionRequest, GenerateOptions, completion_requests
+from genrt.questions.contexts import Limits
+from genrt.questions.token_ids import TokenIds
+from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.thread import EngineThread
+from genrt.tokens import encoding
+
+__all__ = ["Texts"]
+
+
+class Texts:
+    """Makes the requests of one runtime."""
+
+    def __init__(
+        self, thread: EngineThread, limits: Limits, adapters: AdapterNames, nonces: Iterator[int]
+    ) -> None:
+        self._thread = thread
+        self._limits = limits
+        self._adapters = adapters
+        self._nonces = nonces
+
+    def requests(
+        self,
+        prompts: Sequence[str | TokenIds],
+        options: GenerateOptions,
+    ) -> tuple[list[CompletionRequest], float | None]:
+        """Return a request for each prompt, and the timeout.
+
+        Raises:
+            InvalidRequest: a prompt or an option is none, or the engine cannot do it; ContextTooLong,
+                UnknownAdapter.
+        """
+        if isinstance(prompts, str):
+            raise InvalidRequest("prompts must be a list of texts, got one of them: give [prompt]")
+        if not isinstance(prompts, Sequence):
+            raise InvalidRequest(f"prompts must be a list, got {shown(prompts)}")
+        contexts = [
+            encoding.encode_prompt(self._thread.engine.tokenizer, each)
+            if isinstance(each, str)
+            else each
+            for each in prompts
+        ]
+        given: dict[str, Any] = {**options}
+        seed, timeout = given.pop("seed", None), given.pop("timeout", None)
+        bound = self._adapters.bound(given.pop("adapter", None))
+        requests = completion_requests(self._limits, contexts, bound, self._nonces, seed, given)
+        for decoding in dict.fromkeys(request.decoding for request in requests):
+            check_supported(self._thread.engine, decoding)
+        return requests, timeout

@@ -1,0 +1,282 @@
+"""Completions in vLLM: the same, token for token, as vLLM's own ``LLM.generate`` with the same options;
+what stops them; and that nothing of them is left, however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.errors import InvalidRequest, TimedOut
+from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion, Decoding
+from tests.scripted import passes
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 2**26,
+}
+PROMPTS = [[1, 2, 3], [7, 7, 7, 7, 9], [40, 41, 42, 43, 44, 45, 46, 47, 48], [5]]
+
+CASES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 1},
+    {"seed": 2, "temperature": 0.5, "top_p": 0.8},
+    {"seed": 3, "top_k": 5, "logprobs": 3},
+    {"seed": 4, "min_p": 0.2, "logprobs": 0},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"seed": 5, "logit_bias": {11: 8.0, 12: -50.0}},
+    {"seed": 6, "ignore_eos": True},
+    {"seed": 7, "stop_token_ids": list(range(60)), "min_tokens": 3},
+    {"seed": 8, "stop": ["a", "e"], "include_stop_str_in_output": True},
+    {"seed": 9, "stop": ["t"], "min_tokens": 2},
+    {"temperature": 0.0, "bad_words": ["a", "the"]},
+    {"seed": 10, "skip_special_tokens": False},
+]
+
+
+@pytest.fixture(scope="module")
+def lm(llama: Path) -> Iterator[AsyncLM]:
+    with genrt.load(str(llama), engine_options=OPTIONS) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def oracle(llama: Path) -> Iterator[AsyncLM]:
+    with genrt.load(str(llama), engine="transformers") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def theirs(llama: Path) -> Iterator[Any]:
+    from vllm import LLM, envs
+
+    from genrt.engines.vllm.globals import Globals
+
+    own = Globals()
+    with own, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envs, "VLLM_ENABLE_V1_MULTIPROCESSING", False, raising=False)
+        llm = LLM(str(llama), **OPTIONS)
+    yield llm
+    with own:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option_gives_what_llm_generate_gives(
+    lm: AsyncLM, theirs: Any, case: dict[str, Any]
+) -> None:
+    from vllm import SamplingParams
+
+    options = {"max_tokens": 12} | case
+    sampled = [
+        SamplingParams(**options | ({"seed": case["seed"] + place} if "seed" in case else {}))
+        for place in range(len(PROMPTS))
+    ]
+    expected = theirs.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], sampled, use_tqdm=False
+    )
+    completions = lm.batch_generate_sync(PROMPTS, **options)
+    for prompt, ours, their in zip(PROMPTS, completions, expected, strict=True):
+        [output] = their.outputs
+        assert ours.token_ids == tuple(output.token_ids)
+        assert ours.text == output.text
+        assert (ours.finish_reason, ours.stop_reason) == (output.finish_reason, output.stop_reason)
+        assert ours.prompt_token_ids == tuple(prompt)
+        if "logprobs" in case:
+            drawn = [
+                place[token].logprob
+                for place, token in zip(output.logprobs, output.token_ids, strict=True)
+            ]
+            assert list(ours.logprobs) == pytest.approx(drawn, abs=1e-4)
+            if case["logprobs"]:
+                assert all(len(place) == case["logprobs"] for place in ours.top_logprobs)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"logit_bias": {11: 3.0}, "repetition_penalty": 0.7},
+        {"bad_words": ["a", "the", "on"]},
+        {"stop": ["e"], "min_tokens": 2},
+        {"stop_token_ids": list(range(100)), "min_tokens": 2, "include_stop_str_in_output": True},
+        {"ignore_eos": True, "logit_bias": {1: 9.0}, "skip_special_tokens": False},
+    ],
+    ids=str,
+)
+def test_the_transformers_engine_draws_the_same_greedy_texts(
+    lm: AsyncLM, oracle: AsyncLM, case: dict[str, Any]
+) -> None:
+    options = {"temperature": 0.0, "max_tokens": 10, "logprobs": 0} | case
+    for ours, theirs in zip(
+        lm.batch_generate_sync(PROMPTS, **options),
+        oracle.batch_generate_sync(PROMPTS, **options),
+        strict=True,
+    ):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
+        assert ours.stop_reason == theirs.stop_reason
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-4)
+
+
+def test_a_texts_logprobs_are_what_its_tokens_score(lm: AsyncLM) -> None:
+    completion = lm.generate_sync(PROMPTS[1], max_tokens=9, seed=4, logprobs=2, temperature=1.7)
+    scores = lm.score_sync(PROMPTS[1], completion.token_ids)
+    assert torch.allclose(torch.tensor(completion.logprobs), scores, atol=1e-4)
+    likeliest = lm.top_logprobs_sync(PROMPTS[1], 2)
+    assert list(completion.top_logprobs[0]) == likeliest.token_ids.tolist()
+
+
+def test_a_temperature_that_vllm_refuses_is_taken(lm: AsyncLM) -> None:
+    assert lm.generate_sync([1, 2], max_tokens=3, temperature=7.0, seed=1).finish_reason == "length"
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"type": "boolean"}},
+    "required": ["n", "b"],
+    "additionalProperties": False,
+}
+
+
+async def test_structures_differ_from_call_to_call_within_a_flush(lm: AsyncLM) -> None:
+    record, digits, word, plain, row = await asyncio.gather(
+        lm.generate([1, 2], json_schema=SCHEMA, max_tokens=120, seed=1),
+        lm.generate([1, 2], regex="[0-9]{3}", max_tokens=20, seed=2),
+        lm.generate([1, 2], choice=["yes", "no"], max_tokens=9, seed=3),
+        lm.generate([1, 2], max_tokens=4, seed=4),
+        lm.next_token_logprobs([1, 2]),
+    )
+    if not record.truncated:
+        assert json.loads(record.text).keys() == {"n", "b"}
+    assert len(digits.text) == 3
+    assert digits.text.isdigit()
+    assert word.text in ("yes", "no")
+    assert len(plain.token_ids) <= 4
+    assert float(row.logsumexp(0)) == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"json_schema": {"type": "nothing"}}, {"regex": "("}, {"logprobs": 50}], ids=str
+)
+async def test_what_vllm_refuses_fails_alone(lm: AsyncLM, bad: dict[str, Any]) -> None:
+    good, refused = await asyncio.gather(
+        lm.generate([1, 2], max_tokens=2, seed=1),
+        lm.generate([1, 2], max_tokens=2, seed=1, **bad),
+        return_exceptions=True,
+    )
+    assert isinstance(refused, InvalidRequest)
+    assert isinstance(good, Completion)
+    assert good == dataclasses.replace(
+        await lm.generate([1, 2], max_tokens=2, seed=1),
+        seconds=good.seconds,
+        seconds_to_first_token=good.seconds_to_first_token,
+    )
+
+
+async def test_nothing_is_left_of_completions_however_they_end(lm: AsyncLM) -> None:
+    cancelled = [asyncio.create_task(lm.generate([n], ignore_eos=True)) for n in range(1, 12)]
+    await passes()
+    row = await lm.next_token_logprobs([3, 3])
+    for task in cancelled:
+        task.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
+    with pytest.raises(TimedOut):
+        await lm.generate([1, 2], ignore_eos=True, timeout=0.0)
+    stopped = await lm.batch_generate([[1], [2]], stop=list("aeiou"), max_tokens=50, seed=1)
+    assert {each.finish_reason for each in stopped} <= {"stop", "length"}
+    assert torch.equal(row, await lm.next_token_logprobs([3, 3]))
+    engine: Any = lm._thread.engine
+    samples = engine._samples
+    assert not engine._in_progress
+    assert [*samples._drawn, *samples._waiting, *samples.completions._courses] == []
+    assert not engine._llm_engine.output_processor.request_states
+    assert lm.statistics().batcher.in_flight == 0
+
+
+async def test_a_completion_outlives_a_restart_of_its_runtime_as_a_new_question(
+    llama: Path,
+) -> None:
+    async with await genrt.aload(str(llama), engine_options=OPTIONS) as own:
+        before = await own.generate([1, 2, 3], max_tokens=5, seed=1)
+        waiting = asyncio.create_task(own.generate([1], ignore_eos=True))
+        await passes()
+        await own.arestart()
+        with pytest.raises(genrt.Closed):
+            await waiting
+        after = await own.generate([1, 2, 3], max_tokens=5, seed=1)
+    assert after.token_ids == before.token_ids
+
+
+def test_an_adapters_text_is_that_of_its_rows(llama: Path, loras: tuple[Path, Path]) -> None:
+    options = OPTIONS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with genrt.load(str(llama), engine_options=options) as own:
+        own.add_adapter_sync("a", loras[0])
+        greedy = own.generate_sync([1, 2, 3], max_tokens=4, temperature=0.0, adapter="a")
+        assert list(greedy.token_ids) == own.sample_sync(
+            [1, 2, 3], max_tokens=4, temperature=0.0, adapter="a"
+        )
+
+
+def test_a_chat_is_the_templates(lm: AsyncLM) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    options: dict[str, Any] = {"chat_template_kwargs": {"chat_template": template}, "max_tokens": 3}
+    asked = [{"role": "user", "content": "hi"}]
+    answer = lm.chat_sync(asked, temperature=0.0, **options)
+    assert lm.decode(answer.prompt_token_ids) == "user:hi\nassistant:"
+    begun = [*asked, {"role": "assistant", "content": "well"}]
+    continued = lm.chat_sync(begun, temperature=0.0, **options)
+    assert lm.decode(continued.prompt_token_ids) == "user:hi\nassistant:well"
+
+
+REFUSED = {
+    "n": "a question of `[prompt] * n`: batch_generate",
+    "prompt_logprobs": "score, and next_token_logprobs",
+    "prompt_logprob_token_ids": "token_logprobs",
+    "prompt_logprob_start": "score",
+    "logprob_token_ids": "token_logprobs; vLLM's overwrites other rows on runner V1",
+    "detokenize": "texts are detokenized, samples are not",
+    "output_kind": "a completion is told when it is whole",
+    "stream_interval": "nothing is streamed",
+    "spaces_between_special_tokens": "of slow tokenizers only",
+    "structured_outputs": "json_schema, regex, grammar, choice",
+    "allowed_token_ids": "a draw's mask; logit_bias",
+    "extra_args": "genrt's own",
+    "thinking_token_budget": "no reasoning parser is opened",
+    "repetition_detection": "not a law of the row",
+    "routed_experts_prompt_start": "of training",
+    "skip_reading_prefix_cache": "of prompt logprobs",
+    "skip_clone": "vLLM's own",
+    "trace_decode_token_ids": "score",
+    "flat_logprobs": "vLLM's own",
+    "watermarking": "changes the law of the row",
+    "output_text_buffer_length": "vLLM's own",
+}
+"""Fields of vLLM's SamplingParams that ``generate`` has no option for, and what there is instead."""
+
+
+def test_every_field_of_vllms_sampling_parameters_is_an_option_or_refused() -> None:
+    from vllm import SamplingParams
+
+    theirs = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    ours = {field.name for field in dataclasses.fields(Decoding)} - {"structure"} | {"seed"}
+    assert theirs == ours | REFUSED.keys()
+    assert not ours & REFUSED.keys()

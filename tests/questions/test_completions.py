@@ -1,0 +1,322 @@
+"""Completions: their options, and their law on the exact engine, where every probability is known."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
+from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion
+from genrt.testing import assert_samples_from
+from tests.scripted import ScriptedEngine, passes
+
+EOS = 4
+MODEL = NGram.random([b"a", b"b", b" c", b"d", b"<end>"], order=1, seed=3, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 64}) as opened:
+        yield opened
+
+
+def untimed(completion: Completion) -> Completion:
+    return dataclasses.replace(completion, seconds=0.0, seconds_to_first_token=0.0)
+
+
+# -- the law ------------------------------------------------------------------------------------
+
+
+def law(prompt: list[int], options: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """The probability of each completion, written out: temperature, bias, penalties, ends."""
+    found: dict[tuple[int, ...], float] = {}
+    most, least = options["max_tokens"], options.get("min_tokens", 0)
+    ends = {*options.get("stop_token_ids", ())} | (set() if options.get("ignore_eos") else {EOS})
+
+    def follow(drawn: tuple[int, ...], probability: float) -> None:
+        logits = MODEL.row([*prompt, *drawn]).double()
+        for token in range(len(logits)):
+            if token in ends and len(drawn) < least:
+                logits[token] = -math.inf
+            logits[token] += options.get("logit_bias", {}).get(token, 0.0)
+            penalty = options.get("repetition_penalty", 1.0)
+            if token in (*prompt, *drawn):
+                logits[token] = (
+                    logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+                )
+            logits[token] -= options.get("frequency_penalty", 0.0) * drawn.count(token)
+            logits[token] -= options.get("presence_penalty", 0.0) * (token in drawn)
+        shares = (logits / options.get("temperature", 1.0)).softmax(-1).tolist()
+        for token, share in enumerate(shares):
+            if share == 0.0:
+                continue
+            text, chance = (*drawn, token), probability * share
+            if token in ends or len(text) == most:
+                found[text] = found.get(text, 0.0) + chance
+            else:
+                follow(text, chance)
+
+    follow((), 1.0)
+    return found
+
+
+LAWS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"min_tokens": 2},
+    {"logit_bias": {0: 2.0, 3: -100.0}},
+    {"repetition_penalty": 2.0},
+    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
+    {"stop_token_ids": [1], "ignore_eos": True},
+    {"stop_token_ids": [1], "min_tokens": 1, "temperature": 2.0, "presence_penalty": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", LAWS, ids=str)
+def test_completions_have_the_law_of_their_options(lm: AsyncLM, options: dict[str, Any]) -> None:
+    options = {"max_tokens": 3} | options
+    expected = law([0, 1], options)
+    assert sum(expected.values()) == pytest.approx(1.0)
+    drawn = lm.batch_generate_sync([[0, 1]] * 3000, seed=11, **options)
+    assert_samples_from([each.token_ids for each in drawn], expected)
+
+
+def test_greedy_completions_are_the_likeliest_tokens_and_equal(lm: AsyncLM) -> None:
+    first, second = lm.batch_generate_sync([[0, 1], [0, 1]], temperature=0.0, max_tokens=5)
+    context, expected = [0, 1], list[int]()
+    while len(expected) < 5 and EOS not in expected:
+        expected.append(int(MODEL.row([*context, *expected]).argmax()))
+    assert list(first.token_ids) == expected
+    assert untimed(first) == untimed(second)
+    assert lm.statistics().batcher.deduplicated >= 1
+
+
+@given(seed=st.integers(0, 2**63 - 1), prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4))
+def test_a_seeded_completion_does_not_depend_on_its_company(seed: int, prompt: list[int]) -> None:
+    async def asked() -> None:
+        async with await genrt.aload(MODEL, engine="exact") as own:
+            options: dict[str, Any] = {"max_tokens": 6, "seed": seed}
+            alone = await own.generate(prompt, **options)
+            crowd = await asyncio.gather(
+                own.generate(prompt, **options),
+                own.generate(prompt, max_tokens=6),
+                own.sample(prompt, max_tokens=3),
+                own.next_token_logprobs(prompt),
+            )
+            assert untimed(crowd[0]) == untimed(alone)
+
+    asyncio.run(asked())
+
+
+def test_without_a_seed_completions_are_independent(lm: AsyncLM) -> None:
+    drawn = lm.batch_generate_sync([[0]] * 40, max_tokens=8, ignore_eos=True)
+    assert len({each.token_ids for each in drawn}) > 30
+
+
+def test_number_i_of_a_batch_is_drawn_with_seed_plus_i(lm: AsyncLM) -> None:
+    batch = lm.batch_generate_sync(["ab"] * 3, seed=7, max_tokens=6)
+    alone = [lm.generate_sync("ab", seed=7 + place, max_tokens=6) for place in range(3)]
+    assert list(map(untimed, batch)) == list(map(untimed, alone))
+
+
+# -- where it ends --------------------------------------------------------------------------------
+
+
+def test_a_completion_says_how_it_ended(lm: AsyncLM) -> None:
+    forced: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
+    ended = lm.generate_sync("ab", logit_bias={EOS: 100.0}, **forced)
+    assert (ended.finish_reason, ended.stop_reason, ended.text) == ("stop", None, "")
+    assert ended.token_ids == (EOS,)
+    assert not ended.truncated
+    stopped = lm.generate_sync("ab", logit_bias={3: 100.0}, stop_token_ids=[3], **forced)
+    assert (stopped.finish_reason, stopped.stop_reason, stopped.text) == ("stop", 3, "")
+    kept = lm.generate_sync(
+        "ab",
+        logit_bias={3: 100.0},
+        stop_token_ids=[3],
+        include_stop_str_in_output=True,
+        **forced,
+    )
+    assert kept.text == "d"
+    full = lm.generate_sync("ab", logit_bias={0: 100.0}, **forced)
+    assert (full.finish_reason, full.text, full.truncated) == ("length", "aaaa", True)
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "stop"),
+    [
+        ({"stop": "aa"}, "", "aa"),
+        ({"stop": ["b", "aaa", "aa"]}, "", "aa"),
+        ({"stop": "aa", "include_stop_str_in_output": True}, "aa", "aa"),
+        ({"stop": "aa", "min_tokens": 3}, "aa", "aa"),
+        ({"stop": "aaaaa"}, "aaaa", None),
+    ],
+    ids=str,
+)
+def test_a_stop_string_ends_a_text_where_it_begins(
+    lm: AsyncLM, options: dict[str, Any], text: str, stop: str | None
+) -> None:
+    found = lm.generate_sync("b", logit_bias={0: 100.0}, temperature=0.0, max_tokens=4, **options)
+    assert (found.text, found.stop_reason) == (text, stop)
+
+
+def test_a_stop_string_may_span_tokens(lm: AsyncLM) -> None:
+    texts = lm.batch_generate_sync(["ab"] * 60, stop=["b c", "da"], max_tokens=30, seed=5)
+    assert any(each.stop_reason == "b c" for each in texts)
+    for each in texts:
+        whole = lm.decode([token for token in each.token_ids if token != EOS])
+        places = [whole.find(stop) for stop in ("b c", "da") if stop in whole]
+        assert each.text == (whole[: min(places)] if places else whole)
+
+
+def test_a_character_that_is_not_complete_is_left_out() -> None:
+    model = NGram.random([b"a", b"\xc3", b"\xa9"], order=1, seed=1)
+    with genrt.load(model, engine="exact") as own:
+        texts = own.batch_generate_sync([[0]] * 60, max_tokens=4, seed=1)
+    for each in texts:
+        data = b"".join(model.vocabulary[token] for token in each.token_ids)
+        whole = data.decode(errors="replace")
+        assert whole.startswith(each.text)
+        assert not each.text.endswith("\ufffd")
+    assert any("\xe9" in each.text for each in texts)
+    assert any(len(each.text) < 4 for each in texts)
+
+
+def test_logprobs_are_the_models_before_any_option(lm: AsyncLM) -> None:
+    found = lm.generate_sync("ab", max_tokens=6, seed=1, temperature=3.0, logprobs=2)
+    scores = lm.score_sync([0, 1], found.token_ids)
+    assert torch.allclose(torch.tensor(found.logprobs), scores, atol=1e-5)
+    for place, likeliest in enumerate(found.top_logprobs):
+        top = lm.top_logprobs_sync([0, 1, *found.token_ids[:place]], 2)
+        assert list(likeliest) == top.token_ids.tolist()
+    assert lm.generate_sync("ab", max_tokens=3, seed=1).logprobs == ()
+    plain = lm.generate_sync("ab", max_tokens=3, seed=1, logprobs=0)
+    assert len(plain.logprobs) == len(plain.token_ids)
+    assert plain.top_logprobs == ()
+
+
+def test_bad_words_are_never_drawn(lm: AsyncLM) -> None:
+    texts = lm.batch_generate_sync(["ab"] * 50, bad_words=["ab", "d"], max_tokens=12, seed=1)
+    assert all("d" not in each.text for each in texts)
+    pairs = {pair for each in texts for pair in itertools.pairwise(each.token_ids)}
+    assert (0, 1) not in pairs
+    assert (1, 0) in pairs
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"foo": 1}, "no option 'foo'"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"temperature": -1.0}, "temperature"),
+    ({"temperature": True}, "temperature must be a number"),
+    ({"top_p": 0.0}, "top_p must be over 0"),
+    ({"top_k": -1}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"stop": 5}, "stop must be a list of texts"),
+    ({"stop": [""]}, "stop must be of non-empty texts"),
+    ({"stop_token_ids": [5]}, "stop_token_ids"),
+    ({"stop_token_ids": "ab"}, "stop_token_ids"),
+    ({"min_tokens": 4, "max_tokens": 3}, "min_tokens must be from 0 to 3"),
+    ({"presence_penalty": 3.0}, "presence_penalty must be from -2 to 2"),
+    ({"frequency_penalty": "1"}, "frequency_penalty must be a number"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be over 0"),
+    ({"bad_words": "ab"}, "bad_words must be a list"),
+    ({"logit_bias": [1]}, "logit_bias must map"),
+    ({"logit_bias": {9: 1.0}}, "logit_bias"),
+    ({"logit_bias": {1: 101.0}}, "from -100 to 100"),
+    ({"ignore_eos": 1}, "ignore_eos must be True or False"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 6}, "logprobs must be from 0 to 5"),
+    ({"seed": -1}, "seed"),
+    ({"timeout": -1.0}, "timeout"),
+    ({"regex": "a", "choice": ["b"]}, "one of regex, choice"),
+    ({"choice": []}, "at least one"),
+    ({"regex": ""}, "regex must be a non-empty str"),
+    ({"json_schema": {"x": object()}}, "json_schema is no JSON"),
+    ({"json_schema": 5}, "json_schema must be"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES, ids=str)
+def test_wrong_options_are_refused_by_name(
+    lm: AsyncLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        lm.generate_sync("ab", **options)
+    with pytest.raises(InvalidRequest, match=message):
+        lm.batch_generate_sync([] if "min_tokens" not in options else ["ab"], **options)
+
+
+@pytest.mark.parametrize("structure", [{"regex": "a+"}, {"json_schema": {}}, {"choice": ["a"]}])
+def test_what_the_engine_cannot_do_is_refused_by_its_name(
+    lm: AsyncLM, structure: dict[str, Any]
+) -> None:
+    [name] = structure
+    with pytest.raises(InvalidRequest, match=f"ExactEngine cannot do this: {name}"):
+        lm.generate_sync("ab", **structure)
+
+
+def test_an_engine_that_draws_no_completions_says_so() -> None:
+    with (
+        genrt.load(engine=ScriptedEngine) as own,
+        pytest.raises(InvalidRequest, match="ScriptedEngine cannot do this: it draws no"),
+    ):
+        own.generate_sync([1], max_tokens=1)
+
+
+def test_wrong_prompts_are_refused(lm: AsyncLM) -> None:
+    wrong: Any
+    for wrong in ([], [9], 5, None, [[1]], b"ab"):
+        with pytest.raises(InvalidRequest):
+            lm.generate_sync(wrong, max_tokens=1)
+    for wrong in ("ab", 5, [1, 2], None):
+        with pytest.raises(InvalidRequest):
+            lm.batch_generate_sync(wrong, max_tokens=1)
+    with pytest.raises(ContextTooLong, match="max_tokens can be 62 here"):
+        lm.generate_sync("ab", max_tokens=63)
+    with pytest.raises(InvalidRequest, match="no chat templates"):
+        lm.chat_sync([{"role": "user", "content": "a"}])
+
+
+def test_by_default_a_text_may_fill_the_context(lm: AsyncLM) -> None:
+    found = lm.generate_sync("ab", ignore_eos=True, seed=1)
+    assert len(found.token_ids) == lm.max_model_len - 2
+
+
+# -- beside everything else -----------------------------------------------------------------------
+
+
+async def test_completions_that_are_cancelled_leave_nothing(lm: AsyncLM) -> None:
+    tasks = [asyncio.create_task(lm.generate("ab", ignore_eos=True)) for _ in range(20)]
+    await passes()
+    for task in tasks[::2]:
+        task.cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in done[::2])
+    assert all(isinstance(each, Completion) for each in done[1::2])
+    with pytest.raises(TimedOut):
+        await lm.generate("ab", timeout=0.0)
+    engine: Any = lm._thread.engine
+    await lm.next_token_logprobs([0, 0, 0, 1])
+    assert not engine._in_progress
+    assert lm.statistics().batcher.in_flight == 0
+
+
+async def test_a_callers_completion_is_its_own(lm: AsyncLM) -> None:
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "logprobs": 2}
+    first, second = await asyncio.gather(lm.generate("ab", **options), lm.generate("ab", **options))
+    first.top_logprobs[0].clear()
+    assert len(second.top_logprobs[0]) == 2
