@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from vllm import envs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from genrt.errors import InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, FinishReason
 from genrt.questions.contexts import seed_of
 from genrt.tokens.sampling import GREEDY_BELOW
@@ -45,6 +47,7 @@ class Completions:
         self._outputs = llm_engine.output_processor
         self._tasks = llm_engine.get_supported_tasks()
         self._has_tokenizer = not llm_engine.model_config.skip_tokenizer_init
+        self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._courses: dict[str, _Course] = {}
 
     def unsupported(self, decoding: Decoding) -> str | None:
@@ -73,6 +76,8 @@ class Completions:
         params = cast("SamplingParams", made.sampling_params)
         if params.temperature:  # vLLM's check is over: its runners take any
             params.temperature = request.temperature
+        if self._is_v2:
+            _check_v2(params)
         self._outputs.add_request(made, None)
         self._courses[request_id] = _Course(time.perf_counter(), request.decoding.logprobs)
         return made
@@ -133,6 +138,26 @@ class Completions:
         """Forget these; others than completions are ignored."""
         known = [each for each in request_ids if self._courses.pop(each, None) is not None]
         self._outputs.abort_requests(known, internal=True)
+
+
+def _check_v2(params: SamplingParams) -> None:
+    """Raise InvalidRequest for what runner V2 has no room for: it would raise in the middle of a step, in
+    which all requests would fail."""
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    ends = params.all_stop_token_ids if params.min_tokens else ()
+    words = params.bad_words_token_ids or ()
+    for what, count, most in (
+        (
+            "logit_bias, of tokens",
+            len(params.logit_bias or ()),
+            logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
+        ),
+        ("min_tokens, of tokens that end", len(ends), logit_bias.MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words, of tokens", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ):
+        if count > most:
+            raise InvalidRequest(f"{what}: vLLM's runner V2 takes {most} at most, got {count}")
 
 
 def _completion(done: Any, course: _Course, now: float) -> Completion:

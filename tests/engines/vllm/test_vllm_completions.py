@@ -189,6 +189,30 @@ async def test_what_vllm_refuses_fails_alone(lm: AsyncLM, bad: dict[str, Any]) -
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}}, "logit_bias, of tokens: .* 2 at most, got 3"),
+        ({"stop_token_ids": [1, 2, 3], "min_tokens": 1}, "min_tokens, of tokens that end"),
+        ({"bad_words": ["a", "e", "i"]}, "bad_words, of tokens"),
+    ],
+)
+def test_what_would_fail_a_step_of_runner_v2_is_refused_alone(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    engine: Any = lm._thread.engine
+    monkeypatch.setattr(engine._samples.completions, "_is_v2", True)
+    monkeypatch.setattr(logit_bias, "MAX_NUM_LOGIT_BIAS_TOKENS", 2)
+    monkeypatch.setattr(logit_bias, "MAX_NUM_STOP_TOKEN_IDS", 2)
+    monkeypatch.setattr(envs, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", 2, raising=False)
+    with pytest.raises(InvalidRequest, match=message):
+        lm.generate_sync([1, 2], max_tokens=3, **options)
+    assert lm.generate_sync([1, 2], max_tokens=3, seed=1).prompt_token_ids == (1, 2)
+
+
 async def test_nothing_is_left_of_completions_however_they_end(lm: AsyncLM) -> None:
     cancelled = [asyncio.create_task(lm.generate([n], ignore_eos=True)) for n in range(1, 12)]
     await passes()
