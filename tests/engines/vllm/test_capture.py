@@ -33,7 +33,7 @@ def row_of(ticket: int) -> torch.Tensor:
 def params(ticket: int | None) -> Any:
     from genrt.engines.vllm.capture import TICKET
 
-    return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket})
+    return SimpleNamespace(extra_args=None if ticket is None else {TICKET: ticket}, seed=None)
 
 
 def taken(store: Any, *tickets: int) -> list[int]:
@@ -106,6 +106,30 @@ def test_v1_follows_removals_swaps_and_moves() -> None:
     assert taken(capture.store, 1, 4) == [1, 4]
 
 
+def test_v1_completions_are_drawn_from_vllms_generator_whatever_is_discarded() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
+    current_platform.import_kernels()
+
+    def drawn(discarded: int, seed: int) -> list[int]:
+        capture, tokens = v1(), list[int]()
+        params = SimpleNamespace(extra_args=None, seed=seed)
+        added: Any = [(0, params, [], tokens)]
+        capture.update_state(BatchUpdate(batch_size=1, removed=[], added=added, moved=[]))
+        for _ in range(discarded):
+            capture.draw(torch.zeros(1, 10**6), {}, None, None)
+        for _ in range(4):
+            tokens.append(int(capture.draw(torch.zeros(1, 10**6), {}, None, None)[0]))
+        return tokens
+
+    generator = torch.Generator().manual_seed(5)
+    seeds = torch.cat([torch.randint(0, 2**31, (1,), generator=generator) for _ in range(4)])
+    expected = torch.ops._C.fused_gumbel_argmax(torch.zeros(4, 10**6), seeds)
+    assert drawn(0, 5) == drawn(3, 5) == expected.tolist()
+    assert drawn(0, 5 + 2**32) != drawn(0, 5)
+
+
 @pytest.mark.promise(number=18)
 def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_moves() -> None:
     """Twice the same two requests, the second time chunked, moved and among others."""
@@ -117,7 +141,7 @@ def test_v1_seeded_draws_depend_on_the_seed_and_the_tokens_before_and_follow_mov
     current_platform.import_kernels()
 
     def seeded(index: int, seed: int, tokens: list[int]) -> Any:
-        return index, SimpleNamespace(extra_args={SEED: seed}), [], tokens
+        return index, SimpleNamespace(extra_args={SEED: seed}, seed=None), [], tokens
 
     def draw(capture: Any, count: int) -> list[int]:
         tokens, nothing = capture.draw(torch.zeros(count, 10**6), {}, None, None)
