@@ -39,6 +39,8 @@ from genrt.questions.samples import SampleRequest
 from genrt.tokens.parameters import check_parameters
 from genrt.tokens.sampling import draw, mixed, truncate
 
+NO_TOKEN = "its options leave no token to draw: bad_words, logit_bias or min_tokens rule out all"
+
 
 class SteppedModel(Protocol):
     """The model of a SteppedEngine; its methods are called one at a time, and its properties are those of
@@ -314,7 +316,9 @@ class SteppedEngine:
         finished: list[Finished] = []
         for index, (progress, each, token) in enumerate(zip(group, asked, tokens, strict=True)):
             result: Result | None = None
-            if progress.writing is not None:
+            if progress.writing is not None and token < 0:
+                finished.append(Finished(progress.request, error=InvalidRequest(NO_TOKEN)))
+            elif progress.writing is not None:
                 result = progress.writing.add(token, rows[index])
             elif token in each.stop_token_ids:
                 result = tuple(progress.drawn)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, shown
@@ -166,7 +166,7 @@ class CompletionOptions(TypedDict, total=False):
         presence_penalty: is subtracted from the logits of tokens that were drawn; -2 to 2.
         frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt
-            or drawn; over 0.
+            or drawn; 0.01 to 100.
         bad_words: texts that are not to be drawn.
         logit_bias: what is added to the logits of some tokens; -100 to 100.
         ignore_eos: whether the model's end token ends nothing.
@@ -260,8 +260,6 @@ def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     checked["top_p"] = max(checked.get("top_p", 1.0), LEAST_TOP_P)
     if checked.get("top_k", 0) >= limits.vocab_size:
         checked["top_k"] = 0
-    if checked.get("repetition_penalty", 1.0) == 0.0:
-        raise InvalidRequest("repetition_penalty must be over 0 (1.0 is off), got 0")
     check_int("logprobs", checked.get("logprobs") or 0, 0, limits.vocab_size)
     stops = checked.get("stop_token_ids", ())
     checked["stop_token_ids"] = tuple(
@@ -278,7 +276,7 @@ def _max_tokens(limits: Limits, length: int, max_tokens: int | None) -> int:
     if wanted > room:
         advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
         raise ContextTooLong(
-            f"a context of {length} tokens and max_tokens={wanted} are over "
+            f"a context of {length} tokens and max_tokens={shown(wanted)} are over "
             f"max_model_len={limits.max_model_len} together: {advice}"
         )
     return wanted
@@ -317,12 +315,12 @@ def _json(schema: Any) -> object:
 def _texts(name: str, value: object) -> tuple[str, ...]:
     """Return a text, or texts, as a tuple; raise InvalidRequest if one is empty or no str."""
     texts = (value,) if isinstance(value, str) and name == "stop" else value
-    if isinstance(texts, str) or not isinstance(texts, Collection):
+    if not isinstance(texts, list | tuple | set | frozenset):
         raise InvalidRequest(f"{name} must be a list of texts, got {shown(value)}")
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"{name} must be of non-empty texts, got {shown(text)}")
-    return tuple(cast("Collection[str]", texts))
+    return tuple(texts)
 
 
 def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
@@ -335,10 +333,8 @@ def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs))
 
 
-def _ids(name: str, value: object) -> tuple[Any, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Collection):
-        raise InvalidRequest(f"{name} must be token ids, got {shown(value)}")
-    return tuple(value)
+def _ids(name: str, value: Any) -> Any:
+    return tuple(value) if isinstance(value, Set) else value
 
 
 def _number(low: float, high: float = math.inf) -> Any:
@@ -357,7 +353,7 @@ _CHECKS: dict[str, Any] = {
     "min_tokens": lambda name, value: check_int(name, value, 0),
     "presence_penalty": _number(-2.0, 2.0),
     "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0),
+    "repetition_penalty": _number(0.01, 100.0),
     "bad_words": _texts,
     "logit_bias": _bias,
     "ignore_eos": check_bool,

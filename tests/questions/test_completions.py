@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrt
@@ -103,6 +103,7 @@ def test_greedy_completions_are_the_likeliest_tokens_and_equal(lm: AsyncLM) -> N
     assert lm.statistics().batcher.deduplicated >= 1
 
 
+@settings(deadline=None, max_examples=25)  # each opens a runtime
 @given(seed=st.integers(0, 2**63 - 1), prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_a_seeded_completion_does_not_depend_on_its_company(seed: int, prompt: list[int]) -> None:
     async def asked() -> None:
@@ -215,6 +216,18 @@ def test_bad_words_are_never_drawn(lm: AsyncLM) -> None:
     assert (1, 0) in pairs
 
 
+async def test_a_text_for_which_no_token_is_left_fails_alone(lm: AsyncLM) -> None:
+    every = ["a", "b", " c", "d"]
+    good, bad = await asyncio.gather(
+        lm.generate("ab", max_tokens=2, seed=1),
+        lm.generate("ab", max_tokens=2, seed=1, bad_words=every, min_tokens=1),
+        return_exceptions=True,
+    )
+    assert isinstance(good, Completion)
+    assert isinstance(bad, InvalidRequest)
+    assert "leave no token to draw" in str(bad)
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -232,7 +245,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 4, "max_tokens": 3}, "min_tokens must be from 0 to 3"),
     ({"presence_penalty": 3.0}, "presence_penalty must be from -2 to 2"),
     ({"frequency_penalty": "1"}, "frequency_penalty must be a number"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty must be over 0"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01 to 100"),
     ({"bad_words": "ab"}, "bad_words must be a list"),
     ({"logit_bias": [1]}, "logit_bias must map"),
     ({"logit_bias": {9: 1.0}}, "logit_bias"),
