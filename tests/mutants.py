@@ -586,7 +586,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "inference.blocking",
+        "runtime.blocking",
         "test_blocking.py",
         (
             "_Run.cancel",

@@ -33,6 +33,7 @@ ROOMS = (
     "testing",
     "inference",
     "constraints",
+    "generation",
     "interop",
     "loading.py",
     "lm.py",

@@ -23,7 +23,6 @@ import numpy as np
 
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
-from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.potentials import evaluated
@@ -32,6 +31,7 @@ from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
+from genrt.runtime.blocking import blocking_twin
 from genrt.tokens.texts import Potential, Text, decoded
 
 

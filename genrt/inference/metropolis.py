@@ -33,7 +33,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.diagnostics import ChainStatistics
@@ -41,6 +40,7 @@ from genrt.inference.model import Growth, Model, checked_model, grown
 from genrt.inference.progress import progress_bar
 from genrt.inference.result import Result
 from genrt.numbers import check_int
+from genrt.runtime.blocking import blocking_twin
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from genrt.errors import InvalidRequest
-from genrt.inference.blocking import blocking_twin
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
@@ -36,6 +35,7 @@ from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.state import Info, State
 from genrt.numbers import check_float, check_int
+from genrt.runtime.blocking import blocking_twin
 
 Rule: TypeAlias = Callable[[State], bool]
 """Whether to resample before the next step."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from genrt.constraints import CheckedState, Constraint, ConstraintState, amasks
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference.blocking import blocking
 from genrt.inference.checks import check_temperature
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.potentials import evaluated
 from genrt.numbers import check_int
+from genrt.runtime.blocking import blocking
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text
 

@@ -31,8 +31,8 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
-from genrt.inference.blocking import blocking
 from genrt.lm import AsyncLM
+from genrt.runtime.blocking import blocking
 from genrt.tokens.texts import Text
 from tests import children, interrupts
 

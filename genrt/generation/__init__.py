@@ -1,0 +1,1 @@
+"""Many texts from one runtime: of a stream of prompts, until enough are valid, as resumable jobs."""
