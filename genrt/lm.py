@@ -28,7 +28,7 @@ from genrt.questions.draws import batch_draw, draw_request, draw_requests
 from genrt.questions.host_rows import host_row, must_move
 from genrt.questions.masks import Mask, Masks
 from genrt.questions.rows import row_request
-from genrt.questions.samples import SampleOptions, check_options, sample_request, sample_requests
+from genrt.questions.samples import SampleOptions
 from genrt.questions.scores import joined, score_requests
 from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
@@ -310,17 +310,14 @@ class AsyncLM:
     ) -> list[int]:
         """Draw up to ``max_tokens`` tokens one after another, by the engine's own decode loop.
 
-        ``SampleOptions`` has the options, of which ``max_tokens`` must be given.
+        ``SampleOptions`` and ``DecodingOptions`` have the options; ``max_tokens`` must be given.
 
         Raises:
             InvalidRequest: a parameter is out of range; ContextTooLong when the context and
                 ``max_tokens`` exceed ``max_model_len`` together; else as ``next_token_logprobs``.
         """
-        check_options("sample", options)
-        parameters: dict[str, Any] = {**options}
-        bound, nonce = self._adapters.bound(parameters.pop("adapter", None)), next(self._nonces)
-        request = sample_request(self._limits, token_ids, bound, nonce, **parameters)
-        return list((await self._ask((request,), timeout=timeout))[0])
+        requests = self._texts.samples([token_ids], options, method="sample")
+        return list((await self._ask(requests, timeout=timeout))[0])
 
     async def batch_sample(
         self,
@@ -334,10 +331,7 @@ class AsyncLM:
         With a ``seed``, context ``i`` is drawn with seed ``seed + i``: equal contexts give independent
         samples, and each equals ``sample`` with that seed.
         """
-        check_options("batch_sample", options)
-        parameters: dict[str, Any] = {**options}
-        bound = self._adapters.bound(parameters.pop("adapter", None))
-        requests = sample_requests(self._limits, contexts, bound, self._nonces, **parameters)
+        requests = self._texts.samples(check_contexts(contexts), options, method="batch_sample")
         return [list(each) for each in await self._ask(requests, timeout=timeout)]
 
     # -- texts --------------------------------------------------------------------------------

@@ -409,12 +409,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "lm",
+        "questions.samples",
         "test_lm.py",
         (
-            "AsyncLM.sample",
+            "sample_requests",
             "samples without a seed share one draw",
-            Swap("next(self._nonces)", "0"),
+            Swap("next(nonces)", "0"),
         ),
     ),
     *breaks(

@@ -32,12 +32,8 @@ def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
             f"{decoding.structure[0]} needs vLLM's structured outputs: load with engine='vllm', or use "
             "genrt.constraints, which work on every engine"
         )
-    texts = next((name for name in ("stop", "bad_words") if getattr(decoding, name)), None)
-    return (
-        f"{texts} needs a tokenizer, which this model lacks"
-        if texts and tokenizer is None
-        else None
-    )
+    name = decoding.of_text if tokenizer is None else None
+    return name and f"{name} needs a tokenizer, which this model lacks"
 
 
 class Writing:

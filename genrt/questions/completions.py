@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
-from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, shown
 from genrt.questions.contexts import (
     LAST_SEED,
@@ -18,7 +17,13 @@ from genrt.questions.contexts import (
     abbreviated,
     check_seed,
 )
-from genrt.questions.samples import LEAST_TOP_P
+from genrt.questions.samples import (
+    DECODING_CHECKS,
+    Check,
+    DecodingOptions,
+    check_length,
+    check_number,
+)
 from genrt.questions.token_ids import TokenIds
 
 __all__ = [
@@ -75,7 +80,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a completion's tokens are drawn, and how it ends; ``CompletionOptions`` documents them.
+    """How a completion's tokens are drawn, and how it ends; ``CompletionOptions`` and
+    ``DecodingOptions`` document them.
 
     ``structure`` is the name of one of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar,
     or the texts to choose from.
@@ -99,6 +105,13 @@ class Decoding:
     ignore_eos: bool = False
     logprobs: int | None = None
     structure: tuple[str, str | tuple[str, ...]] | None = None
+
+    @property
+    def of_text(self) -> str | None:
+        """The name of an option here that means nothing without a tokenizer."""
+        if self.structure is not None:
+            return self.structure[0]
+        return next((name for name in ("stop", "bad_words") if getattr(self, name)), None)
 
     def __repr__(self) -> str:
         changed = [
@@ -149,15 +162,12 @@ class CompletionRequest:
         )
 
 
-class CompletionOptions(TypedDict, total=False):
-    """How a completion is drawn, and how it ends. Names and meanings are vLLM's ``SamplingParams``'.
+class CompletionOptions(DecodingOptions, total=False):
+    """How a completion is drawn, with ``DecodingOptions``, and how it ends. Names and meanings are those
+    of vLLM's ``SamplingParams``.
 
     Attributes:
         max_tokens: how many tokens at most; by default as many as the context leaves room for.
-        temperature: logits are divided by it; 0 is greedy.
-        top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
-        top_k: keep so many of the likeliest tokens; 0 is off.
-        min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
         stop: a text, or several, each of which ends the completion where it begins.
         stop_token_ids: tokens that end the completion, and are not in its text.
         include_stop_str_in_output: whether the text keeps what stopped it.
@@ -179,10 +189,6 @@ class CompletionOptions(TypedDict, total=False):
     """
 
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
     stop: str | Sequence[str]
     stop_token_ids: Collection[int]
     include_stop_str_in_output: bool
@@ -232,10 +238,12 @@ def completion_requests(
         ContextTooLong: a context and ``max_tokens`` are too long together.
     """
     checked, seed = _checked(limits, options), check_seed(seed)
+    max_tokens = checked.pop("max_tokens", None)
     requests: list[CompletionRequest] = []
     for place, token_ids in enumerate(contexts):
         ids = limits.token_ids(token_ids)
-        decoding = Decoding(_max_tokens(limits, len(ids), options.get("max_tokens")), **checked)
+        wanted = max(limits.max_model_len - len(ids), 1) if max_tokens is None else max_tokens
+        decoding = Decoding(check_length(limits, len(ids), wanted), **checked)
         check_int("min_tokens", decoding.min_tokens, 0, decoding.max_tokens)
         nonce = next(nonces) if seed is None else None
         own = None if seed is None else (seed + place) % (LAST_SEED + 1)
@@ -246,40 +254,14 @@ def completion_requests(
 
 
 def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``Decoding`` that do not depend on the context."""
+    """Return the fields of ``Decoding`` that were given, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
             raise InvalidRequest(f"a completion has no option {named(name)}: see GenerateOptions")
     given: dict[str, Any] = {**options}
     structure = _structure({name: given.pop(name) for name in STRUCTURES if name in given})
-    if given.pop("max_tokens", None) is not None:
-        check_int("max_tokens", options["max_tokens"], 1)
-    checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
-    if checked.get("top_p", 1.0) == 0.0:
-        raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
-    checked["top_p"] = max(checked.get("top_p", 1.0), LEAST_TOP_P)
-    if checked.get("top_k", 0) >= limits.vocab_size:
-        checked["top_k"] = 0
-    check_int("logprobs", checked.get("logprobs") or 0, 0, limits.vocab_size)
-    stops = checked.get("stop_token_ids", ())
-    checked["stop_token_ids"] = tuple(
-        sorted(limits.token_ids(stops, allow_empty=True, name="stop_token_ids"))
-    )
-    biased = tuple(token for token, _ in checked.get("logit_bias", ()))
-    limits.token_ids(biased, allow_empty=True, name="logit_bias")
+    checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}
     return checked | {"structure": structure}
-
-
-def _max_tokens(limits: Limits, length: int, max_tokens: int | None) -> int:
-    room = limits.max_model_len - length
-    wanted = max(room, 1) if max_tokens is None else check_int("max_tokens", max_tokens, 1)
-    if wanted > room:
-        advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
-        raise ContextTooLong(
-            f"a context of {length} tokens and max_tokens={shown(wanted)} are over "
-            f"max_model_len={limits.max_model_len} together: {advice}"
-        )
-    return wanted
 
 
 def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | None:
@@ -289,7 +271,7 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
         return None
     [(name, value)] = given.items()
     if name == "choice":
-        choices = _texts(name, value)
+        choices = _texts(None, name, value)
         if not choices:
             raise InvalidRequest("choice must have at least one text")
         return name, choices
@@ -312,7 +294,7 @@ def _json(schema: Any) -> object:
         raise InvalidRequest(f"json_schema is no JSON: {error}") from error
 
 
-def _texts(name: str, value: object) -> tuple[str, ...]:
+def _texts(_: Limits | None, name: str, value: object) -> tuple[str, ...]:
     """Return a text, or texts, as a tuple; raise InvalidRequest if one is empty or no str."""
     texts = (value,) if isinstance(value, str) and name == "stop" else value
     if not isinstance(texts, list | tuple | set | frozenset):
@@ -323,40 +305,35 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+def _bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} must map token ids to numbers, got {shown(value)}")
     pairs = [
         (check_int(f"a token id of {name}", token, 0), check_float(name, bias, -100.0, 100.0))
         for token, bias in value.items()
     ]
+    limits.token_ids([token for token, _ in pairs], allow_empty=True, name=name)
     return tuple(sorted(pairs))
 
 
-def _ids(name: str, value: Any) -> Any:
-    return tuple(value) if isinstance(value, Set) else value
+def _bool(_: Limits, name: str, value: object) -> bool:
+    return check_bool(name, value)
 
 
-def _number(low: float, high: float = math.inf) -> Any:
-    return lambda name, value: check_float(name, value, low, high)
-
-
-_CHECKS: dict[str, Any] = {
-    "temperature": _number(0.0),
-    "top_p": _number(0.0, 1.0),
-    "top_k": lambda name, value: check_int(name, value, 0),
-    "min_p": _number(0.0, 1.0),
+_CHECKS: dict[str, Check] = DECODING_CHECKS | {
+    "max_tokens": lambda _, name, value: None if value is None else check_int(name, value, 1),
     "stop": _texts,
-    "stop_token_ids": _ids,
-    "include_stop_str_in_output": check_bool,
-    "skip_special_tokens": check_bool,
-    "min_tokens": lambda name, value: check_int(name, value, 0),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.01, 100.0),
+    "include_stop_str_in_output": _bool,
+    "skip_special_tokens": _bool,
+    "min_tokens": lambda _, name, value: check_int(name, value, 0),
+    "presence_penalty": check_number(-2.0, 2.0),
+    "frequency_penalty": check_number(-2.0, 2.0),
+    "repetition_penalty": check_number(0.01, 100.0),
     "bad_words": _texts,
     "logit_bias": _bias,
-    "ignore_eos": check_bool,
-    "logprobs": lambda name, value: None if value is None else check_int(name, value, 0),
+    "ignore_eos": _bool,
+    "logprobs": lambda limits, name, value: (
+        None if value is None else check_int(name, value, 0, limits.vocab_size)
+    ),
 }
-"""How each option is read, by its name; ``max_tokens`` and the structures are read apart."""
+"""How each option is read, by its name; the structures are read apart."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Required, TypedDict, cast
+from typing import Any, Required, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_float, check_int, shown
@@ -15,12 +15,21 @@ from genrt.questions.contexts import (
     Adapter,
     Limits,
     abbreviated,
-    check_contexts,
     check_seed,
 )
 from genrt.questions.token_ids import TokenIds
 
-__all__ = ["SampleOptions", "SampleRequest", "check_options", "sample_request", "sample_requests"]
+__all__ = [
+    "DECODING_CHECKS",
+    "Check",
+    "DecodingOptions",
+    "SampleOptions",
+    "SampleRequest",
+    "check_length",
+    "check_number",
+    "sample_request",
+    "sample_requests",
+]
 
 LEAST_TOP_P = 2.0**-126
 """The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
@@ -75,37 +84,84 @@ class SampleRequest:
         )
 
 
-class SampleOptions(TypedDict, total=False):
-    """The options of ``AsyncLM.sample``.
+class DecodingOptions(TypedDict, total=False):
+    """The options of whatever is drawn token by token.
+
+    Attributes:
+        temperature: logits are divided by it; below 1e-5 it is greedy.
+        top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
+        top_k: keep so many of the likeliest tokens; 0 is off.
+        min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+
+
+class SampleOptions(DecodingOptions, total=False):
+    """The options of ``AsyncLM.sample``, with those of ``DecodingOptions``.
 
     Attributes:
         stop_token_ids: any of these ends the sample, and is not returned. Nothing else ends it early:
             give ``tokenizer.eos_token_id`` to stop there.
-        temperature: below 1e-5 it is greedy.
-        top_p: keep the likeliest tokens that have this probability together; 1.0 is off.
-        top_k: keep so many of the likeliest tokens; 0 is off.
-        min_p: keep tokens of at least this share of the likeliest one's probability; 0.0 is off.
         seed: makes the draws reproducible, whatever else is in the batch. Without one, equal calls are
             independent draws.
     """
 
     max_tokens: Required[int]
     stop_token_ids: Collection[int]
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
     seed: int | None
     adapter: str | None
 
 
-def check_options(method: str, options: SampleOptions) -> None:
-    """Raise TypeError, as Python does for ``method``, if one is unknown or ``max_tokens`` is missing."""
-    for name in options:
-        if name not in SampleOptions.__annotations__:
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-    if "max_tokens" not in options:
-        raise TypeError(f"{method}() missing a required keyword argument: 'max_tokens'")
+Check: TypeAlias = Callable[[Limits, str, Any], Any]
+"""Returns the value of an option by its name, as plain types; raises InvalidRequest if it is wrong."""
+
+
+def check_number(low: float, high: float = math.inf) -> Check:
+    """Return the check of a number from ``low`` to ``high``."""
+    return lambda _, name, value: check_float(name, value, low, high)
+
+
+def _top_p(_: Limits, name: str, value: object) -> float:
+    top_p = check_float(name, value, 0.0, 1.0)
+    if top_p == 0.0:
+        raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
+    return max(top_p, LEAST_TOP_P)
+
+
+def _top_k(limits: Limits, name: str, value: int) -> int:
+    top_k = check_int(name, value, 0)
+    return top_k if top_k < limits.vocab_size else 0
+
+
+def _stop_token_ids(limits: Limits, name: str, value: Any) -> tuple[int, ...]:
+    stops = tuple(value) if isinstance(value, Set) else value
+    return tuple(sorted({*limits.token_ids(stops, allow_empty=True, name=name)}))
+
+
+DECODING_CHECKS: dict[str, Check] = {
+    "temperature": check_number(0.0),
+    "top_p": _top_p,
+    "top_k": _top_k,
+    "min_p": check_number(0.0, 1.0),
+    "stop_token_ids": _stop_token_ids,
+}
+"""How the options that samples and completions share are read, by their names."""
+
+
+def check_length(limits: Limits, length: int, max_tokens: int) -> int:
+    """Return ``max_tokens``. Raises ContextTooLong unless so many tokens fit behind ``length`` others."""
+    room = limits.max_model_len - length
+    if max_tokens > room:
+        advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
+        raise ContextTooLong(
+            f"a context of {length} tokens and max_tokens={shown(max_tokens)} are over "
+            f"max_model_len={limits.max_model_len} together: {advice}"
+        )
+    return max_tokens
 
 
 def sample_request(
@@ -115,12 +171,8 @@ def sample_request(
     nonce: int,
     *,
     max_tokens: int,
-    stop_token_ids: Collection[int] = (),
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
     seed: int | None = None,
+    **options: Any,
 ) -> SampleRequest:
     """Return the request for a sample; ``nonce`` sets it apart unless greedy decoding or a seed decide
     its answer.
@@ -131,36 +183,14 @@ def sample_request(
     """
     ids = limits.token_ids(token_ids)
     max_tokens = check_int("max_tokens", max_tokens, 1)
-    temperature = check_float("temperature", temperature, 0.0, math.inf)
-    top_p = check_float("top_p", top_p, 0.0, 1.0)
-    min_p = check_float("min_p", min_p, 0.0, 1.0)
-    top_k = check_int("top_k", top_k, 0)
-    if top_p == 0.0:
-        raise InvalidRequest("top_p must be over 0 (1.0 keeps everything), got 0")
+    checked = {name: DECODING_CHECKS[name](limits, name, each) for name, each in options.items()}
+    checked["stop_token_ids"] = frozenset(checked.get("stop_token_ids", ()))
     seed = check_seed(seed)
-    room = limits.max_model_len - len(ids)
-    if max_tokens > room:
-        advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
-        raise ContextTooLong(
-            f"a context of {len(ids)} tokens and max_tokens={shown(max_tokens)} are over "
-            f"max_model_len={limits.max_model_len} together: {advice}"
-        )
-    if isinstance(stop_token_ids, Set):
-        stop_token_ids = tuple(stop_token_ids)
-    stops = cast("TokenIds", stop_token_ids)
-    decided = temperature == 0.0 or seed is not None
-    return SampleRequest(
-        ids,
-        max_tokens,
-        frozenset(limits.token_ids(stops, allow_empty=True, name="stop_token_ids")),
-        temperature,
-        max(top_p, LEAST_TOP_P),
-        top_k if top_k < limits.vocab_size else 0,
-        min_p,
-        seed if temperature > 0.0 else None,
-        adapter,
-        nonce=None if decided else nonce,
-    )
+    check_length(limits, len(ids), max_tokens)
+    request = SampleRequest(ids, max_tokens, adapter=adapter, **checked)
+    if request.temperature == 0.0:
+        return request
+    return replace(request, seed=seed, nonce=nonce if seed is None else None)
 
 
 def sample_requests(
@@ -168,11 +198,18 @@ def sample_requests(
     contexts: Sequence[TokenIds],
     adapter: Adapter | None,
     nonces: Iterator[int],
-    **options: Any,
+    method: str,
+    options: Mapping[str, Any],
 ) -> list[SampleRequest]:
     """Return a request for each context; context ``i`` is drawn with seed ``seed + i``. Wrong options
-    raise for no contexts too."""
-    if len(check_contexts(contexts)) == 0:
+    raise for no contexts too: TypeError, as Python does for ``method``, if one is unknown or
+    ``max_tokens`` is missing; else as ``sample_request``."""
+    for name in options:
+        if name not in SampleOptions.__annotations__:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+    if "max_tokens" not in options:
+        raise TypeError(f"{method}() missing a required keyword argument: 'max_tokens'")
+    if len(contexts) == 0:
         sample_request(limits, [0], adapter, 0, **options)
     requests: list[SampleRequest] = []
     for place, token_ids in enumerate(contexts):

@@ -10,6 +10,7 @@ from genrt.errors import InvalidRequest
 from genrt.numbers import shown
 from genrt.questions.completions import CompletionRequest, GenerateOptions, completion_requests
 from genrt.questions.contexts import Limits
+from genrt.questions.samples import SampleOptions, SampleRequest, sample_requests
 from genrt.questions.token_ids import TokenIds
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.thread import EngineThread
@@ -29,10 +30,21 @@ class Texts:
         self._adapters = adapters
         self._nonces = nonces
 
+    def samples(
+        self, contexts: Sequence[TokenIds], options: SampleOptions, *, method: str
+    ) -> list[SampleRequest]:
+        """Return a request for each context, for ``method`` of the runtime.
+
+        Raises:
+            TypeError: an option is unknown, or ``max_tokens`` is missing.
+            InvalidRequest: a context or an option is wrong; ContextTooLong, UnknownAdapter.
+        """
+        given: dict[str, Any] = {**options}
+        bound = self._adapters.bound(given.pop("adapter", None))
+        return sample_requests(self._limits, contexts, bound, self._nonces, method, given)
+
     def requests(
-        self,
-        prompts: Sequence[str | TokenIds],
-        options: GenerateOptions,
+        self, prompts: Sequence[str | TokenIds], options: GenerateOptions
     ) -> tuple[list[CompletionRequest], float | None]:
         """Return a request for each prompt, and the timeout.
 

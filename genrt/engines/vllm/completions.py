@@ -52,12 +52,7 @@ class Completions:
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return the option that this vLLM cannot do, and why."""
-        if self._has_tokenizer:
-            return None
-        name = decoding.structure[0] if decoding.structure is not None else None
-        name = name or next(
-            (each for each in ("stop", "bad_words") if getattr(decoding, each)), None
-        )
+        name = None if self._has_tokenizer else decoding.of_text
         return name and f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"
 
     def begin(
@@ -161,7 +156,7 @@ def _check_v2(params: SamplingParams) -> None:
 
 
 def _completion(done: Any, course: _Course, now: float) -> Completion:
-    """Return one of vLLM's ``RequestOutput`` as a completion, with so many likeliest tokens a place."""
+    """Return one of vLLM's ``RequestOutput`` as a completion that ended at ``now``."""
     [output] = done.outputs
     drawn, places, count = tuple(output.token_ids), output.logprobs or (), course.logprobs
     return Completion(
