@@ -26,12 +26,12 @@ from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.potentials import evaluated
-from genrt.inference.progress import progress_bar
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
 from genrt.runtime.blocking import blocking_twin
+from genrt.runtime.progress import progress_bar
 from genrt.tokens.texts import Potential, Text, decoded
 
 

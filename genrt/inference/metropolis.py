@@ -37,10 +37,10 @@ from genrt.inference.checks import frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
-from genrt.inference.progress import progress_bar
 from genrt.inference.result import Result
 from genrt.numbers import check_int
 from genrt.runtime.blocking import blocking_twin
+from genrt.runtime.progress import progress_bar
 
 
 @dataclass(frozen=True, slots=True, eq=False)

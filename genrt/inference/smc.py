@@ -30,12 +30,12 @@ from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
-from genrt.inference.progress import progress_bar
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
 from genrt.inference.state import Info, State
 from genrt.numbers import check_float, check_int
 from genrt.runtime.blocking import blocking_twin
+from genrt.runtime.progress import progress_bar
 
 Rule: TypeAlias = Callable[[State], bool]
 """Whether to resample before the next step."""

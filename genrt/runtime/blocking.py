@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
+import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -18,6 +20,9 @@ T = TypeVar("T")
 
 SIGNAL_SECONDS = 0.05
 """How often to look whether the calling task was cancelled."""
+
+MOST_HANDED = 64
+"""How many values of an asynchronous generator may wait for the thread that takes them."""
 
 
 def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -32,11 +37,35 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     run = _Run(coroutine)
     try:
         threading.Thread(target=run, name="genrt").start()
-        _wait(run.ended)
+        _wait(run.ended.wait)
     except BaseException:
         run.cancel()
         raise
     return run.outcome.result()
+
+
+def blocking_generator(asynchronous: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    """Yield what an asynchronous generator yields, or raise what it raises.
+
+    It runs as ``blocking`` says, and goes on while the caller does something else, up to ``MOST_HANDED``
+    values ahead. An interrupt closes it, and so does closing or dropping this generator; both wait until
+    it has ended.
+    """
+    handing = _Handing(asynchronous)
+    run = _Run(handing.hand())
+    unregister = atexit.unregister  # which this frame may outlive
+    try:
+        atexit.register(run.cancel)  # an interpreter that exits stops daemons anywhere
+        threading.Thread(target=run, name="genrt", daemon=True).start()
+        while (value := handing.take()) is not _END:
+            yield value[0]
+    except BaseException:
+        run.cancel()
+        raise
+    finally:
+        unregister(run.cancel)
+    run.ended.wait()
+    run.outcome.result()
 
 
 def blocking_twin(
@@ -49,6 +78,46 @@ def blocking_twin(
         return blocking(method(self, *args, **kwargs))
 
     return twin
+
+
+_END: tuple[Any, ...] = ("the end",)
+"""What is handed over after the last value."""
+
+
+class _Handing(Generic[T]):
+    """The values of an asynchronous generator, on their way from its thread to another."""
+
+    def __init__(self, asynchronous: AsyncGenerator[T, None]) -> None:
+        self._asynchronous = asynchronous
+        self._handed: queue.SimpleQueue[tuple[T]] = queue.SimpleQueue()
+        self._make_room: Callable[[], object] = lambda: None
+
+    async def hand(self) -> None:
+        """Put down every value, as there is room, and then the end."""
+        loop, room = asyncio.get_running_loop(), asyncio.Event()
+        self._make_room = lambda: loop.call_soon_threadsafe(room.set)
+        try:
+            async with contextlib.aclosing(self._asynchronous) as values:
+                async for value in values:
+                    self._handed.put((value,))
+                    while self._handed.qsize() >= MOST_HANDED:
+                        room.clear()
+                        await room.wait()
+        finally:
+            self._handed.put(_END)
+
+    def take(self) -> tuple[T]:
+        """Wait for the next value and return it in a tuple, or ``_END``."""
+        value = _wait(self._get)
+        if self._handed.qsize() == MOST_HANDED // 2:  # so the thread wakes once for many values
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._make_room()
+        return value
+
+    def _get(self, seconds: float | None) -> tuple[T] | None:
+        with contextlib.suppress(queue.Empty):
+            return self._handed.get(timeout=seconds)
+        return None
 
 
 class _Run(Generic[T]):
@@ -89,27 +158,29 @@ class _Run(Generic[T]):
         return await self.coroutine
 
     def cancel(self) -> None:
-        """Cancel the run, and wait until it has ended."""
+        """Cancel the run, and wait until it has ended. Idempotent."""
+        if self.ended.is_set():
+            return
         self.cancelled = True
         if self.claimed.acquire(blocking=False):
             self.coroutine.close()
+            self.ended.set()
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             self.stop()
         self.ended.wait()
 
 
-def _wait(ended: threading.Event) -> None:
-    """Wait until it is set. Raises CancelledError if the task that waits is cancelled meanwhile."""
+def _wait(waited: Callable[[float | None], T | None]) -> T:
+    """Call this with seconds to wait until it returns something, and return that. Raises CancelledError
+    if the task that waits is cancelled meanwhile."""
     try:
         waiting = asyncio.current_task()
     except RuntimeError:
         waiting = None
-    if waiting is None:
-        ended.wait()
-        return
+    before = waiting.cancelling() if waiting else 0
     # A signal handler cancels the task, but that wakes nobody while its loop stands still.
-    before = waiting.cancelling()
-    while not ended.wait(SIGNAL_SECONDS):
-        if waiting.cancelling() > before:
+    while not (found := waited(SIGNAL_SECONDS if waiting else None)):
+        if waiting and waiting.cancelling() > before:
             raise asyncio.CancelledError
+    return found

@@ -30,7 +30,8 @@ PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 GENERATED = {"promises.md", "security.md"} | {
     f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")
 }
-PUBLIC = ["genrt", "genrt.constraints", "genrt.inference", "genrt.testing", "genrt.tokens.texts"]
+PUBLIC = ["genrt", "genrt.constraints", "genrt.generation", "genrt.inference", "genrt.testing"]
+PUBLIC += ["genrt.tokens.texts"]
 """The modules that users import from: each of their names is in the reference."""
 
 SIMPLE = ["guide/testing.md"]

@@ -14,7 +14,7 @@ import pytest
 import genrt
 from genrt.errors import ExtraNotInstalled
 from genrt.inference import SMC, TextModel
-from genrt.inference.progress import progress_bar
+from genrt.runtime.progress import progress_bar
 from tests import runs
 
 

@@ -11,9 +11,11 @@ from genrt.errors import ExtraNotInstalled
 
 
 @contextmanager
-def progress_bar(name: str, total: int | None, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """Show a bar by tqdm, a widget in a notebook, else on stderr; yield what moves it on by a step and
-    shows the figures that it is given.
+def progress_bar(
+    name: str, total: int | None, *, shown: bool, unit: str = "step"
+) -> Iterator[Callable[..., None]]:
+    """Show a bar by tqdm, a widget in a notebook, else on stderr; yield what moves it on by one
+    and shows the figures that it is given.
 
     The bar ends full if all went well. After an error or an interrupt it stays where it was, red in a
     notebook.
@@ -31,7 +33,7 @@ def progress_bar(name: str, total: int | None, *, shown: bool) -> Iterator[Calla
             from tqdm.auto import tqdm
     except ImportError as error:
         raise ExtraNotInstalled("progress bars need tqdm: pip install tqdm") from error
-    bar: Any = tqdm(total=total, desc=name, unit="step", dynamic_ncols=True)
+    bar: Any = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True)
     # A notebook's bar keeps a total of its own, and knows no errors before it has one.
     widget = bar.container.children[1] if hasattr(bar, "container") else None
 
@@ -41,7 +43,7 @@ def progress_bar(name: str, total: int | None, *, shown: bool) -> Iterator[Calla
 
     try:
         yield step
-        bar.total = bar.n  # texts may end before max_tokens
+        bar.total = bar.n  # there may be fewer than was said
         if widget is not None:
             widget.max = max(bar.n, 1)
         bar.refresh()

@@ -1,0 +1,617 @@
+"""generate_many: which items there are, what becomes of their errors, and what leaving early leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genrt
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import Closed, EngineDied, InvalidRequest, TimedOut
+from genrt.generation import Failed, Item, generate_many, generate_many_sync
+from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion
+from tests.scripted import Gate, passes
+
+EOS = 4
+MODEL = NGram.random([b"a", b"b", b" c", b"d", b"<end>"], order=1, seed=3, eos_token_id=EOS)
+ROOM = 64
+
+
+class Engine(ExactEngine):
+    """An exact engine that can be held in a step, and die in one."""
+
+    def __init__(self, *, max_batch_size: int = 4) -> None:
+        super().__init__(MODEL, max_model_len=ROOM, max_batch_size=max_batch_size)
+        self.gate: Gate | None = None
+        self.dies = False
+        self.flushes: list[int] = []
+
+    def submit(self, requests: Any) -> None:
+        self.flushes.append(len(requests))
+        super().submit(requests)
+
+    def step(self) -> Any:
+        if self.gate is not None:
+            self.gate.go_through()
+        if self.dies:
+            raise EngineDied("gone")
+        return super().step()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def lm(engine: Engine) -> Iterator[AsyncLM]:
+    with genrt.load(engine=lambda: engine) as opened:
+        yield opened
+
+
+def untimed(completion: Completion) -> Completion:
+    assert isinstance(completion, Completion)
+    return dataclasses.replace(completion, seconds=0.0, seconds_to_first_token=0.0)
+
+
+async def nothing_left(lm: AsyncLM, engine: Engine) -> None:
+    """See that no task, request or slot is left."""
+    await passes(10)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await lm.next_token_logprobs([0])  # a turn, in which what was withdrawn is forgotten
+    counters = lm.statistics().batcher
+    assert (counters.queued, counters.in_flight, counters.waiting) == (0, 0, 0)
+    assert "0 in progress" in repr(engine)
+    await lm.next_token_logprobs([1])
+
+
+# -- items and options ----------------------------------------------------------------------------
+
+KINDS: list[Any] = [
+    "ab",
+    [0, 1],
+    (0, 1),
+    np.array([0, 1]),
+    torch.tensor([0, 1]),
+    Item("ab"),
+    Item([0, 1], options={"max_tokens": 5, "seed": 11}),
+]
+
+
+async def test_every_item_is_answered_as_generate_answers_it(lm: AsyncLM) -> None:
+    found = {i: c async for i, c in generate_many(lm, KINDS, seed=7, max_tokens=3)}
+    expected = [await lm.generate([0, 1], seed=7 + i, max_tokens=3) for i in range(6)]
+    expected.append(await lm.generate([0, 1], seed=11, max_tokens=5))
+    assert [untimed(found[i]) for i in range(7)] == [*map(untimed, expected)]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, None])
+async def test_seeds_decide_texts_whatever_the_concurrency_and_the_order(
+    lm: AsyncLM, concurrency: int | None
+) -> None:
+    batch = await lm.batch_generate([[0]] * 20, seed=2**63 - 5, max_tokens=4)
+    options: dict[str, Any] = {"seed": 2**63 - 5, "max_tokens": 4, "concurrency": concurrency}
+    found = {i: c async for i, c in generate_many(lm, [[0]] * 20, **options)}
+    assert [untimed(found[i]) for i in range(20)] == [*map(untimed, batch)]
+    ordered = [(i, c) async for i, c in generate_many(lm, [[0]] * 20, in_order=True, **options)]
+    assert [(i, untimed(c)) for i, c in ordered] == [*enumerate(map(untimed, batch))]
+
+
+async def test_without_a_seed_texts_are_independent(lm: AsyncLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+    texts = {c.token_ids async for _, c in generate_many(lm, [[0]] * 40, **options)}
+    assert len(texts) > 30
+
+
+class Chatty:
+    """A runtime's ``chat`` and ``generate``, which say what they were asked."""
+
+    def __init__(self, lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self._lm = lm
+        monkeypatch.setattr(AsyncLM, "chat", self.chat)
+        monkeypatch.setattr(AsyncLM, "generate", self.generate)
+
+    async def chat(self, messages: Any, **options: Any) -> Any:
+        self.asked.append(("chat", messages, options))
+
+    async def generate(self, prompt: Any, **options: Any) -> Any:
+        self.asked.append(("generate", prompt, options))
+
+
+async def test_conversations_are_asked_as_chats_with_options_of_their_own(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chatty = Chatty(lm, monkeypatch)
+    talk, tools = [{"role": "user", "content": "a"}], [{"name": "search"}]
+    items: list[Any] = [
+        talk,
+        Item(messages=talk, options={"regex": "a+", "temperature": 0.5}),
+        Item(messages=talk, tools=tools, chat_template_kwargs={"enable_thinking": False}),
+        Item("ab", options={"seed": 3}),
+    ]
+    options: dict[str, Any] = {"choice": ["a"], "tools": [], "max_tokens": 2}
+    assert len([0 async for _ in generate_many(lm, items, **options)]) == 4
+    plain = {"choice": ["a"], "max_tokens": 2}
+    of_call: dict[str, Any] = {"tools": [], "chat_template_kwargs": None}
+    own = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    assert chatty.asked == [
+        ("chat", talk, {**plain, **of_call}),
+        ("chat", talk, {"regex": "a+", "temperature": 0.5, "max_tokens": 2, **of_call}),
+        ("chat", talk, {**plain, **own}),
+        ("generate", "ab", {**plain, "seed": 3}),
+    ]
+
+
+BAD: list[tuple[Any, str]] = [
+    (5, "must be a sequence of int"),
+    (None, "must be a sequence of int"),
+    ([], "must not be empty|at least one"),
+    ([99], "vocabulary"),
+    ("z", "cannot spell"),
+    ({"role": "user", "content": "a"}, r"give \[message\]"),
+    ([{"role": "user", "content": "a"}], "no chat templates"),
+    (Item(), "either a prompt or messages"),
+    (Item("a", messages=[{"role": "user", "content": "a"}]), "either a prompt or messages"),
+    (Item("a", tools=[]), "for an Item's messages"),
+    (Item("a", options=5), "must be a mapping"),  # type: ignore[arg-type]
+    (Item("a", options={"prompt": "b"}), "no option 'prompt'"),  # type: ignore[typeddict-unknown-key]
+    (Item("a", options={"temperature": -1.0}), "temperature must be"),
+    (Item("a", options={"max_tokens": 1000}), "over max_model_len"),
+    (Item("a", options={"adapter": "none"}), "none"),
+    (Item("a", options={"regex": "a"}), "exact|structure|regex"),
+    ([0] * ROOM, "max_model_len"),
+]
+
+
+async def test_a_bad_item_fails_alone(lm: AsyncLM) -> None:
+    items = [each for bad, _ in BAD for each in (bad, "ab")]
+    walk = generate_many(lm, items, on_error="return", in_order=True, max_tokens=2)
+    found = [result async for _, result in walk]
+    for place, (_, message) in enumerate(BAD):
+        failed, good = found[2 * place], found[2 * place + 1]
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, InvalidRequest)
+        with pytest.raises(InvalidRequest, match=message):
+            raise failed.error
+        assert isinstance(good, Completion)
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    ("ab", {}, r"give \[prompt\]"),
+    (b"ab", {}, r"give \[prompt\]"),
+    ({"role": "user"}, {}, r"give \[prompt\]"),
+    (Item("ab"), {}, r"give \[prompt\]"),
+    (None, {}, "iterable"),
+    (5, {}, "iterable"),
+    (["ab"], {"on_error": "ignore"}, "on_error must be"),
+    (["ab"], {"on_error": None}, "on_error must be"),
+    (["ab"], {"on_error": ["raise"]}, "on_error must be"),
+    *((["ab"], {"concurrency": wrong}, "concurrency must be") for wrong in (0, -1, 1.5, True, "3")),
+    *((["ab"], {"in_order": wrong}, "in_order must be") for wrong in (1, None, np.bool_(True))),
+    (["ab"], {"progress": 1}, "progress must be"),
+    (["ab"], {"seed": -1}, "seed must be"),
+    (["ab"], {"seed": True}, "seed must be"),
+]
+
+
+@pytest.mark.parametrize(("items", "options", "message"), WRONG)
+def test_wrong_arguments_raise_at_the_call(
+    lm: AsyncLM, items: Any, options: dict[str, Any], message: str
+) -> None:
+    for function in (generate_many, generate_many_sync):
+        with pytest.raises(InvalidRequest, match=message):
+            function(lm, items, **options)
+    with pytest.raises(InvalidRequest, match="must be an AsyncLM"):
+        generate_many(None, items)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1.0}, {"max_tokens": 0}, {"timeout": -1}, {"adapter": "none"}, {"what": 1}],
+    ids=str,
+)
+async def test_wrong_options_of_texts_raise_for_no_items_too(
+    lm: AsyncLM, options: dict[str, Any]
+) -> None:
+    every: list[Any] = [[], ["ab"], iter([])]
+    for items in every:
+        with pytest.raises(InvalidRequest):
+            await anext(generate_many(lm, items, on_error="return", **options))
+
+
+async def test_numbers_of_numpy_are_taken(lm: AsyncLM) -> None:
+    numbers: dict[str, Any] = {"concurrency": np.int64(2), "seed": np.uint8(3)}
+    walk = generate_many(lm, ["ab"], max_tokens=2, **numbers)
+    assert [untimed(c) async for _, c in walk] == [
+        untimed(await lm.generate("ab", seed=3, max_tokens=2))
+    ]
+
+
+# -- how much at once -----------------------------------------------------------------------------
+
+
+async def test_twice_what_a_step_takes_is_asked_in_one_flush(lm: AsyncLM, engine: Engine) -> None:
+    walk = generate_many(lm, itertools.repeat([0]), max_tokens=2, ignore_eos=True)
+    await anext(walk)
+    assert engine.flushes[0] == 8
+    await walk.aclose()
+    await nothing_left(lm, engine)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_an_endless_source_is_read_as_results_are_taken(
+    lm: AsyncLM, engine: Engine, in_order: bool
+) -> None:
+    read = 0
+
+    def items() -> Iterator[list[int]]:
+        nonlocal read
+        for read in itertools.count(1):
+            yield [read % 4]
+
+    taken = 0
+    walk = generate_many(lm, items(), in_order=in_order, concurrency=5, max_tokens=2)
+    async with contextlib.aclosing(walk):
+        async for number, _ in walk:
+            assert number == taken or not in_order
+            taken += 1
+            assert read - taken <= (20 if in_order else 10)
+            if taken == 500:
+                break
+    assert max(engine.flushes) <= 5
+    await nothing_left(lm, engine)
+
+
+@pytest.mark.proof
+def test_memory_is_flat_over_a_hundred_thousand_items() -> None:
+    """Counted in blocks that Python has allocated."""
+    with genrt.load(engine=lambda: Engine(max_batch_size=256)) as lm:
+        blocks = asyncio.run(blocks_of_a_long_walk(lm))
+    assert len(blocks) == 6
+    assert blocks[-1] < blocks[1] + 20_000
+
+
+async def blocks_of_a_long_walk(lm: AsyncLM) -> list[int]:
+    """Return the allocated blocks at every 20,000th of 100,000 texts."""
+    blocks = []
+    items = ([i % 4] for i in itertools.count())
+    walk = generate_many(lm, items, max_tokens=1, in_order=True)
+    async with contextlib.aclosing(walk):
+        async for number, _ in walk:
+            if number % 20_000 == 0:
+                blocks.append(sys.getallocatedblocks())
+            if number == 100_000:
+                break
+    return blocks
+
+
+async def test_an_asynchronous_source_is_taken(lm: AsyncLM) -> None:
+    async def items() -> AsyncIterator[str]:
+        for text in ("ab", "ba", "a"):
+            await asyncio.sleep(0)
+            yield text
+
+    walk = generate_many(lm, items(), in_order=True, seed=0, max_tokens=2)
+    prompts = [c.prompt_token_ids async for _, c in walk]
+    assert prompts == [(0, 1), (1, 0), (0,)]
+
+
+async def all_of(walk: AsyncIterator[tuple[int, Any]], numbers: list[int]) -> None:
+    async for number, _ in walk:
+        numbers.append(number)
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
+async def test_an_items_error_is_raised_with_its_number(lm: AsyncLM, engine: Engine) -> None:
+    items: list[Any] = ["ab", "ba", [99], "ab"]
+    found = list[int]()
+    with pytest.raises(InvalidRequest, match="vocabulary") as raised:
+        await all_of(generate_many(lm, items, in_order=True, max_tokens=2), found)
+    assert found == [0, 1]
+    assert raised.value.__notes__ == ["item 2 of generate_many"]
+    await nothing_left(lm, engine)
+
+
+async def test_a_warning_tells_of_the_first_error_of_each_kind(lm: AsyncLM) -> None:
+    items = [[99], [98], [0] * ROOM, [97], [0]]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        walk = generate_many(lm, items, on_error="warn", in_order=True, max_tokens=2)
+        found = [type(result) async for _, result in walk]
+    assert found == [Failed] * 4 + [Completion]
+    assert [(w.category, str(w.message)[:22]) for w in caught] == [
+        (RuntimeWarning, "item 0 failed: Invalid"),
+        (RuntimeWarning, "item 2 failed: Context"),
+    ]
+    assert {w.filename for w in caught} == {__file__}
+
+
+async def test_a_timeout_is_its_items_error(lm: AsyncLM, engine: Engine) -> None:
+    engine.gate = Gate()
+    items: list[Any] = [Item([0], options={"timeout": 0.0}), [1]]
+    walk = generate_many(lm, items, on_error="return", max_tokens=2)
+    number, failed = await anext(walk)
+    assert number == 0
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, TimedOut)
+    engine.gate.open()
+    assert [number async for number, _ in walk] == [1]
+
+
+async def test_a_failed_step_is_the_error_of_its_items_alone(
+    lm: AsyncLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, failures = engine.step, iter([True])
+
+    def failing() -> Any:
+        if next(failures, False):
+            raise RuntimeError("a kernel failed")
+        return step()
+
+    monkeypatch.setattr(engine, "step", failing)
+    walk = generate_many(lm, [[0]] * 9, on_error="return", concurrency=3, max_tokens=2)
+    found = [result async for _, result in walk]
+    failed = [each for each in found if isinstance(each, Failed)]
+    assert [type(each.error) for each in failed] == [genrt.EngineFailed] * 3
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return", "warn"])
+async def test_a_closed_runtime_ends_everything(on_error: Any) -> None:
+    engine = Engine()
+    lm = await genrt.aload(engine=lambda: engine)
+    read = 0
+
+    def items() -> Iterator[list[int]]:
+        nonlocal read
+        while True:
+            read += 1
+            yield [0]
+
+    engine.gate = Gate()
+    walk = generate_many(lm, items(), on_error=on_error, max_tokens=2)
+    first = asyncio.create_task(anext(walk))
+    await asyncio.to_thread(engine.gate.wait_until_held)
+    lm._thread.close(wait=False)
+    with pytest.raises(Closed):
+        await first
+    engine.gate.open()
+    assert read <= 16
+    with pytest.raises(Closed):
+        await anext(generate_many(lm, ["ab"], on_error=on_error))
+    await passes()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await lm.aclose()
+
+
+async def test_a_dead_engine_ends_everything(lm: AsyncLM, engine: Engine) -> None:
+    engine.dies = True
+    with pytest.raises(EngineDied):
+        await all_of(generate_many(lm, itertools.repeat([0]), on_error="return"), [])
+
+
+async def test_a_source_that_raises_ends_everything_after_what_it_yielded(
+    lm: AsyncLM, engine: Engine
+) -> None:
+    def items() -> Iterator[str]:
+        yield "ab"
+        yield "ba"
+        raise ValueError("line 3 is no JSON")
+
+    found = list[int]()
+    with pytest.raises(ValueError, match="line 3"):
+        await all_of(generate_many(lm, items(), on_error="return", max_tokens=2), found)
+    assert sorted(found) == [0, 1]
+    await nothing_left(lm, engine)
+
+
+# -- leaving --------------------------------------------------------------------------------------
+
+
+class Left(Exception):
+    pass
+
+
+async def break_off(lm: AsyncLM, items: Any, after: int, **options: Any) -> None:
+    async for _ in generate_many(lm, items, **options):
+        if not after:
+            break
+        after -= 1
+
+
+async def raise_in_it(lm: AsyncLM, items: Any, after: int, **options: Any) -> None:
+    with contextlib.suppress(Left):
+        async for _ in generate_many(lm, items, **options):
+            if not after:
+                raise Left
+            after -= 1
+
+
+async def close_it(lm: AsyncLM, items: Any, after: int, **options: Any) -> None:
+    walk = generate_many(lm, items, **options)
+    for _ in range(after):
+        await anext(walk)
+    await walk.aclose()
+
+
+async def cancel_it(lm: AsyncLM, items: Any, after: int, **options: Any) -> None:
+    async def walk() -> None:
+        async for _ in generate_many(lm, items, **options):
+            pass
+
+    task = asyncio.create_task(walk())
+    await passes(after)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+LEAVING = [break_off, raise_in_it, close_it, cancel_it]
+
+
+@pytest.mark.parametrize("leave", LEAVING)
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_leaving_early_leaves_nothing(
+    lm: AsyncLM, engine: Engine, leave: Callable[..., Any], in_order: bool
+) -> None:
+    opened = closed = 0
+
+    async def items() -> AsyncIterator[list[int]]:
+        nonlocal opened, closed
+        opened += 1
+        try:
+            for i in itertools.count():
+                yield [i % 4]
+        finally:
+            await asyncio.sleep(0)
+            closed += 1
+
+    for after in range(0, 25, 3):
+        await leave(lm, items(), after, in_order=in_order, max_tokens=5, ignore_eos=True)
+        await passes(10)
+        assert closed == opened
+    assert opened >= 8
+    await nothing_left(lm, engine)
+
+
+async def test_a_thousand_walks_left_early_leave_nothing(lm: AsyncLM, engine: Engine) -> None:
+    for number in range(1000):
+        await break_off(lm, itertools.repeat([0]), number % 3, max_tokens=2, concurrency=4)
+    await nothing_left(lm, engine)
+
+
+async def test_a_walk_that_nobody_began_has_read_nothing(lm: AsyncLM, engine: Engine) -> None:
+    source = iter([[0]])
+    generate_many(lm, source)
+    assert next(source) == [0]
+    await nothing_left(lm, engine)
+
+
+async def test_several_walks_share_the_engine(lm: AsyncLM, engine: Engine) -> None:
+    async def texts(seed: int) -> list[Completion]:
+        walk = generate_many(lm, [[0]] * 20, seed=seed, in_order=True, max_tokens=3)
+        return [untimed(c) async for _, c in walk]
+
+    both = await asyncio.gather(texts(0), texts(100))
+    assert [*both] == [await texts(0), await texts(100)]
+
+
+# -- the synchronous twin -----------------------------------------------------------------------------
+
+
+def test_the_twin_yields_the_same(lm: AsyncLM) -> None:
+    items = [[i % 4] for i in range(300)]
+    options: dict[str, Any] = {"seed": 5, "max_tokens": 3, "in_order": True}
+    expected = [
+        (i, untimed(c)) for i, c in enumerate(lm.batch_generate_sync(items, seed=5, max_tokens=3))
+    ]
+    assert [(i, untimed(c)) for i, c in generate_many_sync(lm, items, **options)] == expected
+    found: list[Any] = [None] * 3
+    threads = [
+        threading.Thread(
+            target=lambda i: found.__setitem__(
+                i, [(n, untimed(c)) for n, c in generate_many_sync(lm, items, **options)]
+            ),
+            args=(i,),
+        )
+        for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 3
+
+
+async def test_the_twin_works_where_a_loop_runs(lm: AsyncLM) -> None:
+    assert len([*generate_many_sync(lm, [[0]] * 5, max_tokens=2)]) == 5
+
+
+def test_the_twin_raises_what_an_item_or_the_source_raises(lm: AsyncLM) -> None:
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        list(generate_many_sync(lm, [[0], [99]]))
+    with pytest.raises(ZeroDivisionError):
+        list(generate_many_sync(lm, ([1 // i] for i in (1, 0))))
+
+
+def threads_of_ours() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "genrt"]
+
+
+def test_leaving_the_twin_early_leaves_nothing(lm: AsyncLM, engine: Engine) -> None:
+    for after in range(0, 200, 10):
+        for number, _ in enumerate(generate_many_sync(lm, itertools.repeat([0]), max_tokens=2)):
+            if number == after:
+                break
+        assert threads_of_ours() == []
+    asyncio.run(nothing_left(lm, engine))
+
+
+def test_an_interrupt_ends_the_twin_and_leaves_nothing(lm: AsyncLM, engine: Engine) -> None:
+    engine.gate = Gate()
+
+    def interrupt() -> None:
+        assert engine.gate is not None
+        engine.gate.wait_until_held()
+        signal.pthread_kill(main, signal.SIGINT)
+        engine.gate.open()
+
+    main = threading.main_thread().ident or 0
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(generate_many_sync(lm, itertools.repeat([0]), max_tokens=2))
+    thread.join()
+    assert threads_of_ours() == []
+    asyncio.run(nothing_left(lm, engine))
+
+
+EXITING = """
+import itertools
+import genrt
+from genrt.engines.exact import NGram
+from genrt.generation import generate_many_sync
+
+lm = genrt.load(NGram.random(5), engine="exact")
+walk = generate_many_sync(lm, itertools.repeat([0]), max_tokens=2)
+print(next(walk)[0] >= 0)
+"""
+
+
+def test_a_process_exits_with_a_twin_that_was_not_left() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+# -- progress -----------------------------------------------------------------------------------------
+
+
+def test_a_bar_shows_how_far_it_is(lm: AsyncLM, capfd: pytest.CaptureFixture[str]) -> None:
+    items = [[0], [99], [1]]
+    list(generate_many_sync(lm, items, on_error="return", progress=True, max_tokens=2))
+    err = capfd.readouterr().err
+    last = err.rstrip().rsplit("\r", 1)[-1]
+    assert "texts: 100%" in last
+    assert "3/3" in last
+    assert "failed=1" in last
+    list(generate_many_sync(lm, iter(items[:1]), max_tokens=2))
+    assert capfd.readouterr().err == ""
