@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from genrt.engines.protocol import Engine
-from genrt.errors import InvalidRequest
 from genrt.questions.candidates import candidates_request
-from genrt.questions.completions import Completion, GenerateOptions
+from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import Limits, check_contexts
 from genrt.questions.draws import batch_draw, draw_request, draw_requests
 from genrt.questions.host_rows import host_row, must_move
@@ -33,9 +32,10 @@ from genrt.questions.scores import joined, score_requests
 from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
 from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.ask import Asker, blocking_question
+from genrt.runtime.ask import Asker, blocking_question, blocking_stream
 from genrt.runtime.cache import RowCache
 from genrt.runtime.statistics import Statistics
+from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread, aside
 from genrt.tokens import encoding, vocabulary
@@ -69,6 +69,7 @@ class AsyncLM:
         self._adapters = AdapterNames(thread)
         asker = Asker(lambda: thread.batcher, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
+        self._stream, self._stream_sync = asker.stream, asker.stream_sync
         # What is asked without a seed is drawn from its nonce. Each of these sequences begins somewhere
         # among 2**62 numbers, so that no two runtimes share one, nor one with the seeds that users give.
         [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
@@ -107,11 +108,7 @@ class AsyncLM:
         Raises:
             InvalidRequest: the model was loaded without one.
         """
-        if self._thread.engine.tokenizer is None:
-            raise InvalidRequest(
-                "this model has no tokenizer: ask with token ids, or load a checkpoint that has one"
-            )
-        return self._thread.engine.tokenizer
+        return self._texts.tokenizer
 
     @cached_property
     def byte_vocab(self) -> list[bytes]:
@@ -175,8 +172,7 @@ class AsyncLM:
         """
         row = row_request(self._limits, token_ids, self._adapters.bound(adapter))
         moves = device is not None and must_move(device, self.device)
-        request = host_row(row) if moves else row
-        [found] = await self._ask((request,), timeout=timeout)
+        [found] = await self._ask((host_row(row) if moves else row,), timeout=timeout)
         return cast("torch.Tensor", found)
 
     async def batch_next_token_logprobs(
@@ -342,9 +338,7 @@ class AsyncLM:
         """Draw the text after a prompt, by the engine's own decode loop.
 
         The prompt is a text, tokenized with the special tokens that the tokenizer puts around it, or
-        token ids as they are. ``GenerateOptions`` has the options: length, temperature and the like, stop
-        strings, penalties, structure (``json_schema``, ``regex``, ``grammar``, ``choice``), ``seed``,
-        ``adapter``, ``timeout``.
+        token ids as they are. ``GenerateOptions`` has the options.
 
         Raises:
             InvalidRequest: an option is out of range, or the engine cannot do it; else as ``sample``.
@@ -365,19 +359,32 @@ class AsyncLM:
         return list(await self._ask(requests, timeout=timeout))
 
     async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
     ) -> Completion:
-        """Draw the assistant's next message, or the rest of it if the conversation ends with one of the
-        assistant's; see ``encode_chat`` for the conversation, ``generate`` for the options."""
-        ids = encoding.encode_turn(self.tokenizer, messages, tools, chat_template_kwargs)
-        requests, timeout = self._texts.requests([ids], options)
+        """Draw the assistant's next message, or the rest of one that ends the conversation; see
+        ``encode_chat`` for that, ``TurnOptions`` for the options."""
+        ids, given = self._texts.turn(messages, options)
+        requests, timeout = self._texts.requests([ids], given)
         [completion] = await self._ask(requests, timeout=timeout)
         return cast("Completion", completion)
+
+    def stream(self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]) -> Stream:
+        """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``.
+
+        Each ``Delta`` has the text and the tokens since the one before; with the last one, the stream's
+        ``completion`` is there, the same as ``generate``'s. Leaving the loop, or cancelling, withdraws
+        the question; ``timeout`` is for all of it. Wrong arguments raise here, all else on the way.
+        """
+        request, timeout = self._texts.streamed(prompt, options)
+        return self._stream(request, timeout=timeout)
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
+    ) -> Stream:
+        """Return the assistant's next message as it is drawn: ``chat``, as a ``stream``."""
+        ids, given = self._texts.turn(messages, options)
+        request, timeout = self._texts.streamed(ids, given)
+        return self._stream(request, timeout=timeout)
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
 
@@ -393,6 +400,8 @@ class AsyncLM:
     generate_sync = blocking_question(generate)
     batch_generate_sync = blocking_question(batch_generate)
     chat_sync = blocking_question(chat)
+    stream_sync = blocking_stream(stream)
+    stream_chat_sync = blocking_stream(stream_chat)
 
     # -- adapters -----------------------------------------------------------------------------
 

@@ -16,13 +16,19 @@ import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
-from genrt.questions.completions import Completion, CompletionRequest, Decoding, FinishReason
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    FinishReason,
+)
 from genrt.tokens.vocabulary import BytesTokenizer
 
 __all__ = ["Writing", "unsupported"]
 
 PROMPT_TAIL = 8
-"""A token's text may depend on the tokens before it: so many of the prompt's are decoded with it."""
+"""A token's text may depend on the tokens before it: at least so many are decoded with it."""
 
 
 def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
@@ -56,6 +62,10 @@ class Writing:
         self._logprobs: list[float] = []
         self._likeliest: list[dict[int, float]] = []
         self._text = ""
+        # What is decoded with the next token, and how much of that was decoded before it.
+        self._window = [*request.token_ids[-PROMPT_TAIL:]]
+        self._decoded = len(self._window)
+        self._told = self._told_text = 0
         self._began = time.perf_counter()
         self._first = self._began
 
@@ -95,9 +105,9 @@ class Writing:
                 dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             )
         stopped = token_id in self._ends
-        before, text = len(self._text), self._decoded(stopped)
-        if not text.endswith("\ufffd"):  # as vLLM, which waits for the rest of a character
-            self._text = text
+        before = len(self._text)
+        if not stopped or decoding.include_stop_str_in_output:
+            self._decode(token_id)
         stop = None if stopped else self._stop(before)
         if stop is not None:
             self._text = self._text[: stop[1]]
@@ -108,14 +118,38 @@ class Writing:
             return self._completion("length", None)
         return None
 
-    def _decoded(self, stopped: bool) -> str:
-        """Return the text of what was drawn, without the token that stopped it unless that is kept."""
+    def progress(self) -> Delta | None:
+        """Return what was drawn since the last call; ``None`` if that is nothing."""
+        start, text_start = self._told, self._told_text
+        if start == len(self.drawn):
+            return None
+        stops = (
+            () if self._request.decoding.include_stop_str_in_output else self._request.decoding.stop
+        )
+        held = max((len(stop) - 1 for stop in stops), default=0)  # it may begin a stop string
+        self._told = len(self.drawn)
+        self._told_text = max(text_start, len(self._text) - held)
+        return Delta(
+            self._text[text_start : self._told_text],
+            tuple(self.drawn[start:]),
+            tuple(self._logprobs[start:]),
+            tuple(self._likeliest[start:]),
+            start,
+            text_start,
+        )
+
+    def _decode(self, token_id: int) -> None:
+        """Add a token's text. It may depend on the tokens before, and wait for the rest of a character,
+        as vLLM's does."""
         if self._tokenizer is None:
-            return ""
-        keep = not stopped or self._request.decoding.include_stop_str_in_output
-        drawn = self.drawn if keep else self.drawn[:-1]
-        tail = [*self._request.token_ids[-PROMPT_TAIL:]]
-        return self._text_of(tail + drawn)[len(self._text_of(tail)) :]
+            return
+        self._window.append(token_id)
+        before = self._text_of(self._window[: self._decoded])
+        text = self._text_of(self._window)
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            self._text += text[len(before) :]
+            del self._window[: max(0, self._decoded - PROMPT_TAIL)]
+            self._decoded = len(self._window)
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
         if isinstance(self._tokenizer, BytesTokenizer):

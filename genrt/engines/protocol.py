@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
@@ -165,6 +165,10 @@ class Completing(Protocol):
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Any
         thread may ask."""
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
+        """Return what each of these, which are streamed, has drawn since it was asked last: ``None`` for
+        nothing, or if it is not in progress. The completion has all of it too. Do not raise."""
 
 
 def check_supported(engine: Engine, decoding: Decoding) -> None:

@@ -32,7 +32,7 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.numbers import check_int
-from genrt.questions.completions import CompletionRequest, Decoding
+from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter, seed_of
 from genrt.questions.request import Request, Result
 from genrt.questions.samples import SampleRequest
@@ -173,6 +173,10 @@ class SteppedEngine:
         )
         self._unload_unused()
         return finished
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        under_way = [self._in_progress.get(request) for request in streamed]
+        return [each.writing.progress() if each and each.writing else None for each in under_way]
 
     def cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -31,8 +31,10 @@ __all__ = [
     "CompletionOptions",
     "CompletionRequest",
     "Decoding",
+    "Delta",
     "FinishReason",
     "GenerateOptions",
+    "TurnOptions",
     "completion_requests",
 ]
 
@@ -76,6 +78,31 @@ class Completion:
     def truncated(self) -> bool:
         """True if the text was cut off. A text that is to have a structure has it unless it was."""
         return self.finish_reason != "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a stream has drawn since its last delta: several tokens, where they came faster than they
+    were read. The texts of all deltas are the completion's, and so are their tokens.
+
+    Attributes:
+        text: what follows the text so far. Characters of which a part is still to be drawn, or that may
+            begin a stop string, come later.
+        token_ids: the tokens drawn.
+        logprobs, top_logprobs: of these tokens, as a completion's.
+        start: how many tokens were drawn before these.
+        text_start: how many characters of text came before these.
+        finish_reason, stop_reason: of the last delta, as a completion's; ``None`` before.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[dict[int, float], ...] = ()
+    start: int = 0
+    text_start: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +156,8 @@ class CompletionRequest:
     Attributes:
         seed: fixes the draws, whatever else is in the batch.
         nonce: sets apart the requests whose answers are independent draws, as in ``SampleRequest``.
+        streamed: whether the engine tells what is drawn meanwhile. Such a request has a nonce of its
+            own, whatever its seed: no two callers share it.
     """
 
     token_ids: tuple[int, ...]
@@ -136,6 +165,7 @@ class CompletionRequest:
     seed: int | None = None
     adapter: Adapter | None = None
     nonce: int | None = None
+    streamed: bool = False
 
     @property
     def temperature(self) -> float:
@@ -220,6 +250,18 @@ class GenerateOptions(CompletionOptions, total=False):
     seed: int | None
     adapter: str | None
     timeout: float | None
+
+
+class TurnOptions(GenerateOptions, total=False):
+    """The options of ``AsyncLM.chat``: those of ``GenerateOptions`` and of the chat template.
+
+    Attributes:
+        tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
+        chat_template_kwargs: other options of the template, such as ``enable_thinking``.
+    """
+
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 def completion_requests(

@@ -24,8 +24,16 @@ import torch
 from torch import Tensor
 
 from genrt.engines.adapters import Adapters
-from genrt.engines.protocol import Engine, EngineStatistics, Finished, Speculating, survived
+from genrt.engines.protocol import (
+    Completing,
+    Engine,
+    EngineStatistics,
+    Finished,
+    Speculating,
+    survived,
+)
 from genrt.errors import EngineDied, GenrtError, InvalidAdapter
+from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
@@ -157,6 +165,12 @@ class AnsweringEngine:
             else:
                 reads += [Read(request, cast("Tensor", end.result)) for request in readers]
         return finished + self._answered(reads)
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
+        """Return what each of these has drawn since it was asked last, if anything."""
+        if isinstance(self.engine, Completing):
+            return self.engine.progress(streamed)
+        return [None] * len(streamed)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Cancel as the Engine protocol says; a row goes with the last request for it. Raises EngineDied

@@ -7,17 +7,26 @@ import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Sequence,
+)
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from genrt.errors import GenrtError, TimedOut, UnknownAdapter
 from genrt.numbers import check_timeout
+from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.request import Request, Result
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.batcher import Batcher
+from genrt.runtime.streams import Flow, Stream, SyncStream
 from genrt.runtime.waiters import Waiter
 
-__all__ = ["MOST_AT_ONCE", "Asker", "blocking_question", "twin_of"]
+__all__ = ["MOST_AT_ONCE", "Asker", "blocking_question", "blocking_stream", "twin_of"]
 
 MOST_AT_ONCE = 64
 """After so many requests in a row that nobody waited for, the loop goes round once."""
@@ -136,6 +145,86 @@ class Asker:
             if waiter.missing:
                 batcher.leave(waiter)
 
+    def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> Stream:
+        """Return the deltas of a completion that is streamed, to be asked with the first of them; raises
+        then, and withdraws, as ``ask``. The timeout is for all of it."""
+        seconds, flow = None if timeout is None else check_timeout(timeout), Flow()
+        return Stream(self._deltas(request, flow, seconds), flow, request)
+
+    def stream_sync(
+        self, request: CompletionRequest, *, timeout: float | None = None
+    ) -> SyncStream:
+        """Return the deltas as ``stream`` does, for a thread that blocks."""
+        seconds, flow = None if timeout is None else check_timeout(timeout), Flow()
+        return SyncStream(self._deltas_sync(request, flow, seconds), flow, request)
+
+    async def _deltas(
+        self, request: Request, flow: Flow, seconds: float | None
+    ) -> AsyncGenerator[Delta, None]:
+        loop = flow.loop = asyncio.get_running_loop()
+        until = None if seconds is None else loop.time() + seconds
+        timer = None if until is None else loop.call_at(until, flow.wake)
+        requests: Sequence[Request] = (request,)
+        try:
+            while flow.completion is None:
+                future: asyncio.Future[list[Result]] = loop.create_future()
+                future.add_done_callback(flow.wake)
+                waiter = Waiter(requests, loop, future, False, {}, flow=flow)
+                batcher = self._batcher()
+                try:
+                    batcher.join(waiter)
+                    while not future.done():
+                        if (delta := flow.take()) is not None:
+                            yield delta
+                        elif until is not None and loop.time() >= until:
+                            raise _timed_out(cast("float", seconds))
+                        else:
+                            await flow.wait()
+                    yield flow.end(*future.result())
+                except UnknownAdapter as error:
+                    requests = self._anew(requests, flow, error)
+                finally:
+                    if waiter.missing and not loop.is_closed():
+                        batcher.leave(waiter)
+                    if future.done():  # or asyncio complains of an error that nobody has read
+                        future.exception()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _deltas_sync(
+        self, request: Request, flow: Flow, seconds: float | None
+    ) -> Generator[Delta, None, None]:
+        until = None if seconds is None else time.monotonic() + seconds
+        requests: Sequence[Request] = (request,)
+        while flow.completion is None:
+            future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+            future.add_done_callback(flow.wake)
+            waiter = Waiter(requests, None, future, False, {}, flow=flow)
+            batcher = self._batcher()
+            try:
+                batcher.join(waiter)
+                while not future.done():
+                    if (delta := flow.take()) is not None:
+                        yield delta
+                    elif not flow.wait_sync(_left(until)):
+                        raise _timed_out(cast("float", seconds))
+                yield flow.end(*future.result())
+            except UnknownAdapter as error:
+                requests = self._anew(requests, flow, error)
+            finally:
+                if waiter.missing:
+                    batcher.leave(waiter)
+
+    def _anew(
+        self, requests: Sequence[Request], flow: Flow, error: UnknownAdapter
+    ) -> Sequence[Request]:
+        """Return the request for the adapter that was loaded anew meanwhile. Raise the error if there is
+        none, or if the text has been begun with the old one's weights."""
+        if self._adapters is None or flow.token_ids:
+            raise error
+        return self._adapters.rebound(requests, error)
+
 
 class AtOnce(threading.local):
     """How many requests in a row this thread has asked without waiting for one: a task that the cache
@@ -205,6 +294,18 @@ def blocking_question(
     return twin
 
 
+def blocking_stream(
+    stream: Callable[Concatenate[S, P], Stream],
+) -> Callable[Concatenate[S, P], SyncStream]:
+    """Return the twin of a method that returns ``self._stream(…)``: its stream blocks its thread."""
+
+    @twin_of(stream, interrupted="An interrupt withdraws it.")
+    def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> SyncStream:
+        return cast("SyncStream", stream(cast("S", _Blocking(lm)), *args, **kwargs))
+
+    return twin
+
+
 class _Blocking:
     """An AsyncLM as its ``_sync`` twins see it: what they await is answered already, so no event loop is
     needed, and a running one is not entered."""
@@ -218,3 +319,7 @@ class _Blocking:
     async def _ask(self, *args: Any, **kwargs: Any) -> list[Result]:
         answer: list[Result] = self._lm._ask_sync(*args, **kwargs)
         return answer
+
+    def _stream(self, *args: Any, **kwargs: Any) -> SyncStream:
+        stream: SyncStream = self._lm._stream_sync(*args, **kwargs)
+        return stream

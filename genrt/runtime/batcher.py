@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -87,11 +87,12 @@ class Batcher:
         self._entries: dict[Request, Entry] = {}
         most = max_batch_size or sys.maxsize
         self._ready = Ready(most, max_wait_seconds, clock)
-        self._flight = Flight()
+        self._flight = Flight(clock)
         self._on_loops = OnLoops()
         self._bindings = Bindings()
         self._admission = Admission(max_queued_requests, max_queued_bytes)
         self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
+        self._left: deque[Waiter] = deque()
         self._closed: GenrtError | None = None
         self._last_told: list[tuple[Waiter, Outcome]] = []
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
@@ -144,7 +145,7 @@ class Batcher:
             waiter.missing += 1
             entry = entries.get(request)
             if entry is None:
-                entries[request] = entry = Entry(request, {waiter: None})
+                entries[request] = entry = Entry(request, {waiter: None}, waiter.flow)
                 queued.append(entry)
                 new.append(request)
                 continue
@@ -189,6 +190,9 @@ class Batcher:
 
     def leave(self, waiter: Waiter) -> None:
         """Withdraw the question of a waiter that is still missing something."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._left.append(waiter)  # a finalizer, in the middle of what this thread does
+            return
         if self._observer is not None:
             self._observer.leaving(waiter)
         with self._lock:
@@ -226,8 +230,11 @@ class Batcher:
         self._bindings.bind([entry.request], -1)
 
     def _sweep(self) -> list[object]:
-        """Cancel the waiters of closed loops, under the lock; return all that is let go of by that."""
+        """Cancel the waiters of closed loops, and those that finalizers left, under the lock; return all
+        that is let go of by that."""
         waiters = self._on_loops.closed()
+        while self._left:
+            waiters.append(self._left.popleft())
         for waiter in waiters:
             self._cancel(waiter)
         return [waiters, self._gatherings.of_closed_loops()]
@@ -262,6 +269,10 @@ class Batcher:
             self._settle(self._sent(engine, flush))
         if self._flight:
             self._settle(self._stepped(engine), stepped=True)
+            with self._lock:
+                due = self._flight.streams.due()
+            if due:
+                self._flight.streams.tell(due, engine.progress)
 
     def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
         """Submit a flush; what of it has ended already."""

@@ -16,9 +16,12 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import cast
 
+from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
+from genrt.runtime.streams import Streams
 from genrt.runtime.waiters import Entry, Waiter
 
 __all__ = ["Admission", "Bindings", "Flight", "Ready"]
@@ -201,9 +204,10 @@ class Ready:
 class Flight:
     """The entries in flight; those of them that are withdrawn, which the engine is to forget at the next
     turn, unless somebody asks for them first; and how many there may be: any number, until the engine's
-    memory runs out."""
+    memory runs out. ``streams`` are those of them whose tokens are told meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.streams = Streams(clock)
         self._entries: dict[Entry, None] = {}
         self._withdrawn: dict[Entry, None] = {}
         self._most = sys.maxsize
@@ -242,6 +246,8 @@ class Flight:
         for entry in entries:
             entry.in_flight = True
             self._entries[entry] = None
+            if entry.flow is not None:
+                self.streams.add(cast("CompletionRequest", entry.request), entry.flow)
 
     def withdraw(self, entry: Entry) -> None:
         """Have the engine forget this one, which has lost its last waiter."""
@@ -255,16 +261,19 @@ class Flight:
         """Forget this one, wherever it is."""
         self._entries.pop(entry, None)
         self._withdrawn.pop(entry, None)
+        if entry.flow is not None:
+            self.streams.discard(cast("CompletionRequest", entry.request), entry.flow)
 
     def bring_back(self, entry: Entry) -> None:
         """Have this one in flight no more; it is to be sent again."""
+        self.end(entry)
         entry.in_flight = False
-        del self._entries[entry]
 
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
         self._withdrawn.clear()
+        self.streams.clear()
 
 
 class Bindings:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from genrt.engines.protocol import check_supported
 from genrt.errors import InvalidRequest
 from genrt.numbers import shown
-from genrt.questions.completions import CompletionRequest, GenerateOptions, completion_requests
+from genrt.questions.completions import (
+    CompletionRequest,
+    GenerateOptions,
+    TurnOptions,
+    completion_requests,
+)
 from genrt.questions.contexts import Limits
 from genrt.questions.samples import SampleOptions, SampleRequest, sample_requests
 from genrt.questions.token_ids import TokenIds
@@ -29,6 +35,15 @@ class Texts:
         self._limits = limits
         self._adapters = adapters
         self._nonces = nonces
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; raises InvalidRequest if it has none."""
+        if self._thread.engine.tokenizer is None:
+            raise InvalidRequest(
+                "this model has no tokenizer: ask with token ids, or load a checkpoint that has one"
+            )
+        return self._thread.engine.tokenizer
 
     def samples(
         self, contexts: Sequence[TokenIds], options: SampleOptions, *, method: str
@@ -69,3 +84,24 @@ class Texts:
         for decoding in dict.fromkeys(request.decoding for request in requests):
             check_supported(self._thread.engine, decoding)
         return requests, timeout
+
+    def turn(
+        self, messages: Sequence[Mapping[str, Any]], options: TurnOptions
+    ) -> tuple[list[int], GenerateOptions]:
+        """Return the token ids of a conversation whose next message is to be drawn, and the options that
+        are not its template's.
+
+        Raises:
+            InvalidRequest: there is no tokenizer or template, or it refuses the messages.
+        """
+        given: dict[str, Any] = {**options}
+        tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", None)
+        ids = encoding.encode_turn(self.tokenizer, messages, tools, kwargs)
+        return ids, cast("GenerateOptions", given)
+
+    def streamed(
+        self, prompt: str | TokenIds, options: GenerateOptions
+    ) -> tuple[CompletionRequest, float | None]:
+        """Return a request whose deltas are told, and the timeout; raises as ``requests``."""
+        [request], timeout = self.requests([prompt], options)
+        return replace(request, streamed=True, nonce=next(self._nonces)), timeout

@@ -26,6 +26,7 @@ from torch import Tensor
 from genrt.engines.protocol import failure
 from genrt.errors import GenrtError
 from genrt.questions.request import Request, Result
+from genrt.runtime.streams import Flow
 from genrt.tokens.rows import apart, stacked
 
 __all__ = [
@@ -60,6 +61,7 @@ class Waiter:
     """One awaiting caller of one or more requests, on an event loop or (``loop is None``) a thread.
 
     ``found`` has the result of each distinct request; ``missing`` counts those that are still None.
+    ``flow`` gets the deltas of a stream, whose only request is streamed.
     """
 
     requests: Sequence[Request]
@@ -68,6 +70,7 @@ class Waiter:
     stacked: bool
     found: dict[Request, Result | None]
     missing: int = 0
+    flow: Flow | None = None
 
     def results(self) -> list[Result]:
         """Return what was found for each request, in their order; others may hold it too."""
@@ -83,6 +86,7 @@ class Entry:
 
     request: Request
     waiters: dict[Waiter, None]
+    flow: Flow | None = None
     in_flight: bool = False
 
 

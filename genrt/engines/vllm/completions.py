@@ -19,7 +19,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.errors import InvalidRequest
-from genrt.questions.completions import Completion, CompletionRequest, Decoding, FinishReason
+from genrt.questions.completions import (
+    Completion,
+    CompletionRequest,
+    Decoding,
+    Delta,
+    FinishReason,
+)
 from genrt.questions.contexts import seed_of
 from genrt.tokens.sampling import GREEDY_BELOW
 
@@ -36,7 +42,10 @@ STRUCTURES = {"json_schema": "json"}
 class _Course:
     began: float
     logprobs: int | None
+    streamed: CompletionRequest | None
     first: float | None = None
+    told: int = 0  # how many tokens, and characters of text, progress has returned
+    told_text: int = 0
 
 
 class Completions:
@@ -49,6 +58,7 @@ class Completions:
         self._has_tokenizer = not llm_engine.model_config.skip_tokenizer_init
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._courses: dict[str, _Course] = {}
+        self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return the option that this vLLM cannot do, and why."""
@@ -74,7 +84,12 @@ class Completions:
         if self._is_v2:
             _check_v2(params)
         self._outputs.add_request(made, None)
-        self._courses[request_id] = _Course(time.perf_counter(), request.decoding.logprobs)
+        streamed = request if request.streamed else None
+        self._courses[request_id] = _Course(
+            time.perf_counter(), request.decoding.logprobs, streamed
+        )
+        if streamed is not None:
+            self._streamed[request.nonce] = request_id
         return made
 
     def _params(self, request: CompletionRequest) -> SamplingParams:
@@ -124,14 +139,37 @@ class Completions:
                 course.first = now
         processed = self._outputs.process_outputs(list(outputs))
         ended = [
-            (done.request_id, _completion(done, self._courses.pop(done.request_id), now))
+            (done.request_id, _completion(done, self._ended(done.request_id), now))
             for done in processed.request_outputs
         ]
         return ended, processed.reqs_to_abort
 
+    def progress(self, streamed: CompletionRequest) -> Delta | None:
+        """Return what a streamed request has drawn since the last call; ``None`` if that is nothing."""
+        request_id = self._streamed.get(streamed.nonce)
+        if request_id is None:
+            return None
+        course, state = self._courses[request_id], self._outputs.request_states[request_id]
+        drawn, start, text_start = state.detokenizer.output_token_ids, course.told, course.told_text
+        if len(drawn) == start:
+            return None
+        token_ids = tuple(drawn[start:])
+        text = state.detokenizer.get_next_output_text(finished=False, delta=True)
+        places = () if course.logprobs is None else state.logprobs_processor.logprobs[start:]
+        course.told, course.told_text = len(drawn), text_start + len(text)
+        return Delta(text, token_ids, *_logprobs(places, token_ids, course), start, text_start)
+
+    def _ended(self, request_id: str) -> _Course:
+        course = self._courses.pop(request_id)
+        if course.streamed is not None:
+            self._streamed.pop(course.streamed.nonce, None)
+        return course
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Forget these; others than completions are ignored."""
-        known = [each for each in request_ids if self._courses.pop(each, None) is not None]
+        known = [each for each in request_ids if each in self._courses]
+        for request_id in known:
+            self._ended(request_id)
         self._outputs.abort_requests(known, internal=True)
 
 
@@ -158,18 +196,28 @@ def _check_v2(params: SamplingParams) -> None:
 def _completion(done: Any, course: _Course, now: float) -> Completion:
     """Return one of vLLM's ``RequestOutput`` as a completion that ended at ``now``."""
     [output] = done.outputs
-    drawn, places, count = tuple(output.token_ids), output.logprobs or (), course.logprobs
+    drawn = tuple(output.token_ids)
+    logprobs, top_logprobs = _logprobs(output.logprobs or (), drawn, course)
     return Completion(
         text=output.text,
         token_ids=drawn,
         prompt_token_ids=tuple(done.prompt_token_ids),
-        logprobs=tuple(place[token].logprob for place, token in zip(places, drawn, strict=False)),
-        top_logprobs=tuple(_likeliest(place, count) for place in places) if count else (),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         finish_reason=cast("FinishReason", output.finish_reason),
         stop_reason=output.stop_reason,
         seconds=now - course.began,
         seconds_to_first_token=(course.first or now) - course.began,
     )
+
+
+def _logprobs(
+    places: Sequence[Any], drawn: Sequence[int], course: _Course
+) -> tuple[tuple[float, ...], tuple[dict[int, float], ...]]:
+    """Return the log-probabilities of drawn tokens, and the likeliest at each place if wanted."""
+    count = course.logprobs
+    own = tuple(place[token].logprob for place, token in zip(places, drawn, strict=False))
+    return own, tuple(_likeliest(place, count) for place in places) if count else ()
 
 
 def _likeliest(place: dict[int, Any], count: int) -> dict[int, float]:

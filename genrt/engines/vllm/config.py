@@ -104,8 +104,6 @@ def configure(
     if residency and not taken and options.get("distributed_executor_backend") is UniProcExecutor:
         # A step's tokens come from the callers, who choose them after the step before has ended.
         options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
-    if options.get("max_num_seqs") == 1:
-        options["max_num_seqs"] = 2  # with one slot a row would wait for a whole sample
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
     if not torch.cuda.is_available():
         options = CPU_DEFAULTS | options
@@ -117,6 +115,9 @@ def configure(
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
+    # Beside as many texts as are to run at once, an eighth for rows, which would wait for one to end.
+    texts = config.scheduler_config.max_num_seqs
+    config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         config.cache_config.gpu_memory_utilization -= reserved_share(
@@ -128,11 +129,19 @@ def configure(
     config.model_config.seed = (
         None  # the workers read it here: with None they leave all generators alone
     )
+    if config.scheduler_config.scheduler_cls is OpenScheduler:
+        config.scheduler_config.async_scheduling = can_be_ahead(config)
     config.model_config.logits_processors = [
         *(config.model_config.logits_processors or ()),
         CaptureV2 if config.use_v2_model_runner else CaptureV1,
     ]
     return config
+
+
+def can_be_ahead(config: VllmConfig) -> bool:
+    """Return whether steps of texts may be scheduled ahead: runner V2 reads every next token on the
+    device, whoever chose it; V1 could not be told a caller's."""
+    return bool(config.use_v2_model_runner)
 
 
 def _load_format(checkpoint: str, given: str) -> str:

@@ -32,6 +32,7 @@ from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import RemoteStore, RowStore, install
 from genrt.engines.vllm.config import core_request, row_params, translated
+from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
@@ -40,7 +41,7 @@ from genrt.engines.vllm.runners import runner_of
 from genrt.engines.vllm.samples import Generated, Samples
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite
-from genrt.questions.completions import Decoding
+from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -88,7 +89,9 @@ class VLLMEngine:
             base_needs_twin=self.device.type == "cpu",
         )
         self._open: OpenRequests | None = None
-        if config.scheduler_config.scheduler_cls is OpenScheduler:
+        is_open = config.scheduler_config.scheduler_cls is OpenScheduler
+        self._steps = CoreSteps(self._core, core.scheduler if is_open else None)
+        if is_open:
             steps = DecodeSteps(
                 core.scheduler,
                 runner_of(model_runner),
@@ -121,6 +124,9 @@ class VLLMEngine:
 
     def unsupported(self, decoding: Decoding) -> str | None:
         return self._samples.completions.unsupported(decoding)
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        return [self._samples.completions.progress(request) for request in streamed]
 
     def statistics(self) -> EngineStatistics:
         resident = {} if self._open is None else self._open.counts()
@@ -198,9 +204,10 @@ class VLLMEngine:
         in_progress = len(self._in_progress) + len(self._samples)
         try:
             with self._on_stream():
-                finished = self._decode()
+                finished = None if self._steps.is_ahead else self._decode()
                 if finished is None:
-                    outputs = self._core.get_output().outputs
+                    only_texts = self._samples.under_way == len(self._in_progress)
+                    outputs = self._steps.run(only_texts=only_texts)
             if finished is None:
                 finished = self._collect(outputs)
         except Exception as error:
@@ -325,6 +332,7 @@ class VLLMEngine:
             EngineDied: vLLM still has some of it.
         """
         self._samples.clear()
+        self._steps.forget()
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
             self._store.forget(map(int, self._in_progress))
@@ -418,6 +426,8 @@ class VLLMEngine:
             return
         core = self._core.engine_core
         self._core._finalizer.detach()
+        self._steps.forget()
+        del self._steps  # which holds the core
         with heap_kept(), self._on_stream():
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()

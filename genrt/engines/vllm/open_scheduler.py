@@ -13,7 +13,8 @@ does what ``schedule`` would do for such a step. Any other step is vLLM's own.
 Rules:
     Running and waiting requests come before parked ones: before every step the parked requests that were
     used longest ago are finished until the step has its blocks and slots.
-    Scheduling is synchronous: a step's tokens are known before the next one is scheduled.
+    Scheduling is synchronous: a step's tokens are known before the next one is scheduled; but for steps
+    of nothing but texts, while ``ahead`` is set, which vLLM schedules before the one before has ended.
     Blocks are copied before anything else is done for the step that needs the copies.
 
 What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` compares rows
@@ -26,9 +27,9 @@ from collections.abc import Collection, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
@@ -47,14 +48,19 @@ OPEN = "genrt_open"
 """The key in ``extra_args`` that marks a request as one to keep open."""
 
 
-class OpenScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's ``scheduler_cls`` for engines with resident sequences."""
+class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
+    """vLLM's ``scheduler_cls`` for engines with resident sequences.
+
+    ``ahead`` is set by the engine: whether a step is scheduled as if every request of the step before,
+    which is still under way, went on with a token.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.running: list[Request]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
+        self.ahead = False
         self.parked: dict[str, Request] = {}
         self.computed_tokens = 0
         self.forked = 0
@@ -307,6 +313,22 @@ class OpenScheduler(Scheduler):  # type: ignore[misc]
             for request in output.scheduled_new_reqs:
                 self._donors.pop(request.req_id, None)
         return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        scheduler: Any = super() if self.ahead else super(AsyncScheduler, self)
+        scheduler._update_after_schedule(scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        # Only of a step that was scheduled ahead does the request have a placeholder, which its token
+        # takes; a preemption may have taken it since.
+        was_ahead = is_stale or request.num_output_placeholders > 0
+        scheduler: Any = super() if was_ahead else super(AsyncScheduler, self)
+        updated: tuple[list[int], bool] = scheduler._update_request_with_output(
+            request, new_token_ids, is_stale=is_stale
+        )
+        return updated
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

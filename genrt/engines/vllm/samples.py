@@ -1,8 +1,8 @@
 """Samples and completions on their way: those that wait for a slot of vLLM, and those that have one.
 
 Rules:
-    Samples leave an eighth of the running slots free, and at least one, so that a logprobs request never
-    waits for a long sample to end. If one slot is asked for, vLLM gets two.
+    As many run at once as vLLM was to take requests (``max_num_seqs``). It has been given slots beside
+    them, an eighth more and at least one, so that a logprobs request never waits for a long text to end.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Samples:
 
     Args:
         llm_engine: the engine.
-        slots: how many requests it runs at once.
+        slots: how many requests it runs at once, rows included.
         drawn_here: whether the capture draws the tokens of samples; see ``sample_params``.
     """
 
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
         self.completions = Completions(llm_engine)
         self._drawn_here = drawn_here
-        self._most = slots - max(1, slots // 8)
+        self._most = slots - max(1, slots // 9)
         self._waiting: dict[Generated, None] = {}
         self._drawn: dict[str, list[int]] = {}  # by request id; a completion's are vLLM's to keep
 
@@ -56,6 +56,11 @@ class Samples:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._drawn
+
+    @property
+    def under_way(self) -> int:
+        """How many have a slot."""
+        return len(self._drawn)
 
     @property
     def waiting(self) -> list[Generated]:

@@ -515,12 +515,12 @@ def test_samples_that_wait_for_a_slot_get_it_when_the_running_ones_are_cancelled
 
     engine = open_vllm(str(llama), options=OPTIONS | {"max_num_seqs": 2})
     try:
-        first, second = (SampleRequest((1, n), max_tokens=4, seed=n) for n in range(2))
-        engine.submit([first, second])
+        *running, last = (SampleRequest((1, n), max_tokens=4, seed=n) for n in range(3))
+        engine.submit([*running, last])
         assert engine.step() == []
-        engine.cancel([first])
+        engine.cancel(running)
         ends = [end for _ in range(4) for end in engine.step()]
-        assert [end.request for end in ends] == [second]
+        assert [end.request for end in ends] == [last]
         assert len(ends[0].result or ()) == 4
     finally:
         engine.close()

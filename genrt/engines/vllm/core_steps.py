@@ -1,0 +1,92 @@
+"""vLLM's own steps: one after the other, or, of nothing but texts, each scheduled while the one before
+it is still under way.
+
+A text's next token is drawn on the device, where the step after it reads it. So the host can schedule
+that step, and see what the one before brought, while the device computes: vLLM's asynchronous scheduling.
+A row's next token comes from a caller, who chooses it after the step has ended.
+
+Rules:
+    Nothing but texts is scheduled ahead. Whoever asks for a row waits until what is under way has ended:
+    one step, which ends first, in a turn of its own.
+    After a row, ``PATIENCE`` steps end before any is scheduled ahead: more rows are likely to be asked.
+
+What this touches of vLLM is listed in ``docs/new_vllm.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from genrt.engines.vllm.open_scheduler import OpenScheduler
+
+__all__ = ["CoreSteps"]
+
+PATIENCE = 4
+"""How many steps after a row none is scheduled ahead."""
+
+
+class CoreSteps:
+    """The steps of one engine's core.
+
+    Args:
+        client: vLLM's, of the core.
+        scheduler: the core's, if it is genrt's: only that one can be told when to schedule ahead.
+    """
+
+    def __init__(self, client: EngineCoreClient, scheduler: OpenScheduler | None) -> None:
+        self._client: Any = client
+        self._scheduler = scheduler
+        self._core: Any = self._client.engine_core if scheduler is not None else None
+        self._can_be_ahead = getattr(self._core, "batch_queue", None) is not None
+        self._without_rows = 0
+
+    def run(self, *, only_texts: bool) -> Sequence[EngineCoreOutput]:
+        """Return the outputs of a step: of the next one, or, while one is under way, of that."""
+        if self._scheduler is None:
+            outputs: Sequence[EngineCoreOutput] = self._client.get_output().outputs
+            return outputs
+        self._without_rows = self._without_rows + 1 if only_texts else 0
+        if self._can_be_ahead and only_texts and self._without_rows > PATIENCE:
+            return self._ahead(self._scheduler)
+        if self.is_ahead:
+            return self._finished(self._scheduler)
+        stepped, _ = self._core.step()
+        return _first(stepped)
+
+    @property
+    def is_ahead(self) -> bool:
+        """True while a step is under way whose outputs nobody has seen."""
+        return self._can_be_ahead and bool(self._core.batch_queue)
+
+    def forget(self) -> None:
+        """Forget what is under way, after a step that failed."""
+        if self._can_be_ahead:
+            self._core.batch_queue.clear()
+
+    def _ahead(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
+        """Schedule a step, and return the outputs of the one before it; of the first of many none are
+        there yet."""
+        scheduler.ahead = True
+        try:
+            outputs, _ = self._core.step_with_batch_queue()
+            if outputs is None and self.is_ahead:
+                outputs, _ = self._core.step_with_batch_queue()
+        finally:
+            scheduler.ahead = False
+        return _first(outputs)
+
+    def _finished(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
+        """Wait for the step that is under way, and return its outputs: what ``step_with_batch_queue``
+        does, less the scheduling of another."""
+        future, output, _ = self._core.batch_queue.pop()
+        return _first(scheduler.update_from_output(output, future.result()))
+
+
+def _first(outputs: Any) -> Sequence[EngineCoreOutput]:
+    """Return the outputs for the only client."""
+    found: Sequence[EngineCoreOutput] = outputs[0].outputs if outputs and 0 in outputs else ()
+    return found

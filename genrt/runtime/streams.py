@@ -1,0 +1,334 @@
+"""Streams: what completions have drawn so far, brought to those who read it while the rest is drawn.
+
+The engine thread asks the engine for deltas after a step, and hands those of one event loop over in one
+call. A loop that takes long to tell its readers gets them less often, several tokens at once: telling
+takes a ``SHARE`` of its time at most, and the engine never waits for a reader.
+
+Rules:
+    The last delta comes with the answer to the question, which a stream waits for as any other does.
+    An engine that was restarted, or ran out of memory, draws the same text again from its beginning.
+    What a reader has seen is left out; a text that differs from it fails.
+    A stream that nobody reads any more withdraws its question. Where the garbage collector ends it, that
+    may be in any thread, so ``Batcher.leave`` is made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+from genrt.errors import EngineFailed
+from genrt.questions.completions import Completion, CompletionRequest, Delta
+
+__all__ = ["Flow", "Stream", "Streams", "SyncStream"]
+
+SHARE = 0.1
+"""How much of an event loop's time is spent at most on telling what streams have drawn."""
+
+
+class Flow:
+    """What has come of one stream, for the one who reads it.
+
+    Args:
+        loop: the reader's event loop; ``None`` for one that blocks a thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = loop
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.completion: Completion | None = None
+        self._came: deque[Delta] = deque()  # put by one thread, taken by another
+        self._woken: asyncio.Future[None] | None = None
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def put(self, delta: Delta) -> None:
+        """Have the reader take this; called on its loop, or by the engine thread for one without."""
+        self._came.append(delta)
+        self.wake()
+
+    def wake(self, _: object = None) -> None:
+        """End the reader's present wait, or its next."""
+        if self.loop is None:
+            self._signals.put(None)
+        elif self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until something has come, or the question has ended."""
+        if not self._came and self.loop is not None:
+            self._woken = self.loop.create_future()
+            await self._woken
+
+    def wait_sync(self, seconds: float | None) -> bool:
+        """Block as ``wait`` does, at most so long; return whether it was shorter."""
+        with contextlib.suppress(queue.Empty):
+            self._signals.get(timeout=seconds)
+            return True
+        return False
+
+    def take(self) -> Delta | None:
+        """Return all that has come since the last call, if anything has, as one delta.
+
+        Raises:
+            EngineFailed: the text was begun anew, and differs from what was read.
+        """
+        start, text_start = len(self.token_ids), len(self.text)
+        while self._came:
+            self._add(self._came.popleft())
+        if len(self.token_ids) == start and len(self.text) == text_start:
+            return None
+        return self._since(start, text_start)
+
+    def end(self, completion: Completion) -> Delta:
+        """Return what of the completion has not been read, as the last delta; raises as ``take``."""
+        start, text_start = len(self.token_ids), len(self.text)
+        if completion.text[:text_start] != self.text:
+            raise _differs()
+        self._add(
+            Delta(
+                completion.text, completion.token_ids, completion.logprobs, completion.top_logprobs
+            )
+        )
+        self.completion = completion
+        return replace(
+            self._since(start, text_start),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+
+    def _add(self, delta: Delta) -> None:
+        """Add what is not known yet: of a text that was begun anew, the beginning is."""
+        known = len(self.token_ids) - delta.start
+        if [*delta.token_ids[:known]] != self.token_ids[delta.start :][: len(delta.token_ids)]:
+            raise _differs()
+        self.token_ids += delta.token_ids[known:]
+        self.logprobs += delta.logprobs[known:]
+        self.top_logprobs += delta.top_logprobs[known:]
+        self.text += delta.text[max(0, len(self.text) - delta.text_start) :]
+
+    def _since(self, start: int, text_start: int) -> Delta:
+        return Delta(
+            self.text[text_start:],
+            tuple(self.token_ids[start:]),
+            tuple(self.logprobs[start:]),
+            tuple(map(dict, self.top_logprobs[start:])),
+            start,
+            text_start,
+        )
+
+
+def _differs() -> EngineFailed:
+    return EngineFailed(
+        "the engine began this text anew, and drew another one than the stream had brought so far: ask "
+        "again"
+    )
+
+
+class _Reading:
+    """What both kinds of stream say of the text they read."""
+
+    def __init__(self, flow: Flow, request: CompletionRequest) -> None:
+        self._flow = flow
+        self._request = request
+        self._began = time.perf_counter()
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole completion, once the last delta has been read."""
+        return self._flow.completion
+
+    @property
+    def partial(self) -> Completion:
+        """What has been read so far, as a completion: with ``finish_reason="abort"`` until its end."""
+        flow = self._flow
+        if flow.completion is not None:
+            return flow.completion
+        return Completion(
+            text=flow.text,
+            token_ids=tuple(flow.token_ids),
+            prompt_token_ids=self._request.token_ids,
+            logprobs=tuple(flow.logprobs),
+            top_logprobs=tuple(map(dict, flow.top_logprobs)),
+            finish_reason="abort",
+            stop_reason=None,
+            seconds=time.perf_counter() - self._began,
+            seconds_to_first_token=0.0,
+        )
+
+    def __repr__(self) -> str:
+        state = "ended" if self._flow.completion is not None else "open"
+        return f"{type(self).__name__}({state}, {len(self._flow.token_ids)} tokens read)"
+
+
+class Stream(_Reading):
+    """The deltas of one completion, as they are drawn: an asynchronous iterator, and a context manager.
+
+    The question is asked with the first ``anext``. Leaving the loop over it, leaving the context, or
+    cancelling the await withdraws it: the engine's slot is free at its next step.
+    """
+
+    def __init__(
+        self, deltas: AsyncGenerator[Delta, None], flow: Flow, request: CompletionRequest
+    ) -> None:
+        super().__init__(flow, request)
+        self._deltas = deltas
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await self._deltas.__anext__()
+
+    async def aclose(self) -> None:
+        """Withdraw the question if it has not ended. Idempotent."""
+        await self._deltas.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+class SyncStream(_Reading):
+    """The deltas of one completion, as they are drawn: an iterator that blocks, and a context manager.
+
+    The question is asked with the first ``next``. Leaving the loop over it, leaving the context, or an
+    interrupt withdraws it.
+    """
+
+    def __init__(
+        self, deltas: Generator[Delta, None, None], flow: Flow, request: CompletionRequest
+    ) -> None:
+        super().__init__(flow, request)
+        self._deltas = deltas
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._deltas)
+
+    def close(self) -> None:
+        """Withdraw the question if it has not ended. Idempotent."""
+        self._deltas.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Readers:
+    """The streams in flight that are read on one loop, and when it is told of them next."""
+
+    flows: dict[CompletionRequest, Flow] = field(default_factory=dict)
+    is_told: bool = False  # set by the engine thread, taken back on the loop
+    due: float = 0.0
+
+
+class Streams:
+    """The streams in flight, loop by loop. All but ``tell`` is called under the batcher's lock.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_loop: dict[asyncio.AbstractEventLoop | None, _Readers] = {}
+
+    def __len__(self) -> int:
+        """Return how many streams are in flight."""
+        return sum(len(readers.flows) for readers in self._by_loop.values())
+
+    def add(self, request: CompletionRequest, flow: Flow) -> None:
+        """Have this one told of."""
+        self._by_loop.setdefault(flow.loop, _Readers()).flows[request] = flow
+
+    def discard(self, request: CompletionRequest, flow: Flow) -> None:
+        """Have this one told of no more."""
+        readers = self._by_loop.get(flow.loop)
+        if readers is not None:
+            readers.flows.pop(request, None)
+            if not readers.flows:
+                del self._by_loop[flow.loop]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_loop.clear()
+
+    def due(self) -> list[tuple[_Readers, list[tuple[CompletionRequest, Flow]]]]:
+        """Return the streams of those loops that may be told something now."""
+        now = self._clock()
+        return [
+            (readers, [*readers.flows.items()])
+            for readers in self._by_loop.values()
+            if not readers.is_told and readers.due <= now
+        ]
+
+    def tell(
+        self,
+        due: Iterable[tuple[_Readers, Sequence[tuple[CompletionRequest, Flow]]]],
+        progress: Callable[[Sequence[CompletionRequest]], Sequence[Delta | None]],
+    ) -> None:
+        """Hand the deltas that the engine has for these to their readers; called without the lock."""
+        for readers, flows in due:
+            deltas = progress([request for request, _ in flows])
+            news = [
+                (flow, delta)
+                for (_, flow), delta in zip(flows, deltas, strict=True)
+                if delta is not None
+            ]
+            if not news:
+                continue
+            loop = flows[0][1].loop
+            if loop is None:
+                _put(news)
+                continue
+            readers.is_told = True
+            with contextlib.suppress(RuntimeError):  # closed, and with it all who read there
+                loop.call_soon_threadsafe(self._tell, loop, readers, news)
+
+    def _tell(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        readers: _Readers,
+        news: Sequence[tuple[Flow, Delta]],
+    ) -> None:
+        """Tell the readers on a loop, on it, and look when they have all done what they do then."""
+        began = self._clock()
+        loop.call_soon(loop.call_soon, self._told, readers, began)
+        _put(news)
+
+    def _told(self, readers: _Readers, began: float) -> None:
+        now = self._clock()
+        readers.due = now + (now - began) * (1.0 / SHARE - 1.0)
+        readers.is_told = False
+
+
+def _put(news: Sequence[tuple[Flow, Delta]]) -> None:
+    for flow, delta in news:
+        flow.put(delta)
