@@ -261,6 +261,21 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "structures.guides",
+        "test_completion_laws.py test_structures.py",
+        (
+            "Guide.mask",
+            "an incomplete text may end",
+            Swap("self._matcher.is_accepting()", "True"),
+        ),
+        ("Guide.mask", "nothing follows an ignored end token", Swap("self._is_over", "False")),
+        (
+            "Guides.begin",
+            "two texts of a structure share their place in it",
+            Swap("start.deep_copy()", "start"),
+        ),
+    ),
+    *breaks(
         "questions.completions",
         "test_completions.py",
         (

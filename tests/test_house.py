@@ -40,6 +40,7 @@ ROOMS = (
     "runtime",
     "engines",
     "questions",
+    "structures",
     "tokens",
     "models.py",
     "numbers.py",

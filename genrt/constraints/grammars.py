@@ -5,28 +5,26 @@ Compiling one and computing masks takes milliseconds of CPU time, off the event 
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from genrt.constraints.ebnf import lark_of_ebnf
-from genrt.constraints.matching import (
-    brief,
-    checked_pattern,
-    matches_nothing,
-    new_matcher,
-    new_tokenizer,
-)
-from genrt.constraints.productive import productive
 from genrt.constraints.protocols import MaskedConstraint
-from genrt.constraints.schemas import schema_text
-from genrt.constraints.tokens import PackedState, Tokens, Words, has_bit
+from genrt.constraints.tokens import PackedState, tokens_of
 from genrt.errors import InvalidConstraint
+from genrt.structures.forms import (
+    Whitespace,
+    lark_of_grammar,
+    lark_of_regex,
+    lark_of_schema,
+    name_of_regex,
+    syntax_advice,
+)
+from genrt.structures.matching import brief, matches_nothing, new_matcher, new_tokenizer
+from genrt.structures.tokens import Tokens, Words, has_bit
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
@@ -46,31 +44,8 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     Raises:
         InvalidConstraint: the pattern does not compile or is too complex, or there is no end token.
     """
-    given: object = pattern
-    if isinstance(given, re.Pattern):
-        raise InvalidConstraint(f"the pattern is {pattern!r}; give its text, pattern.pattern")
-    if not isinstance(given, str):
-        raise InvalidConstraint(f"the pattern is {pattern!r}; give a regular expression as str")
-    name = f"regular expression {pattern[:60]!r}{'…' if len(pattern) > 60 else ''}"
-    # llguidance silently drops a last, lone backslash.
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        raise InvalidConstraint(f"the {name} ends in a lone backslash")
-    from llguidance import regex_to_lark
-
-    try:
-        escaped = regex_to_lark(checked_pattern(pattern, name), use_ascii="")
-    except UnicodeEncodeError as error:
-        raise InvalidConstraint(f"the {name} holds a lone surrogate, which no text has") from error
-    return _Grammar(_Vocabulary.of(lm), f"start: /{escaped}/", name)
-
-
-Whitespace = Literal["compact", "spaced", "flexible"]
-
-_WHITESPACE: dict[str, dict[str, Any]] = {
-    "compact": {"whitespace_flexible": False},
-    "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-    "flexible": {"whitespace_flexible": True},
-}
+    lark = lark_of_regex(pattern)
+    return _Grammar(_Vocabulary.of(lm), lark, name_of_regex(pattern))
 
 
 def json_schema(
@@ -119,12 +94,7 @@ def json_schema(
         InvalidConstraint: the schema is not one, says more than llguidance can do, allows nothing at all,
             or is too large or too complex; or there is no end token.
     """
-    if whitespace not in _WHITESPACE:
-        raise InvalidConstraint(
-            f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
-        )
-    text = schema_text(schema, _WHITESPACE[whitespace])
-    lark = f"start: %json {text}"
+    lark = lark_of_schema(schema, whitespace)
     constraint = _Grammar(_Vocabulary.of(lm), lark, "JSON schema")
     if not constraint.start().packed().any() and matches_nothing(lark):
         raise InvalidConstraint("no finite value satisfies the JSON schema: change it")
@@ -158,34 +128,12 @@ def grammar(
         InvalidConstraint: the grammar does not compile, asks for what is refused, derives nothing, or is
             too large or too complex; or there is no end token.
     """
-    if not isinstance(text, str):
-        raise InvalidConstraint(f"the grammar is {text!r}: give its text as str")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidConstraint("the grammar holds a lone surrogate, which no text has") from error
-    if syntax not in _FIRST_RULE:
-        raise InvalidConstraint(f"syntax is {syntax!r}: give 'lark' or 'ebnf'")
+    lark = lark_of_grammar(text, syntax)
     vocabulary = _Vocabulary.of(lm)
     try:
-        lark, names = lark_of_ebnf(text) if syntax == "ebnf" else (text, {})
-        inlined = partial(schema_text, options=_WHITESPACE["spaced"])
-        return _Grammar(vocabulary, productive(lark, inlined=inlined, names=names), "grammar")
+        return _Grammar(vocabulary, lark, "grammar")
     except InvalidConstraint as error:
-        other = "lark" if syntax == "ebnf" else "ebnf"
-        if _FIRST_RULE[other].search(text) and not _FIRST_RULE[syntax].search(text):
-            raise InvalidConstraint(
-                f'{error}\nIt looks like {"Lark" if other == "lark" else "EBNF"}: give syntax="{other}"'
-            ) from error
-        raise
-
-
-_FIRST_RULE = {
-    "lark": re.compile(
-        r"^[ \t]*[?!]?_?[A-Za-z][\w-]*[ \t]*(?:\[[^\]\n]*\][ \t]*)?:(?![:=])", re.MULTILINE
-    ),
-    "ebnf": re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE),
-}
+        raise InvalidConstraint(f"{error}{syntax_advice(text, syntax)}") from error
 
 
 class _Vocabulary:
@@ -205,7 +153,7 @@ class _Vocabulary:
 
     @staticmethod
     def of(lm: AsyncLM) -> _Vocabulary:
-        tokens = Tokens.of(lm)
+        tokens = tokens_of(lm)
         vocabulary = _vocabularies.get(lm)
         if vocabulary is None:
             vocabulary = _vocabularies[lm] = _Vocabulary(tokens)

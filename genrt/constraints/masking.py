@@ -13,8 +13,9 @@ from genrt.constraints.grammars import GrammarState
 from genrt.constraints.products import ProductState
 from genrt.constraints.protocols import CheckedState, ConstraintState, State, is_checked
 from genrt.constraints.together import together
-from genrt.constraints.tokens import Words, packed, unpacked, words_of
+from genrt.constraints.tokens import words_of
 from genrt.errors import InvalidRequest
+from genrt.structures.tokens import Words, packed, unpacked
 
 
 def masks(states: Sequence[ConstraintState]) -> Tensor:

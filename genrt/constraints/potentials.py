@@ -16,8 +16,9 @@ from genrt.constraints.protocols import (
     checked_constraint,
     is_checked,
 )
-from genrt.constraints.tokens import Tokens
+from genrt.constraints.tokens import tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.structures.tokens import Tokens
 from genrt.tokens.texts import Potential, Text
 from genrt.tokens.vocabulary import checked_token_id
 
@@ -47,7 +48,7 @@ def potential(
     """
     checked_constraint(constraint)
     check_count("cache_size", cache_size)
-    tokens = getattr(constraint, "tokens", None) if lm is None else Tokens.of(lm)
+    tokens = getattr(constraint, "tokens", None) if lm is None else tokens_of(lm)
     start = constraint.start()
     if not is_checked(start):
         return _Indicator(constraint, start, tokens, cache_size)

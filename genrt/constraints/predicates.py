@@ -12,8 +12,9 @@ import numpy as np
 
 from genrt.constraints.protocols import Constraint, check_count
 from genrt.constraints.together import Asked
-from genrt.constraints.tokens import PackedState, Tokens, Words
+from genrt.constraints.tokens import PackedState, tokens_of
 from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.structures.tokens import Tokens, Words
 from genrt.tokens.texts import Predicate, Text
 from genrt.tokens.vocabulary import checked_token_id
 
@@ -46,7 +47,7 @@ def predicate(
     if name is not None and not isinstance(name, str):
         raise InvalidConstraint(f"the predicate's name is {name!r}: give it as str")
     name = name or str(getattr(function, "__qualname__", None) or repr(function))
-    return _Predicate(function, Tokens.of(lm), name, max_concurrent)
+    return _Predicate(function, tokens_of(lm), name, max_concurrent)
 
 
 class _Predicate:

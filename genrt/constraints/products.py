@@ -15,8 +15,9 @@ from genrt.constraints.protocols import (
     checked_constraint,
     is_checked,
 )
-from genrt.constraints.tokens import PackedState, Tokens, Words, has_bit, words_of
+from genrt.constraints.tokens import PackedState, words_of
 from genrt.errors import InvalidConstraint
+from genrt.structures.tokens import Tokens, Words, has_bit
 from genrt.tokens.vocabulary import checked_token_id
 
 

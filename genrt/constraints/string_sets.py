@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from genrt.constraints.protocols import MaskedConstraint
-from genrt.constraints.tokens import PackedState, Tokens, Words, packed
+from genrt.constraints.tokens import PackedState, tokens_of
 from genrt.errors import InvalidConstraint
+from genrt.structures.tokens import Tokens, Words, packed
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
@@ -34,7 +35,7 @@ def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
     encoded = sorted({_utf8(text) for text in texts})
     if not encoded:
         raise InvalidConstraint("there are no texts: give at least one, '' for the empty text")
-    return _Strings(encoded, Tokens.of(lm))
+    return _Strings(encoded, tokens_of(lm))
 
 
 def _utf8(text: str) -> bytes:

@@ -1,107 +1,35 @@
-"""One runtime's tokens as constraints see them, and masks over them, packed."""
+"""A runtime's tokens, and states whose masks are packed."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from genrt.constraints.protocols import State
-from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.tokens.vocabulary import checked_token_id, special_token_ids
+from genrt.errors import InvalidConstraint
+from genrt.structures.tokens import Tokens, Words, packed, unpacked
+from genrt.tokens.vocabulary import checked_token_id
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
 
 
-# Masks are made with NumPy: torch would start its own team of threads in every thread that asks.
-Words: TypeAlias = NDArray[np.int32]
-"""A packed mask: token ``i`` is bit ``i % 32`` of word ``i // 32``; the other bits are 0."""
+def tokens_of(lm: AsyncLM) -> Tokens:
+    """Return the tokens of a runtime, read once.
 
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a vocabulary; equal ones mean the same by a token id.
-
-    Attributes:
-        byte_vocab: each token's bytes.
-        special: the tokens that stand for no text, the end token among them.
+    Raises:
+        InvalidConstraint: not a runtime, or its tokenizer names no end token.
     """
-
-    byte_vocab: tuple[bytes, ...]
-    eos_token_id: int
-    special: frozenset[int]
-
-    @staticmethod
-    def of(lm: AsyncLM) -> Tokens:
-        """Return the tokens of a runtime, read once.
-
-        Raises:
-            InvalidConstraint: not a runtime, or its tokenizer names no end token.
-        """
-        if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
-            raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
-        tokens = _tokens.get(lm)
-        if tokens is None:
-            eos_token_id = getattr(lm.tokenizer, "eos_token_id", None)
-            if eos_token_id is None:
-                raise InvalidConstraint(
-                    "a constraint ends texts with the end token, and the model's tokenizer names none: "
-                    "set its eos_token_id"
-                )
-            special = special_token_ids(lm.tokenizer) | {eos_token_id}
-            tokens = _tokens.setdefault(lm, Tokens(tuple(lm.byte_vocab), eos_token_id, special))
-        return tokens
-
-    def __len__(self) -> int:
-        return len(self.byte_vocab)
-
-    @cached_property
-    def open(self) -> Words:
-        """The packed mask of the tokens that stand for text, and of the end token."""
-        allowed = np.array([bool(token) for token in self.byte_vocab], dtype=np.bool_)
-        allowed[[token_id for token_id in self.special if token_id < len(allowed)]] = False
-        allowed[self.eos_token_id] = True
-        return packed(allowed)
-
-    @cached_property
-    def spelt(self) -> tuple[NDArray[np.int64], list[bytes]]:
-        """The tokens that stand for text, in the order of their bytes, and these bytes."""
-        token_ids = [i for i in range(len(self)) if self.is_open(i) and i != self.eos_token_id]
-        token_ids.sort(key=self.byte_vocab.__getitem__)
-        return np.array(token_ids, np.int64), [self.byte_vocab[i] for i in token_ids]
-
-    def is_open(self, token_id: int) -> bool:
-        """Tell whether a token is in ``open``: it stands for text, or is the end token."""
-        return has_bit(self.open, token_id)
-
-    def text(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text.
-
-        Raises:
-            InvalidRequest: not a token's id, or the end token's.
-        """
-        index = checked_token_id(token_id, len(self))
-        if index == self.eos_token_id:
-            raise InvalidRequest(
-                f"token {index} is the end token: it ends the text, and nothing comes after it"
-            )
-        return self.byte_vocab[index]
-
-    def refused(self, token_id: int) -> InvalidRequest:
-        """Return the error for a token that may not follow."""
-        return InvalidRequest(
-            f"token {token_id} ({self.byte_vocab[token_id]!r}) may not follow here: "
-            "advance only by tokens of the state's mask"
-        )
+    if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
+        raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
+    tokens = _tokens.get(lm)
+    if tokens is None:
+        tokens = _tokens.setdefault(lm, Tokens.read(lm.tokenizer, lm.byte_vocab))
+    return tokens
 
 
 _tokens: weakref.WeakKeyDictionary[AsyncLM, Tokens] = weakref.WeakKeyDictionary()
@@ -147,27 +75,9 @@ class PackedState(ABC):
     def _after(self, token_id: int) -> Self: ...
 
 
-def packed(mask: NDArray[np.bool_]) -> Words:
-    """Pack bool ``[vocab_size]`` into words."""
-    padded = np.zeros(-(-len(mask) // 32) * 32, dtype=np.bool_)
-    padded[: len(mask)] = mask
-    return np.packbits(padded, bitorder="little").view(np.int32)
-
-
-def has_bit(words: Words, token_id: int) -> bool:
-    """Tell whether a packed mask allows a token."""
-    return bool(words[token_id // 32] >> (token_id % 32) & 1)
-
-
 def words_of(state: State) -> tuple[Words, int]:
     """Return a state's mask as words, and its number of tokens."""
     if isinstance(state, PackedState):
         return state.packed(), state.vocab_size
     mask = state.mask().cpu().numpy()
     return packed(mask), len(mask)
-
-
-def unpacked(words: Words, vocab_size: int) -> Tensor:
-    """Unpack words ``[..., n]`` into bool ``[..., vocab_size]``, in memory of its own."""
-    bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
-    return torch.from_numpy(np.ascontiguousarray(bits[..., :vocab_size]).view(np.bool_))

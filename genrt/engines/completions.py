@@ -1,7 +1,7 @@
 """A completion that is drawn from rows, token by token: the law of each token, and where it ends.
 
-The order is vLLM's (``v1/sample/sampler.py``): bad words, least number of tokens, bias, penalties; then
-temperature, min-p, top-k and top-p, as ``tokens.sampling.truncate`` has them.
+The order is vLLM's (``v1/sample/sampler.py``): structure, bad words, least number of tokens, bias,
+penalties; then temperature, min-p, top-k and top-p, as ``tokens.sampling.truncate`` has them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from genrt.questions.completions import (
     Delta,
     FinishReason,
 )
+from genrt.structures.guides import Guides
 from genrt.tokens.vocabulary import BytesTokenizer
 
 __all__ = ["Writing", "unsupported"]
+
+NO_TOKEN = (
+    "its options leave no token to draw: structure, bad_words, logit_bias or min_tokens "
+    "rule out all"
+)
 
 PROMPT_TAIL = 8
 """A token's text may depend on the tokens before it: at least so many are decoded with it."""
@@ -33,13 +39,12 @@ PROMPT_TAIL = 8
 
 def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
     """Return the option that cannot be had by drawing from rows, and why."""
-    if decoding.structure is not None:
-        return (
-            f"{decoding.structure[0]} needs vLLM's structured outputs: load with engine='vllm', or use "
-            "genrt.constraints, which work on every engine"
-        )
-    name = decoding.of_text if tokenizer is None else None
-    return name and f"{name} needs a tokenizer, which this model lacks"
+    name = decoding.of_text
+    if name is not None and tokenizer is None:
+        return f"{name} needs a tokenizer, which this model lacks"
+    if decoding.structure is not None and getattr(tokenizer, "eos_token_id", None) is None:
+        return f"{name} needs an end token, which this model's tokenizer does not name"
+    return None
 
 
 class Writing:
@@ -48,9 +53,13 @@ class Writing:
     Args:
         request: what is to be completed, and how.
         tokenizer: the model's, if it has one; its end token ends the completion.
+        guides: the structures that texts may have with this tokenizer.
+
+    Raises:
+        InvalidRequest: the structure is none, or a bad word has no tokens.
     """
 
-    def __init__(self, request: CompletionRequest, tokenizer: Any) -> None:
+    def __init__(self, request: CompletionRequest, tokenizer: Any, guides: Guides) -> None:
         decoding = request.decoding
         self.drawn: list[int] = []
         self._request = request
@@ -59,6 +68,10 @@ class Writing:
         self._eos = eos
         self._ends = sorted({*decoding.stop_token_ids, *([] if eos is None else [eos])})
         self._bad = [ids for word in decoding.bad_words for ids in _spellings(tokenizer, word)]
+        structure = decoding.structure
+        self._guide = None if structure is None else guides.begin(structure, self._ends)
+        # The last row within the structure: vLLM's log-probabilities are taken from it too.
+        self._guided: Tensor | None = None
         self._logprobs: list[float] = []
         self._likeliest: list[dict[int, float]] = []
         self._text = ""
@@ -71,9 +84,16 @@ class Writing:
 
     def law(self, logits: Tensor) -> Tensor:
         """Return the log-probabilities, before temperature and truncation, from which the next token is
-        drawn where the model says ``logits``, float32 ``[vocab_size]``."""
+        drawn where the model says ``logits``, float32 ``[vocab_size]``.
+
+        Raises:
+            InvalidRequest: the structure is too complex to tell which tokens follow.
+        """
         decoding, drawn = self._request.decoding, self.drawn
         logits = logits.clone()
+        if self._guide is not None:
+            logits[~self._guide.mask().to(logits.device)] = -math.inf
+            self._guided = logits.log_softmax(-1)
         for *before, last in self._bad:
             if drawn[len(drawn) - len(before) :] == before:
                 logits[last] = -math.inf
@@ -92,11 +112,20 @@ class Writing:
 
     def add(self, token_id: int, row: Tensor) -> Completion | None:
         """Append a token that was drawn where the model's row was ``row``; return the completion if that
-        ends it."""
+        ends it.
+
+        Raises:
+            InvalidRequest: it is negative: there was no token to draw.
+        """
+        if token_id < 0:
+            raise InvalidRequest(NO_TOKEN)
         decoding = self._request.decoding
         if not self.drawn:
             self._first = time.perf_counter()
         self.drawn.append(token_id)
+        if self._guide is not None:
+            self._guide.take(token_id)
+            row = row if self._guided is None else self._guided
         if decoding.logprobs is not None:
             self._logprobs.append(float(row[token_id]))
         if decoding.logprobs:

@@ -164,7 +164,11 @@ class Completing(Protocol):
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return which option of these the engine cannot do, and why; ``None`` if it can do all. Any
-        thread may ask."""
+        thread may ask.
+
+        Raises:
+            InvalidRequest: an option is wrong, and it is cheap to see that here.
+        """
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
         """Return what each of these, which are streamed, has drawn since it was asked last: ``None`` for

@@ -36,10 +36,9 @@ from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter, seed_of
 from genrt.questions.request import Request, Result
 from genrt.questions.samples import SampleRequest
+from genrt.structures.guides import Guides
 from genrt.tokens.parameters import check_parameters
 from genrt.tokens.sampling import draw, mixed, truncate
-
-NO_TOKEN = "its options leave no token to draw: bad_words, logit_bias or min_tokens rule out all"
 
 
 class SteppedModel(Protocol):
@@ -84,6 +83,10 @@ class _Progress:
     def context(self) -> Sequence[int]:
         return (*self.request.token_ids, *self.drawn) if self.drawn else self.request.token_ids
 
+    def law(self, logits: Tensor, row: Tensor) -> Tensor:
+        """Return what the next token is drawn from, before temperature and truncation."""
+        return row if self.writing is None else self.writing.law(logits)
+
 
 class SteppedEngine:
     """The Engine protocol around a model, with at most ``max_batch_size`` requests to a step.
@@ -101,6 +104,7 @@ class SteppedEngine:
         self.device = model.device
         self.tokenizer = model.tokenizer
         self._model = model
+        self._guides = Guides(model.tokenizer, model.vocab_size)
         self._in_progress: dict[Request, _Progress] = {}
         self._refused: dict[Request, GenrtError] = {}
         # Adapters that requests may bind; those that were removed while requests in progress need them.
@@ -129,16 +133,11 @@ class SteppedEngine:
         if known or len(set(requests)) < len(requests):
             raise InvalidRequest("a request is in progress already: join it, don't submit it again")
         for request in requests:
-            error = self._fault(request)
-            if error is not None:
+            try:
+                self._check(request)
+                self._in_progress[request] = self._begun(request)
+            except GenrtError as error:
                 self._refused[request] = error
-                continue
-            self._in_progress[request] = progress = _Progress(request)
-            if isinstance(request, SampleRequest | CompletionRequest):
-                progress.seed = seed_of(request) % 2**64
-            if isinstance(request, CompletionRequest):
-                progress.writing = Writing(request, self.tokenizer)
-                progress.drawn = progress.writing.drawn
         self._count(requests=len(requests))
 
     def step(self) -> list[Finished]:
@@ -212,7 +211,10 @@ class SteppedEngine:
         self._unload_unused()
 
     def unsupported(self, decoding: Decoding) -> str | None:
-        return unsupported(decoding, self.tokenizer)
+        reason = unsupported(decoding, self.tokenizer)
+        if reason is None and decoding.structure is not None:
+            self._guides.check(decoding.structure)
+        return reason
 
     def statistics(self) -> EngineStatistics:
         return self._statistics
@@ -234,37 +236,44 @@ class SteppedEngine:
             self._count(bytes_to_host=tensor.nbytes)
         return list(tensor.tolist())
 
-    def _fault(self, request: Request) -> GenrtError | None:
-        """Return the error of a request that cannot be computed, ``None`` if it can."""
+    def _begun(self, request: Request) -> _Progress:
+        """Return a request's progress before its first step. Raises InvalidRequest for a completion that
+        cannot be begun."""
+        progress = _Progress(request)
+        if isinstance(request, SampleRequest | CompletionRequest):
+            progress.seed = seed_of(request) % 2**64
+        if isinstance(request, CompletionRequest):
+            progress.writing = Writing(request, self.tokenizer, self._guides)
+            progress.drawn = progress.writing.drawn
+        return progress
+
+    def _check(self, request: Request) -> None:
+        """Raise the error of a request that cannot be computed."""
         new = 0
         if isinstance(request, CompletionRequest):
             new = request.decoding.max_tokens
             if (reason := self.unsupported(request.decoding)) is not None:
-                return InvalidRequest(reason)
+                raise InvalidRequest(reason)
         elif isinstance(request, SampleRequest):
-            try:
-                new = check_int("max_tokens", request.max_tokens, 1)
-                check_parameters(
-                    temperature=request.temperature,
-                    top_k=request.top_k,
-                    top_p=request.top_p,
-                    min_p=request.min_p,
-                )
-            except InvalidRequest as error:
-                return error
+            new = check_int("max_tokens", request.max_tokens, 1)
+            check_parameters(
+                temperature=request.temperature,
+                top_k=request.top_k,
+                top_p=request.top_p,
+                min_p=request.min_p,
+            )
         count = len(request.token_ids)
         if count == 0:
-            return InvalidRequest("the context is empty: give at least one token id")
+            raise InvalidRequest("the context is empty: give at least one token id")
         if count + new > self.max_model_len:
-            return ContextTooLong(
+            raise ContextTooLong(
                 f"{count} token ids and {new} to sample exceed max_model_len "
                 f"{self.max_model_len}: shorten the context"
             )
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.vocab_size:
-            return InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
+            raise InvalidRequest(f"a token id is outside 0 .. {self.vocab_size - 1}")
         if request.adapter is not None and request.adapter not in self._adapters:
-            return UnknownAdapter(f"{request.adapter} is not loaded: add it first")
-        return None
+            raise UnknownAdapter(f"{request.adapter} is not loaded: add it first")
 
     def _generator(self, progress: _Progress) -> torch.Generator:
         """Return what a sample's next token is drawn from."""
@@ -281,57 +290,64 @@ class SteppedEngine:
         self._count(computed_tokens=sum(map(len, contexts)))
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
-        samples: list[int] = []
+        laws: dict[int, Tensor] = {}
         rows = logits.log_softmax(-1)
         for index, (progress, is_sound) in enumerate(zip(group, self._to_host(sound), strict=True)):
             if not is_sound:
                 error = NotFinite("the model's logits are NaN, +inf or all -inf for this context")
                 finished.append(Finished(progress.request, error=error))
             elif isinstance(progress.request, SampleRequest | CompletionRequest):
-                samples.append(index)
+                try:
+                    laws[index] = progress.law(logits[index], rows[index])
+                except GenrtError as failed:
+                    finished.append(Finished(progress.request, error=failed))
             else:
                 finished.append(Finished(progress.request, result=rows[index].clone()))
                 self._count(rows=1)
-        if samples:
-            drawing = [group[index] for index in samples]
-            finished += self._sample(logits[samples], rows[samples], drawing)
+        if laws:
+            finished += self._sample(laws, rows, group)
         return finished
 
-    def _sample(self, logits: Tensor, rows: Tensor, group: Sequence[_Progress]) -> list[Finished]:
-        """Draw one token for each; return those that it ends."""
+    def _sample(
+        self, laws: dict[int, Tensor], rows: Tensor, group: Sequence[_Progress]
+    ) -> list[Finished]:
+        """Draw one token for each that has a law, by its index; return those that it ends."""
+        drawing = [group[index] for index in laws]
         parameters = [
             each.request.decoding if isinstance(each.request, CompletionRequest) else each.request
-            for each in group
+            for each in drawing
         ]
         asked = cast("list[SampleRequest | Decoding]", parameters)
-        laws = [
-            rows[index] if each.writing is None else each.writing.law(logits[index])
-            for index, each in enumerate(group)
-        ]
-        generators = [self._generator(each) for each in group]
+        generators = [self._generator(each) for each in drawing]
         # In float64, as they were checked: float32 would make 0 or infinity of some.
         numbers = [(each.temperature, each.top_p, each.min_p) for each in asked]
         temperature, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).unbind(1)
         top_k = torch.tensor([min(each.top_k, self.vocab_size) for each in asked])
         kept = truncate(
-            torch.stack(laws), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+            torch.stack([*laws.values()]),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
         )
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
-        for index, (progress, each, token) in enumerate(zip(group, asked, tokens, strict=True)):
+        for index, progress, each, token in zip(laws, drawing, asked, tokens, strict=True):
             result: Result | None = None
-            if progress.writing is not None and token < 0:
-                finished.append(Finished(progress.request, error=InvalidRequest(NO_TOKEN)))
-            elif progress.writing is not None:
-                result = progress.writing.add(token, rows[index])
+            error: GenrtError | None = None
+            if progress.writing is not None:
+                try:
+                    result = progress.writing.add(token, rows[index])
+                except InvalidRequest as wrong:
+                    error = wrong
             elif token in each.stop_token_ids:
                 result = tuple(progress.drawn)
             else:
                 progress.drawn.append(token)
                 if len(progress.drawn) == each.max_tokens:
                     result = tuple(progress.drawn)
-            if result is not None:
-                finished.append(Finished(progress.request, result=result))
+            if result is not None or error is not None:
+                finished.append(Finished(progress.request, result=result, error=error))
         self._count(sampled_tokens=len(tokens))
         return finished
 

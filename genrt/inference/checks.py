@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState
-from genrt.constraints.tokens import Tokens, words_of
+from genrt.constraints.tokens import tokens_of, words_of
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, is_truth_value
 from genrt.questions.token_ids import advice_for, host_array, id_words
+from genrt.structures.tokens import Tokens
 
 A = TypeVar("A", bound=NDArray[Any])
 S = TypeVar("S")
@@ -134,7 +135,7 @@ def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedS
             "regex(pattern, lm) or predicate(function, lm), or an object whose start() is a state"
         )
     tokens, (_, vocab_size) = getattr(constraint, "tokens", None), words_of(start)
-    if vocab_size != lm.vocab_size or (isinstance(tokens, Tokens) and tokens != Tokens.of(lm)):
+    if vocab_size != lm.vocab_size or (isinstance(tokens, Tokens) and tokens != tokens_of(lm)):
         raise InvalidRequest(
             f"the constraint is over another vocabulary, of {vocab_size} tokens, and the model's has "
             f"{lm.vocab_size}: make it with the lm of the model"

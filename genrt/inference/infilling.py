@@ -15,12 +15,13 @@ from collections.abc import Sequence
 import torch
 
 from genrt.constraints import Constraint, amasks
-from genrt.constraints.tokens import Tokens, unpacked
+from genrt.constraints.tokens import tokens_of
 from genrt.errors import ContextTooLong
 from genrt.inference.checks import adapter_name, constraint_start, prompt_ids, runtime
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
+from genrt.structures.tokens import unpacked
 from genrt.tokens.texts import decoded
 
 
@@ -57,7 +58,7 @@ def infilling(
             f"a prefix of {len(before)} tokens, a gap of {longest} and a suffix of {len(after)} need a "
             f"context of {needed}, and the model's is {lm.max_model_len}: shorten one of them"
         )
-    tokens = Tokens.of(lm)
+    tokens = tokens_of(lm)
     anything = unpacked(tokens.open, lm.vocab_size)
 
     async def gap(p: Execution) -> str:

@@ -53,8 +53,9 @@ class Completion:
         text: without special tokens, and without what stopped it, unless the options say otherwise.
         token_ids: all tokens that were drawn, one that stopped it included.
         prompt_token_ids: the tokens before them.
-        logprobs: of each drawn token, its log-probability in the model's row: before temperature,
-            penalties and structure. Empty unless ``logprobs=`` is given.
+        logprobs: of each drawn token, its log-probability in the model's row, before temperature and
+            penalties; of a text with a structure, among the tokens that the structure admits. Empty
+            unless ``logprobs=`` is given.
         top_logprobs: at each place, the likeliest tokens of the row with their log-probabilities, as many
             as were asked for.
         finish_reason: "stop", "length" (as long as it may be) or "abort".

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from genrt.constraints.tokens import Tokens
 from genrt.errors import InvalidConstraint
+from genrt.structures.tokens import Tokens
 
 _LONGEST_TOKEN = 1024
 """In bytes; llguidance aborts on a vocabulary with longer tokens."""
@@ -72,10 +72,26 @@ def matches_nothing(lark: str) -> bool:
     """Tell whether no text begins as the grammar wants: for a grammar of one terminal, whether that
     matches nothing at all. False for a grammar that does not compile."""
     matcher = new_matcher(_bytes(), lark)
-    if matcher.is_error() or matcher.is_accepting():
+    return not matcher.is_error() and _is_dead(matcher)
+
+
+def _is_dead(matcher: Any) -> bool:
+    if matcher.is_accepting():
         return False
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return matcher.get_error().startswith("NoExtension") or not mask.any()
+
+
+def check_begins(lark: str) -> None:
+    """Raise InvalidConstraint unless a grammar compiles and some text, of any bytes, begins as it wants;
+    of a grammar that is too complex to tell too."""
+    matcher = new_matcher(_bytes(), lark)
+    if matcher.is_error():
+        raise InvalidConstraint(f"it does not compile: {brief(matcher.get_error())}")
+    if _is_dead(matcher):
+        raise InvalidConstraint("no text has this structure: change it")
+    if matcher.is_error():
+        raise InvalidConstraint(f"it is too complex, simplify it: {brief(matcher.get_error())}")
 
 
 def may_begin(lark: str, data: bytes) -> bool:

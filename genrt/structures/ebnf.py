@@ -81,7 +81,7 @@ def _lark(match: re.Match[str]) -> str:
             return _rule_name(match[0])
         case "literal":
             letters = _LETTER.finditer(match.string, match.start() + 1, match.end() - 1)
-            codes = [_code(_character(letter)) for letter in letters]
+            codes = [character_code(_character(letter)) for letter in letters]
             return f"({' '.join(f'/{code}/' for code in codes)})" if codes else _NOTHING
         case "class":
             return _class(match)
@@ -101,7 +101,7 @@ def _class(match: re.Match[str]) -> str:
         if low > high:
             problem = f"the range {low}-{high} is empty: turn it round"
             raise _error(match.string, match.start(), problem)
-        ranges.append(f"{_code(low)}-{_code(high)}")
+        ranges.append(f"{character_code(low)}-{character_code(high)}")
     if not ranges:
         raise _error(match.string, match.start(), "the class is empty")
     return f"/{opening}{''.join(ranges)}]/"
@@ -128,7 +128,8 @@ def _rule_name(name: str) -> str:
     )
 
 
-def _code(letter: str) -> str:
+def character_code(letter: str) -> str:
+    """Return a character as it stands in a regular expression for itself."""
     return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):X}}}"
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from genrt.constraints.lark import (
+from genrt.errors import InvalidConstraint
+from genrt.structures.lark import (
     MOST_GROUPS,
     Grammar,
     NotLarkError,
@@ -22,8 +23,7 @@ from genrt.constraints.lark import (
     grammar_of,
     tokens_of,
 )
-from genrt.constraints.matching import checked_pattern, matches_nothing
-from genrt.errors import InvalidConstraint
+from genrt.structures.matching import checked_pattern, matches_nothing
 
 _NOTHING = r"/[^\s\S]/"
 _MOST_PARTS = 200_000

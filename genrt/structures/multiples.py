@@ -8,8 +8,8 @@ from fractions import Fraction
 from functools import reduce
 from typing import Any
 
-from genrt.constraints.intervals import BOUNDS
 from genrt.errors import InvalidConstraint
+from genrt.structures.intervals import BOUNDS
 
 
 def has_numbers(schemas: list[dict[str, Any]], integer: bool) -> bool:

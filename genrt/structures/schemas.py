@@ -15,11 +15,11 @@ from itertools import chain
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-from genrt.constraints.formats import FORMATS, LONGEST
-from genrt.constraints.intervals import BOUNDS, mend_bounds
-from genrt.constraints.matching import checked_pattern, may_begin
-from genrt.constraints.multiples import common_multiple, has_numbers, remainders_of
 from genrt.errors import InvalidConstraint
+from genrt.structures.formats import FORMATS, LONGEST
+from genrt.structures.intervals import BOUNDS, mend_bounds
+from genrt.structures.matching import checked_pattern, may_begin
+from genrt.structures.multiples import common_multiple, has_numbers, remainders_of
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -52,6 +52,40 @@ def schema_text(schema: object, options: Schema) -> str:
         return json.dumps({"x-guidance": options | own, **rules}, allow_nan=False)
     except ValueError as error:
         raise InvalidConstraint(f"the JSON schema has no JSON form: {error}") from error
+
+
+def closed(schema: object) -> Schema:
+    """Return a schema whose objects have no other properties than those it names, where it says nothing
+    of others: as vLLM's xgrammar reads it.
+
+    Nothing is closed where schemas hold together (``allOf``, or ``$ref``, ``anyOf``, ``oneOf`` beside
+    ``properties``): one would refuse the properties of the other.
+
+    Raises:
+        InvalidConstraint: not a schema, or without a JSON form.
+    """
+    root = _object_of(schema)
+    found: list[Schema] = []
+    left: list[Any] = [root]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            found.append(each)
+            left += [within[key] for within, key in _parts(each, (*_DEFINITIONS, *_KEYWORDS))]
+    if any(
+        "allOf" in each or ("properties" in each and each.keys() & {"$ref", "anyOf", "oneOf"})
+        for each in found
+    ):
+        return root
+    for each in found:
+        names, others = _map(each, "properties"), {"additionalProperties", "unevaluatedProperties"}
+        if (
+            names
+            and not each.keys() & others
+            and all(name in names for name in _list(each, "required"))
+        ):
+            each["additionalProperties"] = False
+    return root
 
 
 def _object_of(schema: object) -> Schema:

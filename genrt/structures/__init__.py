@@ -1,0 +1,1 @@
+"""The structures of texts, by llguidance: regular expressions, JSON schemas, grammars."""

@@ -1,0 +1,126 @@
+"""Regular expressions, JSON schemas, grammars and choices as llguidance's Lark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from genrt.errors import InvalidConstraint
+from genrt.structures.ebnf import character_code, lark_of_ebnf
+from genrt.structures.matching import checked_pattern
+from genrt.structures.productive import productive
+from genrt.structures.schemas import schema_text
+
+Whitespace = Literal["compact", "spaced", "flexible"]
+"""The spaces between the parts of a JSON text: none, those of ``json.dumps``, or any."""
+
+Syntax = Literal["lark", "ebnf"]
+
+_WHITESPACE: dict[str, dict[str, Any]] = {
+    "compact": {"whitespace_flexible": False},
+    "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "flexible": {"whitespace_flexible": True},
+}
+
+_FIRST_RULE = {
+    "lark": re.compile(
+        r"^[ \t]*[?!]?_?[A-Za-z][\w-]*[ \t]*(?:\[[^\]\n]*\][ \t]*)?:(?![:=])", re.MULTILINE
+    ),
+    "ebnf": re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE),
+}
+
+
+def name_of_regex(pattern: str) -> str:
+    """Return what messages call a regular expression."""
+    return f"regular expression {pattern[:60]!r}{'…' if len(pattern) > 60 else ''}"
+
+
+def lark_of_regex(pattern: str) -> str:
+    """Return the grammar of the texts that a regular expression matches as a whole.
+
+    Raises:
+        InvalidConstraint: the pattern is no str, or more than llguidance takes.
+    """
+    given: object = pattern
+    if isinstance(given, re.Pattern):
+        raise InvalidConstraint(f"the pattern is {pattern!r}; give its text, pattern.pattern")
+    if not isinstance(given, str):
+        raise InvalidConstraint(f"the pattern is {pattern!r}; give a regular expression as str")
+    name = name_of_regex(pattern)
+    # llguidance silently drops a last, lone backslash.
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise InvalidConstraint(f"the {name} ends in a lone backslash")
+    from llguidance import regex_to_lark
+
+    try:
+        escaped = regex_to_lark(checked_pattern(pattern, name), use_ascii="")
+    except UnicodeEncodeError as error:
+        raise InvalidConstraint(f"the {name} holds a lone surrogate, which no text has") from error
+    return f"start: /{escaped}/"
+
+
+def lark_of_choice(texts: Sequence[str]) -> str:
+    """Return the grammar of exactly these texts, of which there is one at least.
+
+    Raises:
+        InvalidConstraint: one holds a lone surrogate.
+    """
+    _check_text("".join(texts), "choice")
+    return f"start: /{'|'.join(''.join(map(character_code, text)) for text in texts)}/"
+
+
+def lark_of_schema(schema: dict[str, Any] | str | bool, whitespace: Whitespace) -> str:
+    """Return the grammar of the JSON texts of the values that are valid under a schema.
+
+    Raises:
+        InvalidConstraint: the schema is not one, or says more than llguidance can do; or no such
+            whitespace.
+    """
+    if whitespace not in _WHITESPACE:
+        raise InvalidConstraint(
+            f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
+        )
+    return f"start: %json {schema_text(schema, _WHITESPACE[whitespace])}"
+
+
+def syntax_of(grammar: str) -> Syntax:
+    """Return the syntax in which a grammar is written: EBNF if one of its lines has ``::=``, as vLLM
+    tells them apart."""
+    lines = (re.sub(r"(#|//).*$", "", line) for line in grammar.split("\n"))
+    return "ebnf" if any("::=" in line for line in lines) else "lark"
+
+
+def lark_of_grammar(text: str, syntax: Syntax) -> str:
+    """Return a grammar without what derives no text.
+
+    Raises:
+        InvalidConstraint: it does not parse, derives nothing, or is too large; or no such syntax.
+    """
+    if not isinstance(text, str):
+        raise InvalidConstraint(f"the grammar is {text!r}: give its text as str")
+    _check_text(text, "grammar")
+    if syntax not in _FIRST_RULE:
+        raise InvalidConstraint(f"syntax is {syntax!r}: give 'lark' or 'ebnf'")
+    try:
+        lark, names = lark_of_ebnf(text) if syntax == "ebnf" else (text, {})
+        inlined = partial(schema_text, options=_WHITESPACE["spaced"])
+        return productive(lark, inlined=inlined, names=names)
+    except InvalidConstraint as error:
+        raise InvalidConstraint(f"{error}{syntax_advice(text, syntax)}") from error
+
+
+def syntax_advice(text: str, syntax: Syntax) -> str:
+    """Return what to add to the error of a grammar that looks as if it were in the other syntax."""
+    other = "lark" if syntax == "ebnf" else "ebnf"
+    if not _FIRST_RULE[other].search(text) or _FIRST_RULE[syntax].search(text):
+        return ""
+    return f'\nIt looks like {"Lark" if other == "lark" else "EBNF"}: give syntax="{other}"'
+
+
+def _check_text(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidConstraint(f"the {name} holds a lone surrogate, which no text has") from error

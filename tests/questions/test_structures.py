@@ -1,0 +1,281 @@
+"""Structures of texts on engines that draw from rows: beside each other, refused alone, cancelled, kept
+compiled. tests/questions/test_completion_laws.py has their law."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion
+from genrt.structures import guides
+from genrt.structures.guides import Guides
+from genrt.structures.schemas import closed
+from tests.scripted import passes
+
+BYTES = [bytes([byte]) for byte in range(1, 128)]
+EOS = len(BYTES)
+MODEL = NGram.random([*BYTES, b""], order=1, seed=3, eos_token_id=EOS)
+RECORD = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "b": {"type": "boolean"}},
+    "required": ["n"],
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 200}) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def oracle(llama: Path) -> Iterator[AsyncLM]:
+    with genrt.load(str(llama), engine="transformers") as opened:
+        yield opened
+
+
+def holds(name: str, value: Any, text: str) -> bool:
+    match name:
+        case "regex":
+            return re.fullmatch(value, text) is not None
+        case "choice":
+            return text in set(value)
+        case "json_schema":
+            return bool({"n"} <= json.loads(text).keys() <= {"n", "b"})
+        case _:
+            return re.fullmatch("x+", text) is not None
+
+
+ASKED: list[dict[str, Any]] = [
+    {"json_schema": RECORD},
+    {"json_schema": json.dumps(RECORD)},
+    {"regex": "[a-c]{3}"},
+    {"regex": "[0-9]|z"},
+    {"choice": ["yes", "no", "yesterday"]},
+    {"choice": [".*", "a|b", '"', "\\"]},
+    {"grammar": 'root ::= "x" root?'},
+    {"grammar": "start: /x/+"},
+]
+
+
+@pytest.mark.parametrize("name", ["lm", "oracle"])
+async def test_structures_differ_from_call_to_call_within_a_flush(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    own: AsyncLM = request.getfixturevalue(name)
+    before = own.statistics().engine
+    asked = [each | {"max_tokens": 60, "seed": seed} for each in ASKED for seed in range(3)]
+    texts = await asyncio.gather(
+        *(own.generate([1, 2], **each) for each in asked),
+        own.generate([1, 2], max_tokens=5, seed=1),
+    )
+    assert own.statistics().engine.steps - before.steps <= 60
+    whole = [(each, text) for each, text in zip(asked, texts, strict=False) if not text.truncated]
+    assert len(whole) > len(asked) / 2
+    for each, text in whole:
+        [structure] = each.keys() & {"json_schema", "regex", "choice", "grammar"}
+        assert holds(structure, each[structure], text.text), (each, text.text)
+
+
+@pytest.mark.parametrize("name", ["lm", "oracle"])
+async def test_a_bad_structure_fails_alone(name: str, request: pytest.FixtureRequest) -> None:
+    own: AsyncLM = request.getfixturevalue(name)
+    answers = await asyncio.gather(
+        own.generate([1, 2], regex="ab", max_tokens=5),
+        own.generate([1, 2], regex="a(", max_tokens=5),
+        own.generate([1, 2], json_schema={"type": "nothing"}, max_tokens=5),
+        own.generate([1, 2], max_tokens=5),
+        return_exceptions=True,
+    )
+    kinds = [type(each) for each in answers]
+    assert kinds == [Completion, InvalidRequest, InvalidRequest, Completion]
+    assert own.statistics().engine.failed == 0
+
+
+async def test_a_text_that_the_vocabulary_cannot_go_on_with_fails_alone(lm: AsyncLM) -> None:
+    dead, alive = await asyncio.gather(
+        lm.generate([1], regex="aé", max_tokens=5, seed=1),
+        lm.generate([1], regex="ab", max_tokens=5, seed=1),
+        return_exceptions=True,
+    )
+    assert isinstance(dead, InvalidRequest)
+    assert "leave no token to draw: structure" in str(dead)
+    assert isinstance(alive, Completion)
+    assert alive.text == "ab"
+
+
+async def test_a_structure_that_becomes_too_complex_fails_alone(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Complex:
+        def is_accepting(self) -> bool:
+            return False
+
+        def compute_bitmask(self) -> bytes:
+            return bytes(16)
+
+        def get_error(self) -> str:
+            return "too many items"
+
+        def consume_token(self, token: int) -> bool:
+            return False
+
+    engine: Any = lm._thread.engine
+    begin = engine._guides.begin
+
+    def begun(structure: Any, ends: Any) -> Any:
+        guide = begin(structure, ends)
+        if structure == ("regex", "[xy]+"):
+            guide._matcher = Complex()
+        return guide
+
+    monkeypatch.setattr(engine._guides, "begin", begun)
+    bad, good = await asyncio.gather(
+        lm.generate([1], regex="[xy]+", max_tokens=5),
+        lm.generate([1], regex="[xy]{2}", max_tokens=5),
+        return_exceptions=True,
+    )
+    assert isinstance(bad, InvalidRequest)
+    assert "regex is too complex to tell which tokens follow" in str(bad)
+    assert isinstance(good, Completion)
+    with pytest.raises(InvalidRequest, match="too complex"):
+        guides.Guide("regex", Complex(), 128, {1}).take(2)
+
+
+async def test_structured_texts_that_are_cancelled_leave_nothing(lm: AsyncLM) -> None:
+    tasks = [
+        asyncio.create_task(lm.generate([1], regex=f"[a-z]{{{n}}}", max_tokens=90))
+        for n in range(20, 60)
+    ]
+    await passes()
+    for task in tasks[::2]:
+        task.cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in done[::2])
+    lengths = [len(each.text) for each in done if isinstance(each, Completion)]
+    assert lengths == [*range(21, 60, 2)]
+    engine: Any = lm._thread.engine
+    await lm.next_token_logprobs([0, 0, 0, 1])
+    assert not engine._in_progress
+
+
+def test_without_a_tokenizer_or_an_end_token_structures_are_refused() -> None:
+    endless = NGram.random(5, order=1)
+    with (
+        genrt.load(endless, engine="exact") as own,
+        pytest.raises(InvalidRequest, match="ExactEngine cannot do this: regex needs an end token"),
+    ):
+        own.generate_sync([1], regex="a", max_tokens=2)
+
+    def silent() -> ExactEngine:
+        engine = ExactEngine(MODEL)
+        engine.tokenizer = None
+        return engine
+
+    with genrt.load(engine=silent) as own:
+        option: dict[str, Any]
+        for option in ({"regex": "a"}, {"choice": ["a"]}, {"json_schema": {}}, {"stop": "a"}):
+            [name] = option
+            with pytest.raises(InvalidRequest, match=f"{name} needs a tokenizer, which this model"):
+                own.generate_sync([1], max_tokens=2, **option)
+
+
+async def test_a_tokenizer_whose_bytes_cannot_be_told_has_no_structures() -> None:
+    class Foreign:
+        eos_token_id = 2
+
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return "a" * len(token_ids)
+
+    def foreign() -> ExactEngine:
+        engine = ExactEngine(NGram.random(5, order=1))
+        engine.tokenizer = Foreign()
+        engine._guides = Guides(engine.tokenizer, 5)
+        return engine
+
+    async with await genrt.aload(engine=foreign) as own:
+        bad, good = await asyncio.gather(
+            own.generate([1], regex="a", max_tokens=2),
+            own.generate([1], max_tokens=2),
+            return_exceptions=True,
+        )
+    assert isinstance(bad, InvalidRequest)
+    assert "structures need the vocabulary's bytes" in str(bad)
+    assert isinstance(good, Completion)
+
+
+def test_what_is_kept_compiled_is_bounded(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = lm._thread.engine
+    for number in range(guides.MOST_KEPT + 20):
+        text = lm.generate_sync([1], choice=[f"a{number}"], max_tokens=9).text
+        assert text == f"a{number}"
+    assert len(engine._guides._larks) == len(engine._guides._starts) == guides.MOST_KEPT
+    compiled: list[str] = []
+    monkeypatch.setattr(guides, "check_begins", compiled.append)
+    lm.batch_generate_sync([[1]] * 5, choice=["new"], max_tokens=5)
+    lm.batch_generate_sync([[1]] * 5, choice=["new"], max_tokens=5)
+    assert len(compiled) == 1
+
+
+def test_a_stop_token_ends_a_structured_text_only_where_it_is_complete(lm: AsyncLM) -> None:
+    b = BYTES.index(b"b")
+    texts = lm.batch_generate_sync(
+        [[1]] * 30, regex="a(b|c)*", stop_token_ids=[b], max_tokens=40, seed=1
+    )
+    for each in texts:
+        assert each.truncated or re.fullmatch("ac*", each.text)
+    assert {each.stop_reason for each in texts} == {None, b}
+
+
+def test_after_an_end_token_that_is_ignored_anything_follows(lm: AsyncLM) -> None:
+    found = lm.generate_sync([1], regex="ab", ignore_eos=True, max_tokens=9, seed=1)
+    assert found.token_ids[:3] == (BYTES.index(b"a"), BYTES.index(b"b"), EOS)
+    assert len(found.token_ids) == 9
+
+
+def test_logprobs_of_a_structured_text_are_within_the_structure(lm: AsyncLM) -> None:
+    found = lm.generate_sync(
+        [1], regex="[a-c]{4}", max_tokens=9, seed=1, logprobs=3, temperature=2.0
+    )
+    letters = [BYTES.index(each) for each in (b"a", b"b", b"c")]
+    for place, token in enumerate(found.token_ids):
+        row = lm.next_token_logprobs_sync([1, *found.token_ids[:place]])
+        kept = [EOS] if place == 4 else letters
+        inside = dict(zip(kept, row[kept].log_softmax(0).tolist(), strict=True))
+        assert found.logprobs[place] == pytest.approx(inside[token], abs=1e-5)
+        likeliest = {k: v for k, v in found.top_logprobs[place].items() if v > -torch.inf}
+        assert likeliest == pytest.approx(inside, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        ({"properties": {"a": {}}}, True),
+        ({"properties": {"a": {}}, "required": ["a"]}, True),
+        ({"properties": {"a": {}}, "required": ["b"]}, False),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "null"}}, False),
+        ({"properties": {"a": {}}, "anyOf": [{}, {"properties": {"b": {}}}]}, False),
+        ({"allOf": [{"properties": {"a": {}}}]}, False),
+        ({"type": "object"}, False),
+        ({"items": {"properties": {"a": {}}}}, True),
+        ({"$defs": {"x": {"properties": {"a": {}}}}, "$ref": "#/$defs/x"}, True),
+    ],
+    ids=str,
+)
+def test_objects_have_no_other_properties_unless_the_schema_speaks_of_them(
+    schema: dict[str, Any], is_closed: bool
+) -> None:
+    assert ('"additionalProperties": false' in json.dumps(closed(schema))) == is_closed
+    assert "additionalProperties" not in schema or not is_closed
