@@ -344,8 +344,7 @@ class AsyncLM:
             InvalidRequest: an option is out of range, or the engine cannot do it; else as ``sample``.
         """
         requests, timeout = self._texts.requests([prompt], options)
-        [completion] = await self._ask(requests, timeout=timeout)
-        return cast("Completion", completion)
+        return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
 
     async def batch_generate(
         self, prompts: Sequence[str | TokenIds], **options: Unpack[GenerateOptions]
@@ -365,8 +364,7 @@ class AsyncLM:
         ``encode_chat`` for that, ``TurnOptions`` for the options."""
         ids, given = self._texts.turn(messages, options)
         requests, timeout = self._texts.requests([ids], given)
-        [completion] = await self._ask(requests, timeout=timeout)
-        return cast("Completion", completion)
+        return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
 
     def stream(self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]) -> Stream:
         """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``.
@@ -382,8 +380,7 @@ class AsyncLM:
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
     ) -> Stream:
         """Return the assistant's next message as it is drawn: ``chat``, as a ``stream``."""
-        ids, given = self._texts.turn(messages, options)
-        request, timeout = self._texts.streamed(ids, given)
+        request, timeout = self._texts.streamed(*self._texts.turn(messages, options))
         return self._stream(request, timeout=timeout)
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
