@@ -1,4 +1,4 @@
-"""The command line: ``genrt demo`` and ``genrt info``.
+"""The command line: ``genrt demo``, ``genrt generate`` and ``genrt info``.
 
 ``info`` inspects the installation without needing any part of it, so it also runs where something is
 missing or broken, and says what to do about that.
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"genrt {genrt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="sequential Monte Carlo over the embedded model")
+    generate = commands.add_parser("generate", help="a text for each row of a file, to be resumed")
     info = commands.add_parser("info", help="what is installed, what is missing, what to do")
     info.set_defaults(run=_info)
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -57,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             program = importlib.import_module("genrt.demo")
             program.add_arguments(demo)
             demo.set_defaults(run=program.run)
+        if arguments[:1] == ["generate"]:
+            program = importlib.import_module("genrt.generate")
+            program.add_arguments(generate)
+            generate.set_defaults(run=program.run)
         options = parser.parse_args(arguments)
         return int(options.run(options))
     except GenrtError as error:

@@ -5,7 +5,8 @@
     GenrtError
     ├── InvalidRequest (ValueError)      the question itself is wrong; no engine was asked
     │   ├── ContextTooLong               more tokens than the engine's max_model_len allows
-    │   └── UnknownAdapter (LookupError) no adapter of that name is loaded
+    │   ├── UnknownAdapter (LookupError) no adapter of that name is loaded
+    │   └── UnknownColumn (LookupError)  a job's prompts need a column that a row lacks
     ├── InvalidAdapter (ValueError)      a directory that is not a safe LoRA adapter
     ├── InvalidConstraint (ValueError)   a constraint that can't be made: what does not compile
     ├── ModelNotFound (FileNotFoundError)  no such checkpoint directory or model name
@@ -16,6 +17,8 @@
     │   ├── EngineDied                   … and can't go on: restart it, or load again
     │   ├── OutOfMemory                  … because the device's memory ran out, for this request alone
     │   └── NotFinite                    the model's logits were NaN, +inf or all -inf
+    ├── JobRefused (RuntimeError)        a job's output is not its own, or was made from something else
+    ├── OutputFailed (OSError)           a job's output cannot be written; what was written stays
     ├── TimedOut (TimeoutError)          the answer took longer than the caller would wait
     └── Closed (RuntimeError)            the runtime was closed before the answer came
 
@@ -37,11 +40,14 @@ __all__ = [
     "InvalidAdapter",
     "InvalidConstraint",
     "InvalidRequest",
+    "JobRefused",
     "ModelNotFound",
     "NotFinite",
     "OutOfMemory",
+    "OutputFailed",
     "TimedOut",
     "UnknownAdapter",
+    "UnknownColumn",
 ]
 
 WAS_CLOSED = "the runtime was closed: restart it, or load it again"
@@ -71,6 +77,10 @@ class ContextTooLong(InvalidRequest):
 
 class UnknownAdapter(InvalidRequest, LookupError):
     """No adapter of that name is loaded: it never was, or it has been removed."""
+
+
+class UnknownColumn(InvalidRequest, LookupError):
+    """A job's template or its column of messages is not among a row's columns."""
 
 
 class InvalidAdapter(GenrtError, ValueError):
@@ -112,6 +122,14 @@ class OutOfMemory(EngineFailed):
 
 class NotFinite(EngineFailed):
     """The model's logits hold NaN or +inf, or nothing but -inf: there is no row."""
+
+
+class JobRefused(GenrtError, RuntimeError):
+    """A job's output belongs to something else, or what it was made from has changed since."""
+
+
+class OutputFailed(GenrtError, OSError):
+    """A job's output cannot be written: the disk is full, for example. A resume goes on from there."""
 
 
 class TimedOut(GenrtError, TimeoutError):

@@ -29,6 +29,7 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 ROOMS = (
     "__main__.py",
     "demo.py",
+    "generate.py",
     "__init__.py",
     "testing",
     "inference",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from genrt.generation.jobs import Job
 from genrt.generation.many import (
     Failed,
     Item,
@@ -11,10 +12,15 @@ from genrt.generation.many import (
     generate_many,
     generate_many_sync,
 )
+from genrt.generation.reports import JobReport
+from genrt.generation.runs import JobRun
 
 __all__ = [
     "Failed",
     "Item",
+    "Job",
+    "JobReport",
+    "JobRun",
     "ManyOptions",
     "OnError",
     "Prompt",

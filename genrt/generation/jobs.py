@@ -1,0 +1,271 @@
+"""Jobs: a text for each row of a file, written row by row, to be resumed after any interruption."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Unpack
+
+from genrt.errors import InvalidRequest
+from genrt.generation.fingerprints import Fingerprint, fingerprint, model_of, model_part
+from genrt.generation.outputs import Schema
+from genrt.generation.prompts import Prompts
+from genrt.generation.reports import JobReport, check_heartbeat
+from genrt.generation.runs import JobRun, JobSettings
+from genrt.generation.tables import check_input, format_of
+from genrt.lm import AsyncLM
+from genrt.numbers import check_bool, check_int, check_timeout, named, shown
+from genrt.questions.completions import STRUCTURES, GenerateOptions, completion_requests
+from genrt.questions.contexts import Limits
+from genrt.runtime.blocking import blocking_twin
+from genrt.runtime.thread import aside
+
+__all__ = ["Job"]
+
+ANY_MODEL = Limits(2**31 - 1, 2**31 - 1)
+"""Limits that every model is within: options are checked by these before there is a model."""
+
+
+class Job:
+    """A text for each row of a JSONL, CSV or TSV file, as a line of a JSONL file.
+
+    The output is the job's memory: a line is written when its row is finished, whole, and once. Run again
+    after any interruption, the job goes on with the rows that are missing; after rows were added to the
+    input, with these. Lines are in the order in which rows were finished. A line has the row's ``index``
+    (from 0), its columns as ``input``, ``text``, ``finish_reason``, ``stop_reason``, ``truncated``,
+    ``prompt_tokens``, ``completion_tokens`` and ``seed``, or else ``error`` and ``error_type``. With a
+    schema it has the text's value as ``output``, and whether it is ``valid``; with ``logprobs`` these and
+    the ``token_ids``.
+
+    ``OUTPUT.job.json`` beside it says what the lines were made from. A run with another template, schema,
+    option or model is refused, and so is one whose input has changed in a row that is finished.
+
+    With ``seed``, row ``i`` is drawn with seed ``seed + i``: a finished job is the same whatever
+    interrupted it, as far as the engine computes the same in any batch.
+    """
+
+    def __init__(
+        self,
+        input: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        prompt_template: str | None = None,
+        messages_column: str | None = None,
+        system_message: str | None = None,
+        chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str | os.PathLike[str] | None = None,
+        model_options: Mapping[str, Any] | None = None,
+        input_format: str | None = None,
+        limit: int | None = None,
+        keep_columns: Sequence[str] | None = None,
+        retry_errors: bool | Collection[str] = False,
+        overwrite: bool = False,
+        num_retries_invalid: int = 0,
+        sort_by_length: bool = False,
+        concurrency: int | None = None,
+        max_consecutive_failures: int = 10,
+        heartbeat: float = 60.0,
+        log_prompts: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> None:
+        """
+        Args:
+            input: the file of rows; see ``input_format``. It is read once before the first row is asked.
+            output: the file of lines, in a directory that is there.
+            prompt_template: the prompt of a row, by the names of columns: ``"Summarise: {text}"``.
+                ``{{`` and ``}}`` are braces; values that are no str are written as JSON.
+            messages_column: in place of a template, the column with a conversation: a list, or its JSON.
+            system_message: is put in front of every conversation; makes one of a template too.
+            chat: whether the template's text is a message of the user's, answered by ``lm.chat``.
+            chat_template_kwargs: for the chat template, as ``lm.chat`` takes them.
+            model: what the model is called when another run compares: its directory, which is compared by
+                what is in it, or its name. By default where the tokenizer was read from.
+            model_options: what else decides the model's answers, such as its dtype: compared, not used.
+            input_format: ``"jsonl"``, ``"csv"`` or ``"tsv"``; by default what the file's name says.
+            limit: only so many rows from the beginning.
+            keep_columns: the columns that a line repeats as ``input``; by default all of the row.
+            retry_errors: whether rows with an error are asked again, or the types of such errors.
+            overwrite: whether to start over, if the output is there.
+            num_retries_invalid: how often a text that has not its schema is drawn again, with other
+                seeds. Its last draw is written.
+            sort_by_length: whether the longest prompts are asked first, so that the last steps are not
+                left to few of them. The rows that are left are then in memory, all at once; they are
+                streamed otherwise.
+            concurrency: as of ``generate_many``.
+            max_consecutive_failures: after so many rows in a row failed, the run stops, and these are not
+                written: the next run asks them again. 0 is no bound. Rows that are themselves wrong (too
+                long, a column missing) do not count.
+            heartbeat: every so many seconds a line is logged, and the output synchronized with the disk;
+                0 is never.
+            log_prompts: whether warnings about failed rows have the rows and the messages of the errors,
+                which may quote prompts.
+            options: those of ``lm.generate``. ``json_schema`` also judges the texts; ``timeout`` is each
+                row's; ``seed`` is 0 unless it is given, and ``None`` draws anew in every run.
+
+        Raises:
+            InvalidRequest: an argument is wrong, or there is no such input.
+            ExtraNotInstalled: there is a schema, and jsonschema is missing.
+        """
+        source = check_input(_path("input", input))
+        schema = None
+        if "json_schema" in options:
+            schema = Schema(options["json_schema"])
+            options = {**options, "json_schema": schema.schema}
+        prompts = Prompts(
+            prompt_template, messages_column, chat=chat, system_message=system_message
+        )
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise InvalidRequest(
+                f"chat_template_kwargs must be a mapping, got {named(chat_template_kwargs)}"
+            )
+        kept = None if keep_columns is None else _names("keep_columns", keep_columns)
+        asked: dict[str, Any] = {**options}
+        seed = asked.pop("seed", 0)
+        decided = _decided(asked, seed)
+        redrawn = check_int("num_retries_invalid", num_retries_invalid, 0, 2**20)
+        if redrawn and (schema is None or decided["temperature"] == 0):
+            raise InvalidRequest(
+                "num_retries_invalid needs a json_schema to judge texts by, and a temperature over 0: a "
+                "greedy text comes out the same again"
+            )
+        self._decided = (
+            decided
+            | prompts.parts
+            | {
+                "chat_template_kwargs": _plain("chat_template_kwargs", chat_template_kwargs),
+                "keep_columns": kept,
+                "num_retries_invalid": redrawn,
+            }
+        )
+        self._model = None if model is None else str(_path("model", model))
+        self._model_options = _plain("model_options", model_options)
+        self._settings = JobSettings(
+            input=source,
+            form=format_of(source, input_format),
+            output=_path("output", output),
+            prompts=prompts,
+            schema=schema,
+            options=asked,
+            seed=seed,
+            chat_template_kwargs=chat_template_kwargs,
+            limit=sys.maxsize if limit is None else check_int("limit", limit, 1, sys.maxsize),
+            keep_columns=kept,
+            retried=_retried(retry_errors),
+            overwrite=check_bool("overwrite", overwrite),
+            num_retries_invalid=redrawn,
+            sort_by_length=check_bool("sort_by_length", sort_by_length),
+            concurrency=None if concurrency is None else check_int("concurrency", concurrency, 1),
+            max_consecutive_failures=check_int(
+                "max_consecutive_failures", max_consecutive_failures, 0
+            ),
+            heartbeat=check_heartbeat(heartbeat),
+            log_prompts=check_bool("log_prompts", log_prompts),
+        )
+
+    def __repr__(self) -> str:
+        return f"Job({str(self._settings.input)!r}, {str(self._settings.output)!r})"
+
+    async def run(self, lm: AsyncLM) -> JobReport:
+        """Ask the rows that are left, write them, and return what was done.
+
+        The report of a run that stopped, since too many rows failed one after another, says so. Whatever
+        else ends it, cancellation and interrupts included: what was written stays, and another run goes
+        on from there.
+
+        Raises:
+            JobRefused: another job writes the output, or what it was made from has changed.
+            InvalidRequest: the input cannot be read, a column is unknown (UnknownColumn), or an option
+                is out of the model's range.
+            OutputFailed: the output cannot be written.
+            EngineDied, Closed: the runtime is; rows under way are not written.
+        """
+        if not isinstance(lm, AsyncLM):
+            raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
+        running = JobRun(self._settings)
+        try:
+            await aside(lambda: running.open(self._fingerprint(model_of(lm))))
+            return await running.run(lm)
+        finally:
+            running.close()
+
+    run_sync = blocking_twin(run)
+
+    def begin(self, model: str | None = None) -> JobRun:
+        """Return a run that lacks nothing but the model, which is this directory or of this name.
+
+        For those who load a model only for what is not refused, and is not finished: it is to be closed,
+        best by ``with``. Raises as ``run``; reads the input and the output, blocking.
+        """
+        running = JobRun(self._settings)
+        try:
+            running.open(self._fingerprint(model))
+        except BaseException:
+            running.close()
+            raise
+        return running
+
+    def _fingerprint(self, model: str | None) -> Fingerprint:
+        parts = self._decided
+        if self._model_options is not None:
+            parts = parts | {"model_options": self._model_options}
+        found = fingerprint(parts)
+        model = self._model or model
+        return found if model is None else found | {"model": model_part(model)}
+
+
+def _path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise InvalidRequest(f"{name} must be a path, got {named(value)}")
+    path = os.fsdecode(os.fspath(value))
+    if "\0" in path:
+        raise InvalidRequest(f"{name} must be a path, got one with a null character in it")
+    return Path(path).expanduser()
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple | set | frozenset) or not all(
+        isinstance(each, str) for each in value
+    ):
+        raise InvalidRequest(f"{name} must be a list of names, got {shown(value)}")
+    return tuple(value)
+
+
+def _retried(value: object) -> Callable[[str], bool]:
+    if isinstance(value, bool):
+        return lambda _: value
+    names = frozenset(_names("retry_errors", value))
+    return names.__contains__
+
+
+def _plain(name: str, value: Mapping[str, Any] | None) -> Any:
+    """Return a mapping as its JSON is read. Raises InvalidRequest if it has none."""
+    if not isinstance(value, Mapping | None):
+        raise InvalidRequest(f"{name} must be a mapping, got {named(value)}")
+    try:
+        return None if value is None else json.loads(json.dumps(dict(value)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from error
+
+
+def _decided(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+    """Return how texts are drawn, in plain types, whatever the model.
+
+    Raises:
+        InvalidRequest: an option is wrong.
+    """
+    given = dict(options)
+    check_timeout(given.pop("timeout", None))
+    adapter = given.pop("adapter", None)
+    if not isinstance(adapter, str | None):
+        raise InvalidRequest(f"adapter must be a name, got {named(adapter)}")
+    [request] = completion_requests(ANY_MODEL, [[0]], None, itertools.count(), seed, given)
+    decoding = asdict(request.decoding) | {"max_tokens": given.get("max_tokens")}
+    structure = decoding.pop("structure")
+    structures = dict.fromkeys(STRUCTURES) | dict([structure] if structure else [])
+    return decoding | structures | {"seed": seed, "adapter": adapter}

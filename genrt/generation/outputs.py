@@ -1,0 +1,59 @@
+"""Texts judged by a JSON schema: their values, and whether these are valid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from genrt.errors import ExtraNotInstalled, InvalidRequest
+from genrt.generation.tables import parse_json
+from genrt.numbers import shown
+
+__all__ = ["Schema"]
+
+
+class Schema:
+    """A JSON schema, by which texts are judged.
+
+    Attributes:
+        schema: as a dict, in the order in which it was given.
+    """
+
+    def __init__(self, schema: Mapping[str, Any] | str | type) -> None:
+        """Take a schema as ``json_schema=`` does: a dict, a JSON text, or a pydantic model.
+
+        Raises:
+            InvalidRequest: it is no JSON schema.
+            ExtraNotInstalled: jsonschema is missing.
+        """
+        try:
+            import jsonschema
+        except ImportError as error:
+            raise ExtraNotInstalled(
+                "judging texts by a schema needs jsonschema: pip install jsonschema"
+            ) from error
+        given: Any = schema
+        try:
+            if isinstance(given, type) and hasattr(given, "model_json_schema"):
+                given = given.model_json_schema()
+            given = parse_json(given if isinstance(given, str) else json.dumps(given))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"json_schema is no JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"json_schema must be an object, got {shown(schema)}")
+        self.schema: dict[str, Any] = given
+        kind = jsonschema.validators.validator_for(given, jsonschema.Draft202012Validator)
+        try:
+            kind.check_schema(given)
+        except jsonschema.SchemaError as error:
+            raise InvalidRequest(f"json_schema is no JSON schema: {error.message}") from error
+        self._validator = kind(given, format_checker=kind.FORMAT_CHECKER)
+
+    def judge(self, text: str) -> tuple[Any, bool]:
+        """Return the value of a text, ``None`` if it is no JSON, and whether the value is valid."""
+        try:
+            value = parse_json(text)
+            return value, bool(self._validator.is_valid(value))
+        except (ValueError, RecursionError):
+            return None, False

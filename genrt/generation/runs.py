@@ -1,0 +1,385 @@
+"""One run of a job: what is left of its input is asked, and each row written as it is finished."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    EngineDied,
+    GenrtError,
+    InvalidRequest,
+    JobRefused,
+    OutputFailed,
+)
+from genrt.generation.journal import Journal
+from genrt.generation.many import AHEAD, Asked, Failed, Item
+from genrt.generation.outputs import Schema
+from genrt.generation.prompts import Prompt, Prompts, value_of
+from genrt.generation.reports import Counting, JobReport, heartbeat
+from genrt.generation.tables import Row, read_rows
+from genrt.generation.walk import Walk
+from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion, GenerateOptions
+from genrt.questions.contexts import LAST_SEED
+from genrt.runtime.blocking import blocking_twin
+
+__all__ = ["JobRun", "JobSettings"]
+
+log = logging.getLogger("genrt.generation")
+
+REDRAWN = 2**40
+"""What a seed grows by when a row is drawn again: more than there are rows."""
+
+ROWS_AT_ONCE = 256
+"""After so many rows that are not asked, the loop goes round once."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """A job's arguments, checked; ``Job`` documents them."""
+
+    input: Path
+    form: str
+    output: Path
+    prompts: Prompts
+    schema: Schema | None
+    options: Mapping[str, Any]
+    seed: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    limit: int
+    keep_columns: tuple[str, ...] | None
+    retried: Callable[[str], bool]
+    overwrite: bool
+    num_retries_invalid: int
+    sort_by_length: bool
+    concurrency: int | None
+    max_consecutive_failures: int
+    heartbeat: float
+    log_prompts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A row that is left: what is asked, or why nothing can be, and how often it was drawn again."""
+
+    row: Row
+    prompt: Prompt | InvalidRequest
+    again: int = 0
+
+
+class JobRun:
+    """A run of a job, from taking the output's lock to leaving it: a context manager, made by
+    ``Job.begin``."""
+
+    def __init__(self, settings: JobSettings) -> None:
+        self._settings = settings
+        self._journal = Journal(settings.output)
+        self._counting = Counting()
+        self._opening = threading.Lock()
+        self._closed = False
+        self._sorted: deque[_Asked] | None = None
+        # Rows under way by their number in the stream of items, and those to be asked again.
+        self._under_way: dict[int, _Asked] = {}
+        self._started = 0
+        self._again: deque[_Asked] = deque()
+        self._news = asyncio.Event()
+        # Rows that failed one after another: they are written once another one does not.
+        self._held: list[tuple[Row, Exception]] = []
+
+    # -- before there is a model ----------------------------------------------------------------
+
+    def open(self, now: dict[str, dict[str, Any]]) -> None:
+        """Take the output, read what is finished, and compare it with the input, and its fingerprint with
+        ``now``.
+
+        Raises:
+            InvalidRequest: the input cannot be read, or lacks columns (UnknownColumn).
+            JobRefused: another job writes the output, or what it was made from has changed.
+            OutputFailed: the output cannot be written.
+        """
+        with self._opening:
+            if self._closed:
+                return
+            at = self._settings
+            if at.output.exists() and os.path.samefile(at.input, at.output):
+                raise InvalidRequest(f"{at.output} is the input: name another file for the output")
+            self._journal.lock()
+            most_rows = at.input.stat().st_size
+            self._journal.recover(now, most_rows, at.retried, at.overwrite)
+            self._compare()
+            if at.sort_by_length:
+                todo = [asked for asked in self._todo() if asked is not None]
+                self._sorted = deque(sorted(todo, key=_length, reverse=True))
+
+    def _compare(self) -> None:
+        """Read the input once: rows that are finished have to be as they were, columns to be known."""
+        at, counting, digests = self._settings, self._counting, self._journal.digests
+        known: dict[str, None] = {}
+        read = 0
+        for row in itertools.islice(read_rows(at.input, at.form), max(at.limit, len(digests))):
+            if self._closed:
+                return
+            read += 1
+            known |= dict.fromkeys(row.columns)
+            was = digests[row.index] if row.index < len(digests) else 0
+            if was not in (0, row.digest):
+                raise JobRefused(
+                    f"row {row.index} of {at.input} has changed since it was answered: give the input as "
+                    f"it was (rows may be added at its end), name another output, or start {at.output} "
+                    "over (--overwrite, overwrite=True). A row that failed may be mended, and is asked "
+                    "again with --retry-errors, retry_errors=True"
+                )
+            counting.skipped += was != 0 and row.index < at.limit
+        if read < len(digests):
+            raise JobRefused(
+                f"{at.input} has {read} rows, and {at.output} an answer to row {len(digests) - 1}: rows "
+                "of the input may not go"
+            )
+        counting.rows = min(read, at.limit)
+        counting.failed_before = min(self._journal.failed, counting.skipped)
+        for name in (*at.prompts.columns, *(at.keep_columns or ())) if read else ():
+            value_of(known, name)
+
+    def _todo(self) -> Iterator[_Asked | None]:
+        """Yield the rows that are left, and ``None`` for each that is not."""
+        at, digests = self._settings, self._journal.digests
+        for row in itertools.islice(read_rows(at.input, at.form), self._counting.rows):
+            if row.index < len(digests) and digests[row.index]:
+                yield None
+                continue
+            try:
+                yield _Asked(row, at.prompts.of(row.columns))
+            except InvalidRequest as error:
+                yield _Asked(row, error)
+
+    # -- with a model ---------------------------------------------------------------------------
+
+    async def run(self, lm: AsyncLM) -> JobReport:
+        """Ask the rows that are left, write them, and return what was done; as ``Job.run``.
+
+        Raises:
+            InvalidRequest: an option is wrong, or nothing the engine can do.
+            OutputFailed: the output cannot be written.
+            EngineDied, Closed: the runtime is.
+        """
+        at = self._settings
+        self._counting.restart_clock()
+        options: Any = {**at.options, "concurrency": at.concurrency}
+        asked = Asked(lm, options)
+        with heartbeat(at.heartbeat, self._beat):
+            await asked.check()
+            walk: Walk[Completion | Failed] = Walk(
+                self._items(),
+                asked.ask,
+                concurrency=asked.concurrency,
+                most_ahead=AHEAD * asked.concurrency,
+            )
+            try:
+                while not self._counting.stopped and (taken := await walk.take()) is not None:
+                    self._settle(*taken)
+            except OutputFailed:
+                await walk.close()
+                raise
+            except BaseException:
+                await self._end(walk)
+                raise
+            await self._end(walk)
+            if not self._counting.stopped:
+                self._write_held()
+        return self._counting.report()
+
+    run_sync = blocking_twin(run)
+
+    def report(self) -> JobReport:
+        """Return what has been done so far."""
+        return self._counting.report()
+
+    async def _end(self, walk: Walk[Completion | Failed]) -> None:
+        """Cancel what is under way, and write what has ended nevertheless."""
+        await walk.close()
+        while True:
+            with contextlib.suppress(Closed, EngineDied):
+                if (taken := walk.take_ended()) is None:
+                    return
+                self._settle(*taken)
+
+    async def _items(self) -> AsyncIterator[Item]:
+        rows = self._todo() if self._sorted is None else _drained(self._sorted)
+        for place, asked in enumerate(rows):
+            if self._counting.stopped:
+                return
+            while self._again:
+                yield self._start(self._again.popleft())
+            if asked is not None and not isinstance(asked.prompt, InvalidRequest):
+                yield self._start(asked)
+                continue
+            if asked is not None:
+                self._fail(asked.row, cast("InvalidRequest", asked.prompt), is_own_fault=True)
+            if place % ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        while self._again or (self._under_way and self._settings.num_retries_invalid):
+            if self._again:
+                yield self._start(self._again.popleft())
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+    def _start(self, asked: _Asked) -> Item:
+        self._under_way[self._started] = asked
+        self._started += 1
+        options: GenerateOptions = {}
+        if (seed := self._seed(asked)) is not None:
+            options["seed"] = seed
+        if isinstance(asked.prompt, str):
+            return Item(asked.prompt, options=options)
+        kwargs = self._settings.chat_template_kwargs
+        return Item(
+            messages=cast("Any", asked.prompt), options=options, chat_template_kwargs=kwargs
+        )
+
+    def _seed(self, asked: _Asked) -> int | None:
+        """Return the seed that a row has in whichever order and however often rows are asked."""
+        seed = self._settings.seed
+        if seed is None:
+            return None
+        return (seed + asked.row.index + asked.again * REDRAWN) % (LAST_SEED + 1)
+
+    def _settle(self, number: int, result: Completion | Failed) -> None:
+        asked = self._under_way.pop(number)
+        self._news.set()
+        at, counting = self._settings, self._counting
+        if isinstance(result, Failed):
+            self._fail(asked.row, result.error, is_own_fault=False)
+            return
+        counting.completion_tokens += len(result.token_ids)
+        entry = self._entry(asked.row) | answer_of(result) | {"seed": self._seed(asked)}
+        if at.schema is not None:
+            value, valid = at.schema.judge(result.text)
+            if not valid and asked.again < at.num_retries_invalid:
+                self._again.append(replace(asked, again=asked.again + 1))
+                return
+            entry |= {"output": value, "valid": valid}
+            counting.invalid += not valid and not result.truncated
+        if not counting.stopped:
+            self._write_held()
+        self._journal.write(entry)
+        counting.done += 1
+        counting.truncated += result.truncated
+        counting.prompt_tokens += len(result.prompt_token_ids)
+
+    def _fail(self, row: Row, error: Exception, *, is_own_fault: bool) -> None:
+        """Write a row's error; hold it back if the next rows may fail for the same reason."""
+        if not isinstance(error, GenrtError):
+            raise error
+        at, counting = self._settings, self._counting
+        told = f": {error}; the row is {row.columns}" if at.log_prompts else ""
+        log.warning("row %d failed with %s%s", row.index, type(error).__name__, told)
+        is_own_fault = is_own_fault or isinstance(error, ContextTooLong)
+        if is_own_fault or not at.max_consecutive_failures:
+            self._write_failed(row, error)
+            return
+        self._held.append((row, error))
+        counting.kept_back = len(self._held)
+        if len(self._held) == at.max_consecutive_failures:
+            counting.stopped = self._stopped()
+
+    def _stopped(self) -> str:
+        kinds = Counter(type(error).__name__ for _, error in self._held)
+        messages = {str(error) for _, error in self._held}
+        # What is said of one row alone may quote its prompt; what is said of all does not.
+        shown = len(messages) == 1 < len(self._held) or self._settings.log_prompts
+        told = messages.pop() if shown else "log_prompts (--log-prompts) shows their messages"
+        return (
+            f"{len(self._held)} rows failed one after another, with {' and '.join(kinds)}: {told}. They "
+            "are not written, and the next run asks them again"
+        )
+
+    def _write_held(self) -> None:
+        while self._held:
+            self._write_failed(*self._held[0])
+            del self._held[0]
+            self._counting.kept_back = len(self._held)
+
+    def _write_failed(self, row: Row, error: Exception) -> None:
+        name = type(error).__name__
+        entry = self._entry(row) | answer_of(None) | {"error": str(error), "error_type": name}
+        self._journal.write(entry)
+        self._counting.failed[name] += 1
+
+    def _entry(self, row: Row) -> dict[str, Any]:
+        at, columns = self._settings, row.columns
+        if at.keep_columns is not None:
+            columns = {name: columns[name] for name in at.keep_columns if name in columns}
+        judged = {} if at.schema is None else {"output": None, "valid": None}
+        return {"index": row.index, "digest": f"{row.digest:016x}", "input": columns} | judged
+
+    def _beat(self) -> None:
+        log.info("%s: %s", self._settings.output, str(self._counting))
+        try:
+            self._journal.sync()
+        except OutputFailed as error:
+            log.warning("%s", error)
+
+    def close(self) -> None:
+        """Close the output once it is on the disk, and let others write it. Idempotent, from any thread;
+        ends ``open`` early."""
+        self._closed = True
+        with self._opening:
+            self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def answer_of(completion: Completion | None) -> dict[str, Any]:
+    """Return what a line says of a completion, or of its lack."""
+    entry: dict[str, Any] = dict.fromkeys(
+        ("text", "finish_reason", "stop_reason", "truncated", "prompt_tokens", "completion_tokens")
+    )
+    if completion is not None:
+        entry = {
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "truncated": completion.truncated,
+            "prompt_tokens": len(completion.prompt_token_ids),
+            "completion_tokens": len(completion.token_ids),
+        }
+        if completion.logprobs:
+            entry["token_ids"] = completion.token_ids
+            entry["logprobs"] = [_finite(each) for each in completion.logprobs]
+            entry["top_logprobs"] = [
+                {token: _finite(logprob) for token, logprob in each.items()}
+                for each in completion.top_logprobs
+            ]
+    return entry | {"seed": None, "error": None, "error_type": None}
+
+
+def _finite(logprob: float) -> float | None:
+    return logprob if math.isfinite(logprob) else None
+
+
+def _length(asked: _Asked) -> int:
+    prompt = asked.prompt
+    return len(prompt) if isinstance(prompt, str) else len(str(prompt))
+
+
+def _drained(rows: deque[_Asked]) -> Iterator[_Asked]:
+    while rows:
+        yield rows.popleft()

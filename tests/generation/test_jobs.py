@@ -1,0 +1,829 @@
+"""Jobs: each row once, whatever interrupts them; what changed is refused; failures, tables, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.errors import (
+    Closed,
+    EngineFailed,
+    InvalidRequest,
+    JobRefused,
+    OutputFailed,
+    TimedOut,
+    UnknownColumn,
+)
+from genrt.generation import runs, tables
+from genrt.generation.jobs import Job
+from genrt.generation.journal import Journal
+from genrt.generation.reports import heartbeat
+from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion
+from tests.generation.job_cases import MODEL, job, lines_of, rows, write_rows
+
+ROWS = rows(12)
+
+
+@pytest.fixture
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 64}) as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the rows in ``in.jsonl``."""
+    write_rows(tmp_path / "in.jsonl", ROWS)
+    return tmp_path
+
+
+class Scripted:
+    """What ``lm.generate`` does instead of asking, for some rows; and what was asked of it, by seed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[int] = []
+        self.errors: dict[int, Exception] = {}
+        self.texts: dict[int, str] = {}
+        original = AsyncLM.generate
+
+        async def generate(lm: AsyncLM, prompt: Any, **options: Any) -> Completion:
+            seed = options.get("seed")
+            options.pop("json_schema", None)
+            if seed is None:
+                return await original(lm, prompt, **options)
+            self.asked.append(seed)
+            if seed in self.errors:
+                await asyncio.sleep(0)
+                raise self.errors[seed]
+            completion = await original(lm, prompt, **options)
+            if seed not in self.texts:
+                return completion
+            return Completion(self.texts[seed], (1, 2), (1,), (), (), "stop", None, 0.0, 0.0)
+
+        monkeypatch.setattr(AsyncLM, "generate", generate)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    return Scripted(monkeypatch)
+
+
+# -- what is written ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sort_by_length", [False, True])
+async def test_each_row_has_the_text_that_its_seed_decides(
+    sort_by_length: bool, lm: AsyncLM, folder: Path
+) -> None:
+    report = await job(folder, seed=7, sort_by_length=sort_by_length, concurrency=3).run(lm)
+    for line, row in zip(lines_of(folder), ROWS, strict=True):
+        prompt, seed = f"say {row['text']}", 7 + line["index"]
+        alone = await lm.generate(prompt, max_tokens=6, seed=seed)
+        assert (line["text"], line["truncated"]) == (alone.text, alone.truncated)
+        assert line["finish_reason"] == alone.finish_reason
+        assert line["completion_tokens"] == len(alone.token_ids)
+        assert line["prompt_tokens"] == len(alone.prompt_token_ids)
+        assert (line["seed"], line["input"], line["error"]) == (seed, row, None)
+    assert report.complete
+    assert (report.rows, report.done, report.skipped) == (12, 12, 0)
+    assert report.completion_tokens == sum(line["completion_tokens"] for line in lines_of(folder))
+    assert report.truncated == sum(line["truncated"] for line in lines_of(folder))
+
+
+def test_a_finished_job_has_nothing_left_to_do(lm: AsyncLM, folder: Path) -> None:
+    assert job(folder).run_sync(lm).done == 12
+    before = (folder / "out.jsonl").read_bytes()
+    steps = lm.statistics().engine.steps
+    report = job(folder).run_sync(lm)
+    assert (report.done, report.skipped, report.complete) == (0, 12, True)
+    assert (folder / "out.jsonl").read_bytes() == before
+    assert lm.statistics().engine.steps == steps
+    assert sorted(os.listdir(folder)) == ["in.jsonl", "out.jsonl", "out.jsonl.job.json"]
+
+
+async def test_the_longest_prompts_are_asked_first_if_they_are_sorted(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    await job(folder, sort_by_length=True, concurrency=1).run(lm)
+    lengths = [len(ROWS[seed]["text"]) for seed in scripted.asked]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_conversations_are_answered_by_chat(
+    lm: AsyncLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    async def chat(lm: AsyncLM, messages: Any, **options: Any) -> Completion:
+        seen.append((messages, options))
+        return await lm.generate("a", max_tokens=2, seed=options["seed"])
+
+    monkeypatch.setattr(AsyncLM, "chat", chat)
+    hello = [{"role": "user", "content": "hello"}]
+    write_rows(tmp_path / "in.jsonl", [{"m": hello}, {"m": json.dumps(hello)}])
+    report = job(tmp_path, messages_column="m", chat_template_kwargs={"x": 1}).run_sync(lm)
+    assert report.complete
+    assert [messages for messages, _ in seen] == [hello, hello]
+    assert all(options["chat_template_kwargs"] == {"x": 1} for _, options in seen)
+    assert {options["seed"] for _, options in seen} == {0, 1}
+
+
+def test_lines_repeat_the_columns_that_are_wanted(lm: AsyncLM, folder: Path) -> None:
+    job(folder, keep_columns=["number"]).run_sync(lm)
+    assert [line["input"] for line in lines_of(folder)] == [{"number": i} for i in range(12)]
+    job(folder, keep_columns=[], overwrite=True).run_sync(lm)
+    assert [line["input"] for line in lines_of(folder)] == [{}] * 12
+    with pytest.raises(UnknownColumn, match="'absent'"):
+        job(folder, keep_columns=["absent"], overwrite=True).run_sync(lm)
+
+
+def test_log_probabilities_are_in_the_lines_if_they_are_asked_for(
+    lm: AsyncLM, folder: Path
+) -> None:
+    job(folder, logprobs=2, limit=2).run_sync(lm)
+    for line in lines_of(folder):
+        assert len(line["logprobs"]) == len(line["token_ids"]) == len(line["top_logprobs"])
+        assert all(len(top) in (2, 3) for top in line["top_logprobs"])
+
+
+def test_texts_of_any_characters_make_lines_that_are_json(lm: AsyncLM, tmp_path: Path) -> None:
+    odd = ["\ud800", "\u2028", "\x85", "\n", '"', "é", "\0", "🎲"]
+    write_rows(tmp_path / "in.jsonl", [{"text": "a", "odd": each} for each in odd])
+    assert job(tmp_path).run_sync(lm).complete
+    assert [line["input"]["odd"] for line in lines_of(tmp_path)] == odd
+
+
+def test_no_rows_are_a_finished_job(lm: AsyncLM, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").touch()
+    report = job(tmp_path).run_sync(lm)
+    assert (report.rows, report.complete) == (0, True)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+async def test_without_a_seed_every_run_draws_anew(lm: AsyncLM, folder: Path) -> None:
+    await job(folder, seed=None).run(lm)
+    first = [line["text"] for line in lines_of(folder)]
+    await job(folder, seed=None, overwrite=True).run(lm)
+    assert first != [line["text"] for line in lines_of(folder)]
+    assert {line["seed"] for line in lines_of(folder)} == {None}
+
+
+# -- resuming -----------------------------------------------------------------------------------
+
+
+def test_after_a_kill_at_any_byte_the_rest_is_asked_and_nothing_else(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    """A killed process leaves a prefix of its output: here those about the ends of lines, and others."""
+    write_rows(folder / "in.jsonl", ROWS[:3])
+    path = folder / "out.jsonl"
+    job(folder, max_tokens=2).run_sync(lm)
+    whole, finished = path.read_bytes(), lines_of(folder)
+    ends = [place for place, byte in enumerate(whole, 1) if byte == ord("\n")]
+    sizes = {end + beside for end in ends for beside in (-2, -1, 0, 1)} | {
+        *range(0, len(whole), 23)
+    }
+    for size in sorted(sizes):
+        path.write_bytes(whole[:size])
+        kept = [json.loads(line)["index"] for line in whole[:size].split(b"\n")[:-1]]
+        scripted.asked.clear()
+        report = job(folder, max_tokens=2).run_sync(lm)
+        assert lines_of(folder) == finished
+        assert sorted(scripted.asked) == sorted({0, 1, 2} - {*kept})
+        assert report.skipped == len(kept)
+
+
+@pytest.mark.parametrize("ends_after", range(0, 12, 3))
+async def test_what_was_finished_stays_when_a_run_is_cancelled(
+    ends_after: int, lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await job(folder).run(lm)
+    whole = lines_of(folder)
+    (folder / "out.jsonl").write_bytes(b"")
+    written = asyncio.Event()
+    original = Journal.write
+
+    def write(journal: Journal, entry: Any) -> None:
+        original(journal, entry)
+        if len(lines_of(folder)) > ends_after:
+            written.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "write", write)
+        running = asyncio.create_task(job(folder, concurrency=2).run(lm))
+        await written.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    had = lines_of(folder)
+    assert ends_after < len(had) < 12 or ends_after == 9
+    assert [line for line in whole if line in had] == had
+    report = await job(folder).run(lm)
+    assert (report.skipped, report.done) == (len(had), 12 - len(had))
+    assert lines_of(folder) == whole
+
+
+def test_rows_added_at_the_end_are_asked_and_no_others(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    job(folder, limit=5).run_sync(lm)
+    assert sorted(scripted.asked) == list(range(5))
+    job(folder).run_sync(lm)
+    assert sorted(scripted.asked) == list(range(12))
+    write_rows(folder / "in.jsonl", rows(15))
+    report = job(folder).run_sync(lm)
+    assert (report.skipped, report.done) == (12, 3)
+    assert sorted(scripted.asked) == list(range(15))
+    assert job(folder, limit=4).run_sync(lm).complete  # it may also be about fewer
+
+
+def test_a_row_that_was_not_answered_yet_may_change(lm: AsyncLM, folder: Path) -> None:
+    job(folder, limit=5).run_sync(lm)
+    changed = [*ROWS[:5], {"text": "other"}, *ROWS[6:]]
+    write_rows(folder / "in.jsonl", changed)
+    assert job(folder).run_sync(lm).complete
+    assert lines_of(folder)[5]["input"] == {"text": "other"}
+
+
+def test_the_same_rows_as_csv_are_other_rows_but_white_space_is_nothing(
+    lm: AsyncLM, folder: Path
+) -> None:
+    job(folder).run_sync(lm)
+    text = "\n\n".join(json.dumps(row, indent=None, separators=(" , ", " :  ")) for row in ROWS)
+    (folder / "in.jsonl").write_text(text)
+    assert job(folder).run_sync(lm).skipped == 12
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_template": "tell {text}"}, "another prompt_template:"),
+    ({"temperature": 0.5}, r"another temperature \(was 1.0, is 0.5\)"),
+    ({"max_tokens": 5}, r"max_tokens \(was 6, is 5\)"),
+    ({"max_tokens": None}, r"max_tokens \(was 6, is null\)"),
+    ({"stop": "a"}, r"stop \(was \[\], is \[\"a\"\]\)"),
+    ({"seed": 1}, r"seed \(was 0, is 1\)"),
+    ({"json_schema": schema(b={})}, "json_schema"),
+    ({"regex": "a"}, r"regex \(was null, is \"a\"\)"),
+    ({"keep_columns": ["text"]}, "keep_columns"),
+    ({"system_message": "Be kind."}, "another system_message, another chat"),
+    ({"model": "other"}, r"model \(was \"one\", is \"other\"\)"),
+    ({"model_options": {"dtype": "half"}}, r'model_options \(was {"dtype": "float"}'),
+    ({"temperature": 0.5, "top_k": 3}, "another temperature .*, another top_k"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), CHANGES)
+def test_what_a_job_is_made_from_may_not_change(
+    change: dict[str, Any], named: str, lm: AsyncLM, folder: Path
+) -> None:
+    same: dict[str, Any] = {"model": "one", "model_options": {"dtype": "float"}}
+    job(folder, limit=3, **same).run_sync(lm)
+    before = (folder / "out.jsonl").read_bytes(), (folder / "out.jsonl.job.json").read_bytes()
+    with pytest.raises(JobRefused, match=named) as refused:
+        job(folder, **(same | change)).run_sync(lm)
+    assert "--overwrite" in str(refused.value)
+    assert "say" not in str(refused.value)
+    assert "kind" not in str(refused.value)
+    after = (folder / "out.jsonl").read_bytes(), (folder / "out.jsonl.job.json").read_bytes()
+    assert after == before
+    assert job(folder, **same).run_sync(lm).complete
+
+
+def test_what_does_not_touch_the_texts_may_change(lm: AsyncLM, folder: Path) -> None:
+    job(folder, limit=3, temperature=1).run_sync(lm)
+    changed = {"timeout": 60, "concurrency": 1, "sort_by_length": True, "heartbeat": 9}
+    assert job(folder, **changed, temperature=1.0, top_p=1).run_sync(lm).skipped == 3
+
+
+def test_a_schema_that_says_the_same_is_the_same(
+    lm: AsyncLM, folder: Path, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unchecked(monkeypatch)
+    job(folder, json_schema=schema(a={"type": "string"}), limit=3).run_sync(lm)
+    text = '{"type": "object",\n "properties": {"a": {"type":  "string"}}}'
+    assert job(folder, json_schema=text).run_sync(lm).skipped == 3
+    with pytest.raises(JobRefused, match="json_schema"):
+        job(folder, json_schema=schema(a={"type": "integer"})).run_sync(lm)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ([*ROWS[:2], {"text": "SECRET", "number": 2}, *ROWS[3:]], "row 2 of .* has changed"),
+        (ROWS[1:], "row 0 of .* has changed"),
+        (ROWS[:3], "has 3 rows, and .* an answer to row 4"),
+        ([], "has 0 rows|too short for"),
+    ],
+)
+def test_an_input_that_changed_where_it_was_answered_is_refused(
+    changed: list[dict[str, Any]], said: str, lm: AsyncLM, folder: Path
+) -> None:
+    job(folder, limit=5).run_sync(lm)
+    before = (folder / "out.jsonl").read_bytes()
+    write_rows(folder / "in.jsonl", changed)
+    with pytest.raises(JobRefused, match=said) as refused:
+        job(folder).run_sync(lm)
+    assert "SECRET" not in str(refused.value)
+    assert (folder / "out.jsonl").read_bytes() == before
+
+
+def test_overwriting_starts_over(lm: AsyncLM, folder: Path) -> None:
+    job(folder).run_sync(lm)
+    report = job(folder, temperature=0.5, overwrite=True).run_sync(lm)
+    assert (report.done, report.skipped) == (12, 0)
+    assert job(folder, temperature=0.5).run_sync(lm).skipped == 12
+
+
+def test_a_model_is_compared_by_what_is_in_its_directory(lm: AsyncLM, folder: Path) -> None:
+    for name in ("one", "copy", "other"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text("{}")
+        (folder / name / "model.safetensors").write_bytes(b"other" if name == "other" else b"one")
+    job(folder, limit=3, model=folder / "one").run_sync(lm)
+    assert job(folder, model=folder / "copy").run_sync(lm).skipped == 3
+    with pytest.raises(JobRefused, match="another model"):
+        job(folder, model=folder / "other").run_sync(lm)
+
+
+# -- outputs that are not the job's ---------------------------------------------------------------
+
+
+def test_an_output_that_no_job_has_written_is_left_alone(lm: AsyncLM, folder: Path) -> None:
+    (folder / "out.jsonl").write_text("mine\n")
+    with pytest.raises(JobRefused, match="was not written by a job"):
+        job(folder).run_sync(lm)
+    assert (folder / "out.jsonl").read_text() == "mine\n"
+    assert job(folder, overwrite=True).run_sync(lm).complete
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mine",
+        "[]",
+        '{"index": 1}',
+        '{"index": -1, "digest": "1", "error_type": null}',
+        '{"index": true, "digest": "1", "error_type": null}',
+        '{"index": 1, "digest": "0", "error_type": null}',
+        '{"index": 1, "digest": 5, "error_type": null}',
+        '{"index": 1e3, "digest": "1", "error_type": null}',
+        '{"index": 987654321987, "digest": "1", "error_type": null}',
+        "\0\0\0",
+    ],
+)
+def test_a_line_that_no_job_has_written_is_refused(line: str, lm: AsyncLM, folder: Path) -> None:
+    job(folder, limit=2).run_sync(lm)
+    with (folder / "out.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(JobRefused, match=r"line 3 of|row 987654321987"):
+        job(folder).run_sync(lm)
+
+
+def test_a_row_that_is_there_twice_is_refused(lm: AsyncLM, folder: Path) -> None:
+    job(folder, limit=2).run_sync(lm)
+    written = (folder / "out.jsonl").read_bytes()
+    (folder / "out.jsonl").write_bytes(written + written)
+    with pytest.raises(JobRefused, match="twice"):
+        job(folder).run_sync(lm)
+
+
+@pytest.mark.parametrize("described", ["", "{}", "[1]", '{"format": 2, "parts": {}}', "\xff"])
+def test_a_damaged_description_is_refused_unless_nothing_was_written(
+    described: str, lm: AsyncLM, folder: Path
+) -> None:
+    (folder / "out.jsonl.job.json").write_text(described, encoding="latin-1")
+    assert job(folder, limit=2).run_sync(lm).done == 2
+    (folder / "out.jsonl.job.json").write_text(described, encoding="latin-1")
+    with pytest.raises(JobRefused, match=r"damaged|not of this version"):
+        job(folder).run_sync(lm)
+    assert job(folder, overwrite=True).run_sync(lm).done == 12
+
+
+def test_the_input_is_no_output(lm: AsyncLM, folder: Path) -> None:
+    before = (folder / "in.jsonl").read_bytes()
+    (folder / "link.jsonl").symlink_to(folder / "in.jsonl")
+    os.link(folder / "in.jsonl", folder / "hard.jsonl")
+    for name in ("in.jsonl", "link.jsonl", "hard.jsonl"):
+        with pytest.raises(InvalidRequest, match="is the input"):
+            Job(
+                folder / "in.jsonl", folder / name, prompt_template="{text}", overwrite=True
+            ).run_sync(lm)
+    assert (folder / "in.jsonl").read_bytes() == before
+
+
+def test_outputs_that_cannot_be_are_refused(lm: AsyncLM, folder: Path) -> None:
+    os.mkfifo(folder / "fifo")
+    for name, said in (
+        ("none/out.jsonl", "no directory"),
+        (".", "is no file"),
+        ("fifo", "no file"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            Job(folder / "in.jsonl", folder / name, prompt_template="{text}").run_sync(lm)
+
+
+def test_an_output_behind_a_link_stays_behind_it(lm: AsyncLM, folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    (folder / "out.jsonl").symlink_to(folder / "elsewhere" / "out.jsonl")
+    job(folder, limit=2).run_sync(lm)
+    assert job(folder).run_sync(lm).skipped == 2
+    assert (folder / "out.jsonl").is_symlink()
+    assert len((folder / "elsewhere" / "out.jsonl").read_text().splitlines()) == 12
+
+
+async def test_two_jobs_do_not_write_one_output(lm: AsyncLM, folder: Path) -> None:
+    with job(folder).begin():
+        with pytest.raises(JobRefused, match="another job"):
+            await job(folder).run(lm)
+        with pytest.raises(JobRefused, match="another job"):
+            await job(folder, overwrite=True).run(lm)
+    assert (await job(folder).run(lm)).complete
+
+
+def test_a_disk_that_is_full_leaves_whole_lines_and_the_job_goes_on_later(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job(folder).run_sync(lm)
+    whole = lines_of(folder)
+    (folder / "out.jsonl").write_bytes(b"")
+    room = [1000]
+
+    class Full:
+        """A file on a disk that has little room: a write takes a part, and the next one fails."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+            self.fileno, self.close = file.fileno, file.close
+
+        def write(self, data: bytes) -> int:
+            if not room[0]:
+                raise OSError(28, "No space left on device")
+            taken = min(room[0], len(data))
+            room[0] -= taken
+            return int(self.file.write(data[:taken]))
+
+    original = Journal.recover
+
+    def recover(journal: Journal, *args: Any) -> None:
+        original(journal, *args)
+        journal._file = Full(journal._file)  # type: ignore[assignment]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "recover", recover)
+        with pytest.raises(OutputFailed, match="No space left"):
+            job(folder).run_sync(lm)
+    had = lines_of(folder)
+    assert 0 < len(had) < 12
+    assert job(folder).run_sync(lm).skipped == len(had)
+    assert lines_of(folder) == whole
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+def test_a_row_that_fails_is_written_with_its_error(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {3: TimedOut("too late"), 5: EngineFailed("broken")}
+    report = job(folder).run_sync(lm)
+    failed = [lines_of(folder)[index] for index in (3, 5)]
+    assert [line["error_type"] for line in failed] == ["TimedOut", "EngineFailed"]
+    assert [line["error"] for line in failed] == ["too late", "broken"]
+    assert all(line["text"] is None and line["truncated"] is None for line in failed)
+    assert all(line["input"] == ROWS[line["index"]] for line in failed)
+    assert report.failed == {"TimedOut": 1, "EngineFailed": 1}
+    assert (report.done, report.complete) == (10, False)
+    again = job(folder).run_sync(lm)
+    assert (again.skipped, again.failed_before, again.complete) == (12, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("retry_errors", "retried"),
+    [(True, {3, 5}), (["TimedOut"], {3}), (["Other"], set()), ([], set())],
+)
+def test_rows_with_errors_are_asked_again_if_that_is_wanted(
+    retry_errors: Any, retried: set[int], lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {3: TimedOut("too late"), 5: EngineFailed("broken")}
+    job(folder).run_sync(lm)
+    scripted.errors.clear()
+    scripted.asked.clear()
+    report = job(folder, retry_errors=retry_errors).run_sync(lm)
+    assert {*scripted.asked} == retried
+    assert report.complete == (retried == {3, 5})
+    assert [line["index"] for line in lines_of(folder)] == list(range(12))
+    assert {line["index"] for line in lines_of(folder) if line["error"]} == {3, 5} - retried
+    assert not list(folder.glob(".*"))
+
+
+def test_a_row_that_failed_may_be_mended(lm: AsyncLM, folder: Path) -> None:
+    write_rows(folder / "in.jsonl", [ROWS[0], {"text": "a" * 99}, {"number": 3}, ROWS[3]])
+    report = job(folder).run_sync(lm)
+    assert report.failed == {"ContextTooLong": 1, "UnknownColumn": 1}
+    write_rows(folder / "in.jsonl", [ROWS[0], ROWS[1], ROWS[2], ROWS[3]])
+    with pytest.raises(JobRefused, match=r"row 1 .* may be mended, .* --retry-errors"):
+        job(folder).run_sync(lm)
+    assert job(folder, retry_errors=True).run_sync(lm).complete
+
+
+def test_a_column_that_no_row_has_is_refused_before_anything_is_asked(
+    lm: AsyncLM, folder: Path
+) -> None:
+    steps = lm.statistics().engine.steps
+    for wrong in ({"prompt_template": "{text} {absent}"}, {"messages_column": "absent"}):
+        with pytest.raises(UnknownColumn, match="'absent': there are 'text', 'number'"):
+            job(folder, **wrong).run_sync(lm)
+    assert lm.statistics().engine.steps == steps
+
+
+def test_failures_one_after_another_stop_the_job_and_are_asked_again(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {index: EngineFailed("broken") for index in range(4, 12)}
+    report = job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm)
+    assert report.stopped is not None
+    assert "3 rows failed one after another, with EngineFailed: broken" in report.stopped
+    assert (report.done, report.kept_back, report.failed) == (4, 3, {})
+    assert [line["index"] for line in lines_of(folder)] == [0, 1, 2, 3]
+    assert "stopped: 3 rows" in str(report)
+    scripted.errors.clear()
+    assert job(folder).run_sync(lm).complete
+
+
+def test_failures_before_one_that_is_none_are_written(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {index: EngineFailed("broken") for index in (0, 1, 3, 4, 6, 11)}
+    report = job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm)
+    assert report.stopped is None
+    assert (report.failed, report.kept_back) == ({"EngineFailed": 6}, 0)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_rows_that_are_wrong_themselves_stop_nothing(
+    most: int, lm: AsyncLM, tmp_path: Path
+) -> None:
+    wrong = [{"text": "a" * 99}] * 6 + [{"other": "a"}] * 6
+    write_rows(tmp_path / "in.jsonl", [*wrong, ROWS[0]])
+    report = job(tmp_path, max_consecutive_failures=most).run_sync(lm)
+    assert (report.done, report.stopped) == (1, None)
+    assert report.failed == {"ContextTooLong": 6, "UnknownColumn": 6}
+
+
+def test_without_a_bound_all_failures_are_written(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {index: EngineFailed("broken") for index in range(12)}
+    report = job(folder, max_consecutive_failures=0).run_sync(lm)
+    assert (report.failed, report.stopped) == ({"EngineFailed": 12}, None)
+
+
+def test_a_runtime_that_is_closed_ends_the_job(lm: AsyncLM, folder: Path) -> None:
+    job(folder, limit=4).run_sync(lm)
+    lm.close()
+    with pytest.raises(Closed):
+        job(folder).run_sync(lm)
+    assert len(lines_of(folder)) == 4
+
+
+def test_a_mistake_of_ours_is_no_row_that_failed(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {3: ZeroDivisionError("a bug")}
+    with pytest.raises(ZeroDivisionError):
+        job(folder).run_sync(lm)
+
+
+# -- schemas ------------------------------------------------------------------------------------
+
+
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact engine may have no structures; what becomes of texts does not depend on it."""
+
+    async def batch_generate(lm: AsyncLM, prompts: Any, **options: Any) -> list[Completion]:
+        return []
+
+    monkeypatch.setattr(AsyncLM, "batch_generate", batch_generate)
+
+
+INTEGER = schema(a={"type": "integer"}) | {"required": ["a"]}
+
+
+def test_texts_are_judged_by_the_schema(
+    lm: AsyncLM, folder: Path, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unchecked(monkeypatch)
+    texts = ['{"a": 1}', '{"a": "1"}', '{"a": ', '{"a": NaN}', "[" * 9999, "1e999"]
+    scripted.texts = dict(enumerate(texts))
+    report = job(folder, json_schema=INTEGER, limit=7).run_sync(lm)
+    judged = [(line["output"], line["valid"]) for line in lines_of(folder)]
+    assert judged[:3] == [({"a": 1}, True), ({"a": "1"}, False), (None, False)]
+    assert judged[3:6] == [(None, False)] * 3
+    last = lines_of(folder)[6]
+    assert not last["valid"]
+    assert report.invalid == 5 + (not last["truncated"])
+    assert report.complete
+
+
+def test_invalid_texts_are_drawn_again_with_other_seeds(
+    lm: AsyncLM, folder: Path, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unchecked(monkeypatch)
+    again = 2**40
+    scripted.texts = {index + again * time: "no" for index in range(12) for time in range(3)}
+    scripted.texts |= {0: '{"a": 1}', 1 + again: '{"a": 2}', 2 + 2 * again: '{"a": 3}'}
+    report = job(folder, json_schema=INTEGER, num_retries_invalid=2, concurrency=2).run_sync(lm)
+    lines = lines_of(folder)
+    assert [line["output"] for line in lines[:4]] == [{"a": 1}, {"a": 2}, {"a": 3}, None]
+    assert [line["seed"] for line in lines[:4]] == [0, 1 + again, 2 + 2 * again, 3 + 2 * again]
+    assert (report.done, report.invalid) == (12, 9)
+    assert len(scripted.asked) == 1 + 2 + 3 + 9 * 3
+    assert report.completion_tokens == 2 * len(scripted.asked)
+
+
+# -- heartbeat and logs -------------------------------------------------------------------------
+
+
+def test_a_heartbeat_tells_how_far_the_job_is(
+    lm: AsyncLM, folder: Path, scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = threading.Event()
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.set()
+
+    original = AsyncLM.generate
+
+    async def generate(lm: AsyncLM, *args: Any, **options: Any) -> Completion:
+        await asyncio.to_thread(told.wait)
+        return await original(lm, *args, **options)
+
+    handler, log = Telling(), logging.getLogger("genrt.generation")
+    log.addHandler(handler)
+    try:
+        with caplog.at_level("INFO", "genrt.generation"), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(AsyncLM, "generate", generate)
+            job(folder, heartbeat=0.001, limit=1).run_sync(lm)
+    finally:
+        log.removeHandler(handler)
+    assert "out.jsonl: 0 of 1 rows, 0 failed" in caplog.records[0].getMessage()
+    assert "0:00:00 elapsed" in caplog.records[0].getMessage()
+
+
+def test_a_heartbeat_ends_with_what_it_watches() -> None:
+    beats = threading.Semaphore(0)
+    before = threading.active_count()
+    with heartbeat(0.001, beats.release):
+        assert beats.acquire()
+        assert beats.acquire()
+    assert threading.active_count() == before
+    with heartbeat(0, beats.release):
+        assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_prompts_are_in_the_log_only_if_that_is_wanted(
+    log_prompts: bool, lm: AsyncLM, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = [{"text": f"SECRET{i}", "number": i} for i in range(5)]
+    write_rows(folder / "in.jsonl", [*secret, *ROWS])
+    options: dict[str, Any] = {"max_consecutive_failures": 3, "log_prompts": log_prompts}
+    with caplog.at_level("DEBUG"):
+        report = job(folder, **options, concurrency=1).run_sync(lm)
+        print(report, repr(job(folder)))
+    assert "row 0 failed with InvalidRequest" in caplog.text
+    assert ("SECRET" in caplog.text) == log_prompts
+    assert "SECRET" not in str(report)
+
+
+def test_the_table_has_all_that_was_counted(lm: AsyncLM, folder: Path, scripted: Scripted) -> None:
+    scripted.errors = {3: TimedOut("too late")}
+    table = str(job(folder).run_sync(lm))
+    shown = dict(line.strip().rsplit("  ", 1) for line in table.splitlines())
+    shown = {name.strip(): value.strip() for name, value in shown.items()}
+    assert (shown["rows"], shown["done"], shown["failed"], shown["TimedOut"]) == (
+        "12",
+        "11",
+        "1",
+        "1",
+    )
+    assert {"truncated", "invalid", "tokens per second", "elapsed", "not asked"} <= {*shown}
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+WRONG: list[Any] = [None, True, 0, -1, 1.5, 10**50, float("nan"), "", "text", b"bytes", [], [1], {}]
+WRONG += [{1: 2}, {"a": object()}, object(), "a\0b", 2**63]
+ARGUMENTS = [
+    *("input", "output", "prompt_template", "messages_column", "system_message", "chat", "model"),
+    *("chat_template_kwargs", "model_options", "input_format", "limit", "keep_columns"),
+    *("retry_errors", "overwrite", "num_retries_invalid", "sort_by_length", "concurrency"),
+    *("max_consecutive_failures", "heartbeat", "log_prompts", "json_schema", "temperature", "seed"),
+    *("timeout", "adapter", "stop", "choice"),
+]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_wrong_argument_is_refused_when_the_job_is_made(name: str, folder: Path) -> None:
+    refused = 0
+    for value in WRONG:
+        given: dict[str, Any] = {"input": folder / "in.jsonl", "output": folder / "out.jsonl"}
+        given |= {"prompt_template": "{text}", "json_schema": INTEGER} | {name: value}
+        try:
+            Job(**given)
+        except InvalidRequest:
+            refused += 1
+    assert refused >= 5 if name != "model" else refused >= 3
+
+
+def test_what_does_not_go_together_is_refused(folder: Path) -> None:
+    for wrong in (
+        {"messages_column": "m", "prompt_template": "{text}"},
+        {"num_retries_invalid": 1},
+        {"num_retries_invalid": 1, "json_schema": INTEGER, "temperature": 0},
+        {"json_schema": INTEGER, "regex": "a"},
+        {"json_schema": {"type": "nothing"}},
+        {"json_schema": "{"},
+        {"unknown": 1},
+        {"min_tokens": 7},
+    ):
+        with pytest.raises(InvalidRequest):
+            job(folder, **({"prompt_template": "{text}"} | wrong))
+
+
+def test_a_job_runs_on_a_runtime_alone(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"genrt\.load"):
+        job(folder).run_sync("lm")  # type: ignore[arg-type]
+
+
+def test_a_run_that_is_closed_while_it_is_opened_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    running: Any = None
+    original = tables.read_rows
+
+    def read_rows(*args: Any) -> Iterator[Any]:
+        for row in original(*args):
+            read.append(row.index)
+            running._closed = True
+            yield row
+
+    monkeypatch.setattr(runs, "read_rows", read_rows)
+    running = runs.JobRun(job(folder)._settings)
+    running.open({})
+    running.close()
+    assert read == [0]
+    job(folder).begin().close()
+
+
+def test_rows_are_streamed(lm: AsyncLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many rows are ahead as are under way, not all of them."""
+    write_rows(tmp_path / "in.jsonl", rows(60))
+    taken, written, ahead = 0, 0, 0
+    original, write = runs.JobRun._start, Journal.write
+
+    def start(running: Any, asked: Any) -> Any:
+        nonlocal taken, ahead
+        taken += 1
+        ahead = max(ahead, taken - written)
+        return original(running, asked)
+
+    def counted(journal: Journal, entry: Any) -> None:
+        nonlocal written
+        written += 1
+        write(journal, entry)
+
+    monkeypatch.setattr(runs.JobRun, "_start", start)
+    monkeypatch.setattr(Journal, "write", counted)
+    assert job(tmp_path, concurrency=4).run_sync(lm).done == 60
+    assert ahead <= 16
+
+
+async def test_a_small_model_of_another_kind_is_only_compared_by_what_is_known(
+    folder: Path,
+) -> None:
+    """A tokenizer that does not say where it is from leaves the model out of the comparison."""
+    with genrt.load(MODEL, engine="exact") as one:
+        await job(folder, limit=3).run(one)
+    parts = json.loads((folder / "out.jsonl.job.json").read_bytes())["parts"]
+    assert "model" not in parts
+    with genrt.load(NGram.random([b"a", b"b"], seed=3), engine="exact") as other:
+        report = await job(folder).run(other)
+    assert report.skipped == 3

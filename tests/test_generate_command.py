@@ -1,0 +1,275 @@
+"""generate.py: ``genrt generate`` from its arguments to its exit code, on the exact engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt import loading
+from genrt.__main__ import main
+from genrt.errors import EngineFailed, InvalidRequest
+from genrt.generation.jobs import Job
+from genrt.lm import AsyncLM
+from tests.generation.job_cases import MODEL, job, lines_of, rows, write_rows
+
+ROWS = rows(6)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with rows and a model."""
+    write_rows(tmp_path / "in.jsonl", ROWS)
+    MODEL.save(tmp_path / "model")
+    return tmp_path
+
+
+def generate(folder: Path, *arguments: str, template: str | None = "say {text}") -> int:
+    """The exit code of the command over the files of the folder."""
+    given = [] if template is None else ["--prompt-template", template]
+    if not any(each.startswith("--max-tokens") for each in arguments):
+        given += ["--max-tokens", "6"]
+    exact = ["--engine", "exact", "--model", str(folder / "model")]
+    files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]
+    return main(["generate", *files, *exact, *given, *arguments])
+
+
+def refusal(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of the message."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("genrt generate: ")
+    return err
+
+
+def test_rows_become_lines_and_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(folder) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["rows", "6"]
+    assert "loading" in err
+    with genrt.load(MODEL, engine="exact") as lm:
+        texts = [
+            lm.generate_sync(f"say {row['text']}", max_tokens=6, seed=index).text
+            for index, row in enumerate(ROWS)
+        ]
+    assert [line["text"] for line in lines_of(folder)] == texts
+
+
+def test_a_second_run_opens_no_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert generate(folder) == 0
+    monkeypatch.delattr(loading, "load")
+    monkeypatch.setattr(genrt, "load", None, raising=False)
+    capsys.readouterr()
+    assert generate(folder) == 0
+    out, err = capsys.readouterr()
+    assert ["finished", "before", "6"] in map(str.split, out.splitlines())
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-tokens", "5"], "another max_tokens (was 6, is 5)"),
+        (["--temperature", "0.5"], "another temperature"),
+        (["--prompt-template", "tell {text}"], "another prompt_template"),
+        (["--engine-options", '{"max_model_len": 50}'], "another model_options"),
+        (["--prompt-template", "{absent}", "--overwrite"], "no column 'absent'"),
+        (["--prompt-template", "{text", "--overwrite"], "the template has {"),
+        (["--seed", "-1"], "seed"),
+        (["--heartbeat", "-1"], "heartbeat"),
+        (["--engine", "other"], "engine must be one of"),
+        (["--limit", "0"], "limit"),
+    ],
+)
+def test_what_is_refused_opens_no_model_and_changes_nothing(
+    arguments: list[str],
+    said: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert generate(folder, "--limit", "2") == 0
+    before = (folder / "out.jsonl").read_bytes()
+    monkeypatch.setattr(genrt, "load", None, raising=False)
+    capsys.readouterr()
+    assert generate(folder, *arguments) == 2
+    assert said in refusal(capsys)
+    assert (folder / "out.jsonl").read_bytes() == before or "--overwrite" in arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--schema", "no/such/file"],
+        ["--prompt-template", "@no/such/file"],
+        ["--engine-options", "["],
+        ["--engine-options", "[]"],
+        ["--logit-bias", '{"a": 1}'],
+        ["--temperature", "hot"],
+        ["--unknown"],
+    ],
+)
+def test_arguments_that_cannot_be_read_end_with_code_2(
+    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate(folder, *arguments)
+    assert ended.value.code == 2
+    assert not (folder / "out.jsonl").exists()
+
+
+def test_every_option_reaches_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    original = Job.__init__
+
+    def init(job: Job, *args: Any, **options: Any) -> None:
+        given.update(options)
+        original(job, *args, **options)
+        raise InvalidRequest("made")
+
+    monkeypatch.setattr(Job, "__init__", init)
+    (folder / "template").write_text("say\n{text}")
+    (folder / "schema").write_text('{"type": "object"}')
+    for name in ("overwrite", "chat", "sort_by_length", "log_prompts", "ignore_eos"):
+        assert generate(folder, f"--{name.replace('_', '-')}") == 2
+        assert given[name] is True
+    arguments = {
+        "--system-message": ("system_message", "a", "a"),
+        "--chat-template-kwargs": ("chat_template_kwargs", '{"a": 1}', {"a": 1}),
+        "--input-format": ("input_format", "jsonl", "jsonl"),
+        "--limit": ("limit", "2", 2),
+        "--top-p": ("top_p", "0.5", 0.5),
+        "--min-p": ("min_p", "0.5", 0.5),
+        "--top-k": ("top_k", "3", 3),
+        "--timeout": ("timeout", "9", 9.0),
+        "--stop": ("stop", "a", ["a"]),
+        "--stop-token-ids": ("stop_token_ids", "3", [3]),
+        "--min-tokens": ("min_tokens", "1", 1),
+        "--bad-words": ("bad_words", "a", ["a"]),
+        "--logit-bias": ("logit_bias", '{"3": 1.5}', {3: 1.5}),
+        "--logprobs": ("logprobs", "1", 1),
+        "--presence-penalty": ("presence_penalty", "0.5", 0.5),
+        "--frequency-penalty": ("frequency_penalty", "0.5", 0.5),
+        "--repetition-penalty": ("repetition_penalty", "1.5", 1.5),
+        "--schema": ("json_schema", str(folder / "schema"), '{"type": "object"}'),
+        "--prompt-template": ("prompt_template", f"@{folder / 'template'}", "say\n{text}"),
+        "--keep-columns": ("keep_columns", "text", ["text"]),
+        "--retry-errors": ("retry_errors", "TimedOut", ["TimedOut"]),
+        "--concurrency": ("concurrency", "2", 2),
+        "--max-consecutive-failures": ("max_consecutive_failures", "1", 1),
+        "--heartbeat": ("heartbeat", "9", 9.0),
+    }
+    for option, (name, text, value) in arguments.items():
+        assert generate(folder, option, text) == 2
+        assert given[name] == value
+    assert generate(folder, "--keep-columns") == 2
+    assert given["keep_columns"] == []
+    assert generate(folder, "--keep-columns", "--retry-errors") == 2
+    assert given["retry_errors"] is True
+    assert generate(folder, "--no-skip-special-tokens") == 2
+    assert given["skip_special_tokens"] is False
+    assert "temperature" not in given
+
+
+def test_what_the_command_wrote_python_goes_on_with(folder: Path) -> None:
+    assert generate(folder, "--limit", "2") == 0
+    with genrt.load(MODEL, engine="exact") as lm:
+        assert job(folder).run_sync(lm).skipped == 2
+    assert generate(folder) == 0
+
+
+def test_rows_that_fail_are_told_by_the_exit_code(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(folder / "in.jsonl", [ROWS[0], {"text": "a" * 2000}])
+    assert generate(folder) == 3
+    out, err = capsys.readouterr()
+    assert ["ContextTooLong", "1"] in map(str.split, out.splitlines())
+    assert "row 1 failed with ContextTooLong\n" in err
+    write_rows(folder / "in.jsonl", ROWS)
+    assert generate(folder, "--retry-errors") == 0
+
+
+def test_a_job_that_stops_is_told_by_the_exit_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(lm: AsyncLM, *args: Any, **options: Any) -> Any:
+        raise EngineFailed("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AsyncLM, "generate", failing)
+        assert generate(folder, "--max-consecutive-failures", "3") == 3
+    assert "stopped: 3 rows failed one after another" in capsys.readouterr().out
+    assert generate(folder) == 0
+
+
+def test_an_error_of_the_engine_ends_with_code_1_after_the_table(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        raise EngineFailed("no memory")
+
+    monkeypatch.setattr(genrt, "load", load, raising=False)
+    assert generate(folder) == 1
+    out, err = capsys.readouterr()
+    assert ["not", "asked", "6"] in map(str.split, out.splitlines())
+    assert err.endswith("genrt generate: no memory\n")
+
+
+def test_an_interrupt_ends_with_code_130_and_leaves_what_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = AsyncLM.generate
+
+    async def interrupted(lm: AsyncLM, *args: Any, **options: Any) -> Any:
+        if options["seed"] == 3:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await asyncio.Event().wait()
+        return await original(lm, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AsyncLM, "generate", interrupted)
+        assert generate(folder, "--concurrency", "1") == 130
+    out, err = capsys.readouterr()
+    assert "run it again to go on" in err
+    assert ["rows", "6"] in map(str.split, out.splitlines())
+    assert [line["index"] for line in lines_of(folder)] == [0, 1, 2]
+    assert generate(folder) == 0
+
+
+def test_the_loggers_are_left_as_they_were(folder: Path) -> None:
+    log = logging.getLogger("genrt")
+    before = log.level, [*log.handlers]
+    assert generate(folder) == 0
+    assert (log.level, [*log.handlers]) == before
+
+
+def test_help_imports_neither_torch_nor_vllm() -> None:
+    program = """
+        import json, sys
+        from genrt.__main__ import main
+        try:
+            main(["generate", "--help"])
+        except SystemExit:
+            print(json.dumps(sorted(sys.modules)))
+    """
+    code = "\n".join(line.removeprefix(" " * 8) for line in program.splitlines())
+    root = Path(genrt.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
+    shown, modules = done.stdout.rsplit("\n", 2)[0], json.loads(done.stdout.splitlines()[-1])
+    assert {"torch", "vllm", "numpy", "transformers"}.isdisjoint(modules)
+    assert all(word in shown for word in ("INPUT", "--prompt-template", "--schema", "exit codes"))
