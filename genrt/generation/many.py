@@ -27,6 +27,7 @@ from genrt.runtime.blocking import blocking_generator
 from genrt.runtime.progress import progress_bar
 
 __all__ = [
+    "AskOptions",
     "Failed",
     "Item",
     "ManyOptions",
@@ -84,27 +85,36 @@ class Failed:
     error: Exception
 
 
-class ManyOptions(GenerateOptions, total=False):
-    """The options of ``generate_many``: those of every item, and how many are under way.
+class AskOptions(GenerateOptions, total=False):
+    """The options of all that asks many texts: those of every text, and how many are under way.
 
     Attributes:
-        seed: item ``i`` is drawn with seed ``seed + i``, whatever the order in which texts end.
-        timeout: seconds for each item, from when it is asked. What waits in the engine for its first
+        timeout: seconds for each text, from when it is asked. What waits in the engine for its first
             step has been asked: with a timeout, ``concurrency`` should be what a step takes, or less.
-        concurrency: how many items are under way at once; by default twice as many as the engine takes
+        concurrency: how many texts are under way at once; by default twice as many as the engine takes
             to a step, which keeps every step full.
-        in_order: whether results come in the order of the items, and not as they finish.
-        progress: whether a bar shows how many have finished, how fast, how many failed, and how long it
-            will take if the length of ``items`` is known.
-        tools: as of ``AsyncLM.chat``, for items that are conversations.
-        chat_template_kwargs: as of ``AsyncLM.chat``, for items that are conversations.
+        progress: whether a bar shows how far it is.
+        tools: as of ``AsyncLM.chat``, for prompts that are conversations.
+        chat_template_kwargs: as of ``AsyncLM.chat``, for prompts that are conversations.
     """
 
     concurrency: int | None
-    in_order: bool
     progress: bool
     tools: Sequence[Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ManyOptions(AskOptions, total=False):
+    """The options of ``generate_many``.
+
+    Attributes:
+        seed: item ``i`` is drawn with seed ``seed + i``, whatever the order in which texts end.
+        in_order: whether results come in the order of the items, and not as they finish.
+        progress: whether a bar shows how many have finished, how fast, how many failed, and how long it
+            will take if the length of ``items`` is known.
+    """
+
+    in_order: bool
 
 
 @overload
@@ -156,7 +166,10 @@ def generate_many(
         InvalidRequest: ``items`` is no iterable of prompts, or an option of this call is wrong; options
             of texts raise when the first result is taken.
     """
-    asked = Asked(lm, options)
+    given: dict[str, Any] = {**options}
+    in_order = check_bool("in_order", given.pop("in_order", False))
+    progress = check_bool("progress", given.pop("progress", False))
+    asked = Asked(lm, cast("AskOptions", given))
     if isinstance(items, str | bytes | Mapping | Item):
         raise InvalidRequest(
             f"items must be an iterable of prompts, got {shown(items)}: give [prompt]"
@@ -165,8 +178,6 @@ def generate_many(
         raise InvalidRequest(f"items must be an iterable or async iterable, got {shown(items)}")
     if on_error not in ("raise", "return", "warn"):
         raise InvalidRequest(f"on_error must be 'raise', 'return' or 'warn', got {named(on_error)}")
-    in_order = check_bool("in_order", options.get("in_order", False))
-    progress = check_bool("progress", options.get("progress", False))
     return _results(asked, items, on_error, in_order=in_order, progress=progress)
 
 
@@ -204,18 +215,16 @@ def generate_many_sync(
 
 
 class Asked:
-    """How one call asks its items: a runtime and the options.
+    """How one call asks its items: a runtime and the options of ``AskOptions``, but for the bar.
 
     Raises:
         InvalidRequest: ``concurrency`` or the seed is out of range.
     """
 
-    def __init__(self, lm: AsyncLM, options: ManyOptions) -> None:
+    def __init__(self, lm: AsyncLM, options: AskOptions) -> None:
         if not isinstance(lm, AsyncLM):
             raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
         given: dict[str, Any] = {**options}
-        for name in ("in_order", "progress"):
-            given.pop(name, None)
         concurrency = given.pop("concurrency", None)
         self.concurrency = (
             FULL * lm._thread.engine.max_batch_size

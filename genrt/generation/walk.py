@@ -51,7 +51,7 @@ class Walk(Generic[T]):
         self._taken = self._at_once = 0
         self._closing = False
         self._room, self._news = asyncio.Event(), asyncio.Event()
-        self._items = _each(source)
+        self._items = each_of(source)
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(lambda _: self._news.set())
 
@@ -119,9 +119,14 @@ class Walk(Generic[T]):
             self._room.set()
         return number, task.result()
 
+    def rest(self) -> list[T]:
+        """Return the results that are not taken, in the order in which they ended; none that raised."""
+        left = self._ended.values()
+        return [task.result() for task in left if not (task.cancelled() or task.exception())]
+
     async def close(self) -> None:
         """Cancel what is under way, wait until it has ended, and close an asynchronous source. Results of
-        what had ended by itself can still be taken by ``take_ended``."""
+        what had ended by itself can still be had."""
         self._closing = True
         tasks = [self._reader, *self._under_way]
         for task in tasks:
@@ -133,7 +138,7 @@ class Walk(Generic[T]):
                 await close()
 
 
-def _each(source: Source) -> AsyncIterator[Any]:
+def each_of(source: Source) -> AsyncIterator[Any]:
     """Return an asynchronous iterator over a source of either kind."""
     if isinstance(source, AsyncIterable):
         return aiter(source)

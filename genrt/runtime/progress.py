@@ -12,13 +12,13 @@ from genrt.errors import ExtraNotInstalled
 
 @contextmanager
 def progress_bar(
-    name: str, total: int | None, *, shown: bool, unit: str = "step"
+    name: str, total: int | None, *, shown: bool, unit: str = "step", ends_early: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar by tqdm, a widget in a notebook, else on stderr; yield what moves it on by one
-    and shows the figures that it is given.
+    """Show a bar by tqdm, a widget in a notebook, else on stderr; yield what moves it on, by a
+    step or ``advance`` steps, and shows the figures that it is given.
 
-    The bar ends full if all went well. After an error or an interrupt it stays where it was, red in a
-    notebook.
+    The bar ends full if all went well, since there may be fewer steps than ``total``, unless
+    ``ends_early`` is false. After an error or an interrupt it stays where it was, red in a notebook.
 
     Raises:
         ExtraNotInstalled: a bar is wanted, and tqdm is missing.
@@ -37,15 +37,15 @@ def progress_bar(
     # A notebook's bar keeps a total of its own, and knows no errors before it has one.
     widget = bar.container.children[1] if hasattr(bar, "container") else None
 
-    def step(**figures: object) -> None:
+    def step(advance: int = 1, **figures: object) -> None:
         bar.set_postfix(figures, refresh=False)
-        bar.update()
+        bar.update(advance)
 
     try:
         yield step
-        bar.total = bar.n  # there may be fewer than was said
+        bar.total = bar.n if ends_early else total
         if widget is not None:
-            widget.max = max(bar.n, 1)
+            widget.max = max(bar.total or 0, 1)
         bar.refresh()
     except BaseException:
         if widget is not None:
