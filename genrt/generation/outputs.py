@@ -31,7 +31,7 @@ class Schema:
             import jsonschema
         except ImportError as error:
             raise ExtraNotInstalled(
-                "judging texts by a schema needs jsonschema: pip install jsonschema"
+                "judging texts by a schema needs jsonschema: pip install 'genrt[validation]'"
             ) from error
         given: Any = schema
         try:
@@ -49,6 +49,16 @@ class Schema:
         except jsonschema.SchemaError as error:
             raise InvalidRequest(f"json_schema is no JSON schema: {error.message}") from error
         self._validator = kind(given, format_checker=kind.FORMAT_CHECKER)
+
+    def check(self, record: Any) -> Any:
+        """Return a record, or what it says if it is a JSON text. Raises ValueError if it is no JSON, and
+        jsonschema's ValidationError of what is most wrong with it."""
+        from jsonschema.exceptions import best_match
+
+        value = parse_json(record) if isinstance(record, str) else record
+        if (worst := best_match(self._validator.iter_errors(value))) is not None:
+            raise worst
+        return value
 
     def judge(self, text: str) -> tuple[Any, bool]:
         """Return the value of a text, ``None`` if it is no JSON, and whether the value is valid."""

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from genrt.errors import Closed, EngineDied, ExtraNotInstalled, InvalidRequest
+from genrt.errors import Closed, EngineDied, InvalidRequest
+from genrt.generation.outputs import Schema
 from genrt.numbers import named, shown
 
 __all__ = ["Fault", "Judge", "Parse", "Validate"]
@@ -115,7 +116,7 @@ class Judge:
 def fault_of(error: Exception) -> Fault:
     """Return what an error says of a record."""
     category, detail = type(error).__name__, str(error)
-    if isinstance(error, json.JSONDecodeError):
+    if json.JSONDecodeError in (type(error), type(error.__cause__)):
         category = "no JSON"
     elif (schema_path := getattr(error, "absolute_schema_path", None)) is not None:  # jsonschema's
         path = list(schema_path)
@@ -137,39 +138,10 @@ def _known(validate: Any) -> Callable[[Any], Any] | None:
         if hasattr(validate, of_json):
             json_text, other = getattr(validate, of_json), getattr(validate, of_object)
             return lambda record: (json_text if isinstance(record, str) else other)(record)
-    if isinstance(validate, str):
-        try:
-            validate = json.loads(validate)
-        except ValueError as error:
-            raise InvalidRequest(f"a schema that is a text must be JSON: {error}") from error
-    if isinstance(validate, Mapping):
-        return _validated_by_schema(dict(validate))
+    if isinstance(validate, Mapping | str):
+        return Schema(validate).check
     if not callable(validate):
         raise InvalidRequest(
             f"validate must be a function, a JSON schema or a pydantic model, got {shown(validate)}"
         )
     return None
-
-
-def _validated_by_schema(schema: dict[str, Any]) -> Callable[[Any], Any]:
-    try:
-        import jsonschema
-    except ImportError as error:
-        raise ExtraNotInstalled(
-            "JSON schemas as validators need jsonschema: pip install 'genrt[validation]'"
-        ) from error
-    kind = jsonschema.validators.validator_for(schema)
-    try:
-        kind.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise InvalidRequest(f"validate is no JSON schema: {error.message}") from error
-    validator = kind(schema)
-
-    def validated(record: Any) -> Any:
-        value = json.loads(record) if isinstance(record, str) else record
-        worst = jsonschema.exceptions.best_match(validator.iter_errors(value))
-        if worst is not None:
-            raise worst
-        return value
-
-    return validated
