@@ -270,7 +270,18 @@ def test_short_texts_are_not_favoured() -> None:
         ((text for text in itertools.cycle(["?", "?y"])), ["?", "?y"]),
         (lambda number: "?" + "y" * (number % 3), ["?", "?y", "?yy"]),
     ],
-    ids=str,
+    ids=[
+        "text",
+        "ids",
+        "array",
+        "tensor",
+        "item",
+        "texts",
+        "lists",
+        "arrays",
+        "generator",
+        "function",
+    ],
 )
 def test_prompts_are_used_in_turn(lm: AsyncLM, prompts: Any, expected: list[str]) -> None:
     found = generate_valid_sync(lm, prompts, str, target=15, max_tokens=1)
