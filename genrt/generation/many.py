@@ -20,11 +20,12 @@ from genrt.errors import Closed, EngineDied, InvalidRequest
 from genrt.generation.walk import Source, Walk
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, shown
-from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions
+from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import LAST_SEED, check_seed
 from genrt.questions.token_ids import TokenIds
 from genrt.runtime.blocking import blocking_generator
 from genrt.runtime.progress import progress_bar
+from genrt.runtime.streams import Stream
 
 __all__ = [
     "AskOptions",
@@ -80,12 +81,15 @@ class Failed:
     Attributes:
         error: InvalidRequest (ContextTooLong, UnknownAdapter), EngineFailed (OutOfMemory, NotFinite),
             TimedOut.
+        partial: what had been drawn, with ``finish_reason="abort"``, of an item that had a timeout: those
+            alone are asked as ``AsyncLM.stream`` asks.
     """
 
     error: Exception
+    partial: Completion | None = None
 
 
-class AskOptions(GenerateOptions, total=False):
+class AskOptions(TurnOptions, total=False):
     """The options of all that asks many texts: those of every text, and how many are under way.
 
     Attributes:
@@ -94,14 +98,10 @@ class AskOptions(GenerateOptions, total=False):
         concurrency: how many texts are under way at once; by default twice as many as the engine takes
             to a step, which keeps every step full.
         progress: whether a bar shows how far it is.
-        tools: as of ``AsyncLM.chat``, for prompts that are conversations.
-        chat_template_kwargs: as of ``AsyncLM.chat``, for prompts that are conversations.
     """
 
     concurrency: int | None
     progress: bool
-    tools: Sequence[Any] | None
-    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class ManyOptions(AskOptions, total=False):
@@ -244,14 +244,22 @@ class Asked:
 
     async def ask(self, number: int, item: Any) -> Completion | Failed:
         """Return the completion of an item, or its error. Raises Closed, EngineDied."""
+        stream: Stream | None = None
         try:
-            return await self._question(number, item)
+            question = self._question(number, item)
+            if not isinstance(question, Stream):
+                return await question
+            stream = question
+            async with stream:
+                async for _ in stream:
+                    pass
+            return stream.partial
         except (Closed, EngineDied):
             raise
         except Exception as error:
-            return Failed(error)
+            return Failed(error, None if stream is None else stream.partial)
 
-    def _question(self, number: int, item: Any) -> Coroutine[Any, Any, Completion]:
+    def _question(self, number: int, item: Any) -> Coroutine[Any, Any, Completion] | Stream:
         options, chat = self._given, self._chat
         if self._seed is not None:
             options = {**options, "seed": (self._seed + number) % (LAST_SEED + 1)}
@@ -264,9 +272,10 @@ class Asked:
             raise InvalidRequest(
                 "an item must be a prompt or a conversation: give [message] or Item(…)"
             )
-        if is_chat:
-            return self._lm.chat(item, **chat, **cast("Any", options))
-        return self._lm.generate(item, **cast("Any", options))
+        lm, given = self._lm, cast("Any", {**options, **chat} if is_chat else options)
+        if options.get("timeout") is None:
+            return lm.chat(item, **given) if is_chat else lm.generate(item, **given)
+        return lm.stream_chat(item, **given) if is_chat else lm.stream(item, **given)
 
 
 def _own(options: dict[str, Any], item: Item) -> dict[str, Any]:

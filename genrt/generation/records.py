@@ -53,7 +53,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """What one batch of attempts came to.
+    """One batch of attempts, counted.
 
     Attributes:
         attempts: texts that were asked for, and have ended.
@@ -74,21 +74,10 @@ class BatchStatistics:
         """The share of records that are invalid; 0 without records."""
         return self.invalid / max(self.valid + self.invalid, 1)
 
-    @classmethod
-    def of(cls, attempts: Sequence[Attempt]) -> BatchStatistics:
-        """Count these attempts."""
-        return cls(
-            attempts=len(attempts),
-            valid=sum(len(each.values) for each in attempts),
-            invalid=sum(len(each.faults) for each in attempts),
-            truncated=sum(each.truncated for each in attempts),
-            failed=sum(isinstance(each.result, Failed) for each in attempts),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class RecordStatistics(BatchStatistics):
-    """What all attempts of a run came to.
+    """All attempts of a run, counted.
 
     Attributes:
         errors: how many faults there were of each category, the most frequent first.
@@ -115,7 +104,7 @@ class RecordStatistics(BatchStatistics):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Records:
-    """What a run until enough are valid has made. Attempts are numbered from 0.
+    """The result of a run until enough are valid. Attempts are numbered from 0.
 
     Attributes:
         records: the values of valid records, in the order of their attempts: as many as wanted, or all
@@ -151,6 +140,17 @@ class Records:
         )
 
 
+def counted(attempts: Sequence[Attempt]) -> BatchStatistics:
+    """Return what these attempts come to as a batch."""
+    return BatchStatistics(
+        attempts=len(attempts),
+        valid=sum(len(each.values) for each in attempts),
+        invalid=sum(len(each.faults) for each in attempts),
+        truncated=sum(each.truncated for each in attempts),
+        failed=sum(isinstance(each.result, Failed) for each in attempts),
+    )
+
+
 def made(
     attempts: Mapping[int, Attempt],
     batches: Sequence[range],
@@ -173,7 +173,7 @@ def made(
         if isinstance(each.result, Completion) and (each.judged or each.values):
             kind = "valid" if each.values else "truncated" if each.truncated else "invalid"
             tokens[f"tokens_{kind}"] += len(each.result.token_ids)
-    total = BatchStatistics.of(ended)
+    total = counted(ended)
     return Records(
         records=tuple(values[:target]),
         attempts=tuple(sources[:target]),
@@ -191,8 +191,7 @@ def made(
             errors=_frequent(fault.category for each in ended for fault in each.faults),
             finish_reasons=_frequent(each.finish_reason for each in completions.values()),
             batches=tuple(
-                BatchStatistics.of([attempts[n] for n in numbers if n in attempts])
-                for numbers in batches
+                counted([attempts[n] for n in numbers if n in attempts]) for numbers in batches
             ),
             unjudged=sum(not each.judged for each in ended),
             seconds=seconds,

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, Unpack, cast
 
 from genrt.errors import GenrtError, InvalidRequest
 from genrt.generation.many import Asked, AskOptions, Failed, Item, Prompt
-from genrt.generation.records import Attempt, BatchStatistics, Reason, Records, made
+from genrt.generation.records import Attempt, Reason, Records, counted, made
 from genrt.generation.validators import Fault, Judge, Parse, Validate
 from genrt.generation.walk import Walk
 from genrt.lm import AsyncLM
@@ -238,7 +238,7 @@ class UntilValid:
         for numbers in self._batches:
             joined += [self._attempts[number] for number in numbers]
             if len(joined) >= min(PROBE, self._target):
-                too_many = BatchStatistics.of(joined).invalid_fraction >= self._threshold
+                too_many = counted(joined).invalid_fraction >= self._threshold
                 bad, joined = bad + 1 if too_many else 0, []
         return bad >= self._patience
 

@@ -37,6 +37,7 @@ class Engine(ExactEngine):
     def __init__(self, *, max_batch_size: int = 4) -> None:
         super().__init__(MODEL, max_model_len=ROOM, max_batch_size=max_batch_size)
         self.gate: Gate | None = None
+        self.hold_at = 0
         self.dies = False
         self.flushes: list[int] = []
 
@@ -45,7 +46,7 @@ class Engine(ExactEngine):
         super().submit(requests)
 
     def step(self) -> Any:
-        if self.gate is not None:
+        if self.gate is not None and self.statistics().steps >= self.hold_at:
             self.gate.go_through()
         if self.dies:
             raise EngineDied("gone")
@@ -173,7 +174,7 @@ BAD: list[tuple[Any, str]] = [
     (Item("a", options={"temperature": -1.0}), "temperature must be"),
     (Item("a", options={"max_tokens": 1000}), "over max_model_len"),
     (Item("a", options={"adapter": "none"}), "none"),
-    (Item("a", options={"regex": "a"}), "exact|structure|regex"),
+    (Item("a", options={"regex": "("}), "regex|expression|pattern"),
     ([0] * ROOM, "max_model_len"),
 ]
 
@@ -351,8 +352,42 @@ async def test_a_timeout_is_its_items_error(lm: AsyncLM, engine: Engine) -> None
     assert number == 0
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, TimedOut)
+    assert failed.partial is not None
+    assert (failed.partial.text, failed.partial.finish_reason) == ("", "abort")
     engine.gate.open()
     assert [number async for number, _ in walk] == [1]
+
+
+async def test_what_was_drawn_before_a_timeout_is_kept(
+    lm: AsyncLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = await lm.generate([0], seed=3, max_tokens=40, ignore_eos=True)
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "seed": 3}
+    walk = generate_many(lm, [[0]], on_error="return", timeout=30.0, **options)
+    assert [untimed(c) async for _, c in walk if isinstance(c, Completion)] == [untimed(whole)]
+
+    engine.hold_at = engine.statistics().steps + 20
+    engine.gate = Gate()
+    walk = generate_many(lm, [[0]], on_error="return", timeout=1000.0, **options)
+    first = asyncio.ensure_future(anext(walk))
+    await asyncio.to_thread(engine.gate.wait_until_held)
+    await passes(10)
+    loop = asyncio.get_running_loop()
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + 1000.0)
+    _, failed = await first
+    monkeypatch.undo()
+    engine.gate.open()
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, TimedOut)
+    assert failed.partial is not None
+    assert failed.partial.prompt_token_ids == (0,)
+    drawn = len(failed.partial.token_ids)
+    assert 0 < drawn <= 20
+    assert failed.partial.token_ids == whole.token_ids[:drawn]
+    assert whole.text.startswith(failed.partial.text)
+    await walk.aclose()
+    await nothing_left(lm, engine)
 
 
 async def test_a_failed_step_is_the_error_of_its_items_alone(
