@@ -20,7 +20,7 @@ Fingerprint: TypeAlias = dict[str, dict[str, Any]]
 MOST_SHOWN = 80
 """The longest value, in characters of JSON, that is kept and shown."""
 
-PRIVATE = frozenset({"prompt_template", "system_message", "chat_template_kwargs"})
+PRIVATE = frozenset({"prompt_template", "system_message", "chat_template_kwargs", "validate"})
 """Parts that may say what prompts say."""
 
 SAMPLED_BLOCKS = 64

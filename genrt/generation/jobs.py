@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from genrt.generation.prompts import Prompts
 from genrt.generation.reports import JobReport, check_heartbeat
 from genrt.generation.runs import JobRun, JobSettings
 from genrt.generation.tables import check_input, format_of
+from genrt.generation.validators import Judge, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, shown
 from genrt.questions.completions import STRUCTURES, GenerateOptions, completion_requests
@@ -39,8 +41,8 @@ class Job:
     input, with these. Lines are in the order in which rows were finished. A line has the row's ``index``
     (from 0), its columns as ``input``, ``text``, ``finish_reason``, ``stop_reason``, ``truncated``,
     ``prompt_tokens``, ``completion_tokens`` and ``seed``, or else ``error`` and ``error_type``. With a
-    schema it has the text's value as ``output``, and whether it is ``valid``; with ``logprobs`` these and
-    the ``token_ids``.
+    schema or ``validate`` it has the text's value as ``output``, whether it is ``valid``, and the
+    ``fault`` if it is not; with ``logprobs`` these and the ``token_ids``.
 
     ``OUTPUT.job.json`` beside it says what the lines were made from. A run with another template, schema,
     option or model is refused, and so is one whose input has changed in a row that is finished.
@@ -59,6 +61,7 @@ class Job:
         system_message: str | None = None,
         chat: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        validate: Validate | None = None,
         model: str | os.PathLike[str] | None = None,
         model_options: Mapping[str, Any] | None = None,
         input_format: str | None = None,
@@ -84,6 +87,9 @@ class Job:
             system_message: is put in front of every conversation; makes one of a template too.
             chat: whether the template's text is a message of the user's, answered by ``lm.chat``.
             chat_template_kwargs: for the chat template, as ``lm.chat`` takes them.
+            validate: says whether a text is valid, and what its value is, as of ``generate_valid``: a
+                function, a schema, a pydantic model. By default ``json_schema`` does. The value is
+                written as JSON; a function is called on the loop.
             model: what the model is called when another run compares: its directory, which is compared by
                 what is in it, or its name. By default where the tokenizer was read from.
             model_options: what else decides the model's answers, such as its dtype: compared, not used.
@@ -92,8 +98,8 @@ class Job:
             keep_columns: the columns that a line repeats as ``input``; by default all of the row.
             retry_errors: whether rows with an error are asked again, or the types of such errors.
             overwrite: whether to start over, if the output is there.
-            num_retries_invalid: how often a text that has not its schema is drawn again, with other
-                seeds. Its last draw is written.
+            num_retries_invalid: how often a text that is not valid is drawn again, with other seeds. The
+                last draw is written.
             sort_by_length: whether the longest prompts are asked first, so that the last steps are not
                 left to few of them. The rows that are left are then in memory, all at once; they are
                 streamed otherwise.
@@ -105,18 +111,17 @@ class Job:
                 0 is never.
             log_prompts: whether warnings about failed rows have the rows and the messages of the errors,
                 which may quote prompts.
-            options: those of ``lm.generate``. ``json_schema`` also judges the texts; ``timeout`` is each
-                row's; ``seed`` is 0 unless it is given, and ``None`` draws anew in every run.
+            options: those of ``lm.generate``. ``timeout`` is each row's; ``seed`` is 0 unless it is
+                given, and ``None`` draws anew in every run.
 
         Raises:
             InvalidRequest: an argument is wrong, or there is no such input.
             ExtraNotInstalled: there is a schema, and jsonschema is missing.
         """
         source = check_input(_path("input", input))
-        schema = None
         if "json_schema" in options:
-            schema = Schema(options["json_schema"])
-            options = {**options, "json_schema": schema.schema}
+            options = {**options, "json_schema": Schema(options["json_schema"]).schema}
+        judged = options.get("json_schema") if validate is None else validate
         prompts = Prompts(
             prompt_template, messages_column, chat=chat, system_message=system_message
         )
@@ -129,10 +134,10 @@ class Job:
         seed = asked.pop("seed", 0)
         decided = _decided(asked, seed)
         redrawn = check_int("num_retries_invalid", num_retries_invalid, 0, 2**20)
-        if redrawn and (schema is None or decided["temperature"] == 0):
+        if redrawn and (judged is None or decided["temperature"] == 0):
             raise InvalidRequest(
-                "num_retries_invalid needs a json_schema to judge texts by, and a temperature over 0: a "
-                "greedy text comes out the same again"
+                "num_retries_invalid needs a json_schema or validate to judge texts by, and a "
+                "temperature over 0: a greedy text comes out the same again"
             )
         self._decided = (
             decided
@@ -141,6 +146,7 @@ class Job:
                 "chat_template_kwargs": _plain("chat_template_kwargs", chat_template_kwargs),
                 "keep_columns": kept,
                 "num_retries_invalid": redrawn,
+                "validate": _identity(validate),
             }
         )
         self._model = None if model is None else str(_path("model", model))
@@ -150,7 +156,7 @@ class Job:
             form=format_of(source, input_format),
             output=_path("output", output),
             prompts=prompts,
-            schema=schema,
+            judge=None if judged is None else Judge(judged),
             options=asked,
             seed=seed,
             chat_template_kwargs=chat_template_kwargs,
@@ -241,6 +247,21 @@ def _retried(value: object) -> Callable[[str], bool]:
         return lambda _: value
     names = frozenset(_names("retry_errors", value))
     return names.__contains__
+
+
+def _identity(validate: Any) -> Any:
+    """Return what tells a validator from others: a schema, or a function's name and source."""
+    if validate is None or isinstance(validate, Mapping | str):
+        return validate if validate is None else Schema(validate).schema
+    for of_model in ("model_json_schema", "json_schema"):  # a pydantic model, a TypeAdapter
+        if callable(schema := getattr(validate, of_model, None)):
+            return schema()
+    function = validate if hasattr(validate, "__code__") else type(validate)
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):  # typed at a prompt
+        source = getattr(getattr(function, "__code__", None), "co_code", b"").hex()
+    return f"{getattr(function, '__qualname__', '')} {source}"
 
 
 def _plain(name: str, value: Mapping[str, Any] | None) -> Any:

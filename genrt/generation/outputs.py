@@ -59,11 +59,3 @@ class Schema:
         if (worst := best_match(self._validator.iter_errors(value))) is not None:
             raise worst
         return value
-
-    def judge(self, text: str) -> tuple[Any, bool]:
-        """Return the value of a text, ``None`` if it is no JSON, and whether the value is valid."""
-        try:
-            value = parse_json(text)
-            return value, bool(self._validator.is_valid(value))
-        except (ValueError, RecursionError):
-            return None, False

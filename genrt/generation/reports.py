@@ -27,7 +27,8 @@ class JobReport:
         failed: rows that were written with an error in this run, by the error's type.
         kept_back: rows that failed and were not written: the next run asks them again.
         truncated: of those done, the texts that were cut off.
-        invalid: of those done, the texts that have not their schema though they were not cut off.
+        invalid: of those done, the texts that are not valid though they were not cut off, by what is
+            wrong with them.
         prompt_tokens: of the rows done; ``completion_tokens`` too, those of discarded draws included.
         seconds: the time that the run took.
         stopped: why it ended before all rows were asked, if it did.
@@ -40,7 +41,7 @@ class JobReport:
     failed: Mapping[str, int]
     kept_back: int
     truncated: int
-    invalid: int
+    invalid: Mapping[str, int]
     prompt_tokens: int
     completion_tokens: int
     seconds: float
@@ -69,7 +70,8 @@ class JobReport:
             ("rows", self.rows),
             ("  done", self.done),
             ("    truncated", self.truncated),
-            ("    invalid", self.invalid),
+            ("    invalid", sum(self.invalid.values())),
+            *((f"      {name}", count) for name, count in sorted(self.invalid.items())),
             ("  finished before", self.skipped),
             ("    with an error", self.failed_before),
             ("  failed", failed),
@@ -82,7 +84,7 @@ class JobReport:
             ("elapsed", elapsed(self.seconds)),
         ]
         table = "\n".join(
-            f"{name:<24}{number if isinstance(number, str) else format(number, ','):>14}"
+            f"{name:<40}{number if isinstance(number, str) else format(number, ','):>14}"
             for name, number in lines
         )
         return f"{table}\nstopped: {self.stopped}" if self.stopped else table
@@ -97,12 +99,12 @@ class Counting:
     failed_before: int = 0
     done: int = 0
     truncated: int = 0
-    invalid: int = 0
     kept_back: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     stopped: str | None = None
     failed: Counter[str] = field(default_factory=Counter)
+    invalid: Counter[str] = field(default_factory=Counter)
     began: float = field(default_factory=time.monotonic)
 
     def restart_clock(self) -> None:
@@ -119,7 +121,7 @@ class Counting:
             failed=MappingProxyType(dict(self.failed)),
             kept_back=self.kept_back,
             truncated=self.truncated,
-            invalid=self.invalid,
+            invalid=MappingProxyType(dict(self.invalid)),
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             seconds=time.monotonic() - self.began,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import math
 import os
@@ -26,12 +27,13 @@ from genrt.errors import (
 )
 from genrt.generation.journal import Journal
 from genrt.generation.many import AHEAD, Asked, Failed, Item
-from genrt.generation.outputs import Schema
 from genrt.generation.prompts import Prompt, Prompts, value_of
 from genrt.generation.reports import Counting, JobReport, heartbeat
 from genrt.generation.tables import Row, read_rows
+from genrt.generation.validators import Fault, Judge
 from genrt.generation.walk import Walk
 from genrt.lm import AsyncLM
+from genrt.numbers import shown
 from genrt.questions.completions import Completion, GenerateOptions
 from genrt.questions.contexts import LAST_SEED
 from genrt.runtime.blocking import blocking_twin
@@ -55,7 +57,7 @@ class JobSettings:
     form: str
     output: Path
     prompts: Prompts
-    schema: Schema | None
+    judge: Judge | None
     options: Mapping[str, Any]
     seed: int | None
     chat_template_kwargs: Mapping[str, Any] | None
@@ -78,6 +80,15 @@ class _Asked:
     row: Row
     prompt: Prompt | InvalidRequest
     again: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A row's result, its text's value, and what is wrong with it."""
+
+    result: Completion | Failed
+    output: Any
+    faults: list[Fault]
 
 
 class JobRun:
@@ -181,9 +192,13 @@ class JobRun:
         asked = Asked(lm, options)
         with heartbeat(at.heartbeat, self._beat):
             await asked.check()
-            walk: Walk[Completion | Failed] = Walk(
+
+            async def answer(number: int, item: Item) -> _Answer:
+                return await self._judged(await asked.ask(number, item))
+
+            walk: Walk[_Answer] = Walk(
                 self._items(),
-                asked.ask,
+                answer,
                 concurrency=asked.concurrency,
                 most_ahead=AHEAD * asked.concurrency,
             )
@@ -207,7 +222,13 @@ class JobRun:
         """Return what has been done so far."""
         return self._counting.report()
 
-    async def _end(self, walk: Walk[Completion | Failed]) -> None:
+    async def _judged(self, result: Completion | Failed) -> _Answer:
+        judge, values, faults = self._settings.judge, list[Any](), list[Fault]()
+        if judge is not None and isinstance(result, Completion):
+            await judge.judge(result.text, values, faults)
+        return _Answer(result, plain(values[0]) if values else None, faults)
+
+    async def _end(self, walk: Walk[_Answer]) -> None:
         """Cancel what is under way, and write what has ended nevertheless."""
         await walk.close()
         while True:
@@ -257,8 +278,8 @@ class JobRun:
             return None
         return (seed + asked.row.index + asked.again * REDRAWN) % (LAST_SEED + 1)
 
-    def _settle(self, number: int, result: Completion | Failed) -> None:
-        asked = self._under_way.pop(number)
+    def _settle(self, number: int, answer: _Answer) -> None:
+        asked, result, faults = self._under_way.pop(number), answer.result, answer.faults
         self._news.set()
         at, counting = self._settings, self._counting
         if isinstance(result, Failed):
@@ -266,13 +287,14 @@ class JobRun:
             return
         counting.completion_tokens += len(result.token_ids)
         entry = self._entry(asked.row) | answer_of(result) | {"seed": self._seed(asked)}
-        if at.schema is not None:
-            value, valid = at.schema.judge(result.text)
-            if not valid and asked.again < at.num_retries_invalid:
-                self._again.append(replace(asked, again=asked.again + 1))
-                return
-            entry |= {"output": value, "valid": valid}
-            counting.invalid += not valid and not result.truncated
+        if faults and asked.again < at.num_retries_invalid:
+            self._again.append(replace(asked, again=asked.again + 1))
+            return
+        if at.judge is not None:
+            entry |= {"output": answer.output, "valid": not faults}
+            entry["fault"] = f"{faults[0].category} ({faults[0].detail})" if faults else None
+        if faults and not result.truncated:
+            counting.invalid[faults[0].category] += 1
         if not counting.stopped:
             self._write_held()
         self._journal.write(entry)
@@ -323,7 +345,7 @@ class JobRun:
         at, columns = self._settings, row.columns
         if at.keep_columns is not None:
             columns = {name: columns[name] for name in at.keep_columns if name in columns}
-        judged = {} if at.schema is None else {"output": None, "valid": None}
+        judged = {} if at.judge is None else {"output": None, "valid": None, "fault": None}
         return {"index": row.index, "digest": f"{row.digest:016x}", "input": columns} | judged
 
     def _beat(self) -> None:
@@ -369,6 +391,19 @@ def answer_of(completion: Completion | None) -> dict[str, Any]:
                 for each in completion.top_logprobs
             ]
     return entry | {"seed": None, "error": None, "error_type": None}
+
+
+def plain(value: Any) -> Any:
+    """Return a validator's value as JSON has it, a pydantic model's fields. Raises InvalidRequest if it
+    cannot be written."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json")
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"validate returned {shown(value)}, which cannot be written as JSON"
+        ) from error
 
 
 def _finite(logprob: float) -> float | None:

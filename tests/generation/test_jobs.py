@@ -270,6 +270,8 @@ def schema(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
 
+INTEGER = schema(a={"type": "integer"}) | {"required": ["a"]}
+
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"prompt_template": "tell {text}"}, "another prompt_template:"),
     ({"temperature": 0.5}, r"another temperature \(was 1.0, is 0.5\)"),
@@ -281,6 +283,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a"}, r"regex \(was null, is \"a\"\)"),
     ({"keep_columns": ["text"]}, "keep_columns"),
     ({"system_message": "Be kind."}, "another system_message, another chat"),
+    ({"validate": INTEGER}, "another validate"),
     ({"model": "other"}, r"model \(was \"one\", is \"other\"\)"),
     ({"model_options": {"dtype": "half"}}, r'model_options \(was {"dtype": "float"}'),
     ({"temperature": 0.5, "top_k": 3}, "another temperature .*, another top_k"),
@@ -621,9 +624,6 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncLM, "batch_generate", batch_generate)
 
 
-INTEGER = schema(a={"type": "integer"}) | {"required": ["a"]}
-
-
 def test_texts_are_judged_by_the_schema(
     lm: AsyncLM, folder: Path, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,12 +632,15 @@ def test_texts_are_judged_by_the_schema(
     scripted.texts = dict(enumerate(texts))
     report = job(folder, json_schema=INTEGER, limit=7).run_sync(lm)
     judged = [(line["output"], line["valid"]) for line in lines_of(folder)]
-    assert judged[:3] == [({"a": 1}, True), ({"a": "1"}, False), (None, False)]
+    assert judged[:3] == [({"a": 1}, True), (None, False), (None, False)]
     assert judged[3:6] == [(None, False)] * 3
-    last = lines_of(folder)[6]
-    assert not last["valid"]
-    assert report.invalid == 5 + (not last["truncated"])
+    faults = [line["fault"] for line in lines_of(folder)]
+    assert faults[0] is None
+    assert faults[1] == "a: type ($.a: '1' is not of type 'integer')"
+    assert report.invalid["a: type"] == 1
+    assert sum(report.invalid.values()) == 5 + (not lines_of(folder)[6]["truncated"])
     assert report.complete
+    assert "a: type " in str(report)
 
 
 def test_invalid_texts_are_drawn_again_with_other_seeds(
@@ -651,9 +654,77 @@ def test_invalid_texts_are_drawn_again_with_other_seeds(
     lines = lines_of(folder)
     assert [line["output"] for line in lines[:4]] == [{"a": 1}, {"a": 2}, {"a": 3}, None]
     assert [line["seed"] for line in lines[:4]] == [0, 1 + again, 2 + 2 * again, 3 + 2 * again]
-    assert (report.done, report.invalid) == (12, 9)
+    assert (report.done, sum(report.invalid.values())) == (12, 9)
     assert len(scripted.asked) == 1 + 2 + 3 + 9 * 3
     assert report.completion_tokens == 2 * len(scripted.asked)
+
+
+def test_a_function_may_judge_texts_and_say_what_they_are(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    def length(text: str) -> int:
+        if text == "no":
+            raise ValueError("it says no")
+        return len(text)
+
+    scripted.texts = {0: "no", 1: "some"}
+    report = job(folder, validate=length, limit=3).run_sync(lm)
+    lines = lines_of(folder)
+    assert [line["output"] for line in lines] == [None, 4, len(lines[2]["text"])]
+    assert [line["valid"] for line in lines] == [False, True, True]
+    assert lines[0]["fault"] == "ValueError (it says no)"
+    assert report.invalid == {"ValueError": 1}
+    assert job(folder, validate=length).run_sync(lm).skipped == 3
+    with pytest.raises(JobRefused, match="another validate:"):
+        job(folder, validate=lambda text: True).run_sync(lm)
+
+
+def test_a_pydantic_models_fields_are_written(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    class City:
+        """What pydantic's models look like."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @classmethod
+        def model_validate(cls, value: Any) -> City:
+            return cls(**value)
+
+        @classmethod
+        def model_validate_json(cls, text: str) -> City:
+            return cls(**json.loads(text))
+
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return {"type": "object"}
+
+        def model_dump(self, **options: Any) -> dict[str, Any]:
+            return {"name": self.name}
+
+    scripted.texts = {0: '{"name": "Paris"}', 1: "{}"}
+    report = job(folder, validate=City, limit=2).run_sync(lm)
+    assert [line["output"] for line in lines_of(folder)] == [{"name": "Paris"}, None]
+    assert report.invalid == {"TypeError": 1}
+
+
+def test_a_value_that_is_no_json_ends_the_job(lm: AsyncLM, folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be written as JSON"):
+        job(folder, validate=lambda text: object()).run_sync(lm)
+    assert lines_of(folder) == []
+
+
+def test_structures_are_drawn_and_valid_unless_they_are_truncated(tmp_path: Path) -> None:
+    model = NGram.random([*map(bytes, zip(range(32, 127))), b""], order=1, seed=2, eos_token_id=95)
+    write_rows(tmp_path / "in.jsonl", ROWS)
+    with genrt.load(model, engine="exact") as lm:
+        report = job(tmp_path, json_schema=INTEGER, max_tokens=12).run_sync(lm)
+    lines = lines_of(tmp_path)
+    assert any(line["valid"] for line in lines)
+    assert any(line["truncated"] for line in lines)
+    assert all(line["valid"] or line["truncated"] for line in lines)
+    assert (report.invalid, report.truncated) == ({}, sum(line["truncated"] for line in lines))
 
 
 # -- heartbeat and logs -------------------------------------------------------------------------
