@@ -185,6 +185,8 @@ def _run(given: dict[str, Any]) -> int:
     if given.get("retry_errors") == []:
         given["retry_errors"] = True
     if adapter is not None:
+        if not Path(adapter).is_dir():
+            raise InvalidRequest(f"--adapter {adapter} is no directory")
         given["adapter"] = ADAPTER
         if engine == "vllm":
             engine_options = {"enable_lora": True, "max_lora_rank": _rank(adapter)} | engine_options

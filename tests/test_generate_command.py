@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 import genrt
+from genrt import generate as command
 from genrt import loading
 from genrt.__main__ import main
+from genrt.engines.exact import NGram
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation.jobs import Job
 from genrt.lm import AsyncLM
@@ -188,6 +192,42 @@ def test_what_the_command_wrote_python_goes_on_with(folder: Path) -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         assert job(folder).run_sync(lm).skipped == 2
     assert generate(folder) == 0
+
+
+def write_adapter(directory: Path, seed: int) -> Path:
+    """An adapter of the exact engine: another table."""
+    directory.mkdir()
+    table = NGram.random(MODEL.vocabulary, order=1, seed=seed).table
+    save_file({"table": table}, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 9, "peft_type": "LORA"}))
+    return directory
+
+
+def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter, other = write_adapter(folder / "one", 5), write_adapter(folder / "other", 6)
+    assert generate(folder, "--adapter", str(adapter), "--limit", "3") == 0
+    with genrt.load(MODEL, engine="exact") as lm:
+        lm.add_adapter_sync("a", adapter)
+        prompts = [f"say {row['text']}" for row in ROWS[:3]]
+        texts = lm.batch_generate_sync(prompts, max_tokens=6, seed=0, adapter="a")
+    assert [line["text"] for line in lines_of(folder)] == [each.text for each in texts]
+    shutil.copytree(adapter, folder / "copy")
+    assert generate(folder, "--adapter", str(folder / "copy"), "--limit", "4") == 0
+    for changed in (["--adapter", str(other)], []):
+        capsys.readouterr()
+        assert generate(folder, *changed) == 2
+        said = refusal(capsys)
+        assert '"adapter"' in said
+        assert "another adapter" in said or "another model_options" in said
+    capsys.readouterr()
+    assert generate(folder, "--adapter", str(folder / "absent")) == 2
+    assert "absent" in refusal(capsys)
+
+
+def test_vllm_gets_the_rank_that_an_adapter_needs(folder: Path) -> None:
+    assert command._rank(str(write_adapter(folder / "one", 5))) == 16
+    with pytest.raises(InvalidRequest, match="no LoRA adapter"):
+        command._rank(str(folder))
 
 
 def test_rows_that_fail_are_told_by_the_exit_code(

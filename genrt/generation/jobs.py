@@ -22,8 +22,13 @@ from genrt.generation.tables import check_input, format_of
 from genrt.generation.validators import Judge, Validate
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, shown
-from genrt.questions.completions import STRUCTURES, GenerateOptions, completion_requests
-from genrt.questions.contexts import Limits
+from genrt.questions.completions import (
+    STRUCTURES,
+    CompletionOptions,
+    TurnOptions,
+    completion_requests,
+)
+from genrt.questions.contexts import Limits, check_seed
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.thread import aside
 
@@ -60,7 +65,6 @@ class Job:
         messages_column: str | None = None,
         system_message: str | None = None,
         chat: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         validate: Validate | None = None,
         model: str | os.PathLike[str] | None = None,
         model_options: Mapping[str, Any] | None = None,
@@ -75,7 +79,7 @@ class Job:
         max_consecutive_failures: int = 10,
         heartbeat: float = 60.0,
         log_prompts: bool = False,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[TurnOptions],
     ) -> None:
         """
         Args:
@@ -86,7 +90,6 @@ class Job:
             messages_column: in place of a template, the column with a conversation: a list, or its JSON.
             system_message: is put in front of every conversation; makes one of a template too.
             chat: whether the template's text is a message of the user's, answered by ``lm.chat``.
-            chat_template_kwargs: for the chat template, as ``lm.chat`` takes them.
             validate: says whether a text is valid, and what its value is, as of ``generate_valid``: a
                 function, a schema, a pydantic model. By default ``json_schema`` does. The value is
                 written as JSON; a function is called on the loop.
@@ -111,7 +114,7 @@ class Job:
                 0 is never.
             log_prompts: whether warnings about failed rows have the rows and the messages of the errors,
                 which may quote prompts.
-            options: those of ``lm.generate``. ``timeout`` is each row's; ``seed`` is 0 unless it is
+            options: those of ``lm.chat``. ``timeout`` is each row's; ``seed`` is 0 unless it is
                 given, and ``None`` draws anew in every run.
 
         Raises:
@@ -125,10 +128,6 @@ class Job:
         prompts = Prompts(
             prompt_template, messages_column, chat=chat, system_message=system_message
         )
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise InvalidRequest(
-                f"chat_template_kwargs must be a mapping, got {named(chat_template_kwargs)}"
-            )
         kept = None if keep_columns is None else _names("keep_columns", keep_columns)
         asked: dict[str, Any] = {**options}
         seed = asked.pop("seed", 0)
@@ -143,13 +142,14 @@ class Job:
             decided
             | prompts.parts
             | {
-                "chat_template_kwargs": _plain("chat_template_kwargs", chat_template_kwargs),
                 "keep_columns": kept,
                 "num_retries_invalid": redrawn,
                 "validate": _identity(validate),
             }
         )
         self._model = None if model is None else str(_path("model", model))
+        if not isinstance(model_options, Mapping | None):
+            raise InvalidRequest(f"model_options must be a mapping, got {named(model_options)}")
         self._model_options = _plain("model_options", model_options)
         self._settings = JobSettings(
             input=source,
@@ -158,8 +158,7 @@ class Job:
             prompts=prompts,
             judge=None if judged is None else Judge(judged),
             options=asked,
-            seed=seed,
-            chat_template_kwargs=chat_template_kwargs,
+            seed=decided["seed"],
             limit=sys.maxsize if limit is None else check_int("limit", limit, 1, sys.maxsize),
             keep_columns=kept,
             retried=_retried(retry_errors),
@@ -264,14 +263,21 @@ def _identity(validate: Any) -> Any:
     return f"{getattr(function, '__qualname__', '')} {source}"
 
 
-def _plain(name: str, value: Mapping[str, Any] | None) -> Any:
-    """Return a mapping as its JSON is read. Raises InvalidRequest if it has none."""
-    if not isinstance(value, Mapping | None):
-        raise InvalidRequest(f"{name} must be a mapping, got {named(value)}")
+def _plain(name: str, value: Any) -> Any:
+    """Return a value as its JSON is read. Raises InvalidRequest if it has none."""
     try:
-        return None if value is None else json.loads(json.dumps(dict(value)))
+        return json.loads(json.dumps(value, default=_name_of))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from error
+
+
+def _name_of(value: Any) -> Any:
+    """Return what stands for a value that is no JSON: a mapping's dict, a function's name."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(name := getattr(value, "__qualname__", None), str):
+        raise TypeError(f"{shown(value)} is no JSON")
+    return name
 
 
 def _decided(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
@@ -280,13 +286,23 @@ def _decided(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
     Raises:
         InvalidRequest: an option is wrong.
     """
-    given = dict(options)
-    check_timeout(given.pop("timeout", None))
-    adapter = given.pop("adapter", None)
+    others = {name: options[name] for name in TurnOptions.__annotations__ if name in options}
+    for name in CompletionOptions.__annotations__:
+        others.pop(name, None)
+    given = {name: value for name, value in options.items() if name not in others}
+    check_timeout(others.pop("timeout", None))
+    adapter = others.setdefault("adapter", None)
     if not isinstance(adapter, str | None):
         raise InvalidRequest(f"adapter must be a name, got {named(adapter)}")
+    if not isinstance(others.get("tools"), list | tuple | None):
+        raise InvalidRequest(f"tools must be a list, got {named(others['tools'])}")
+    if not isinstance(kwargs := others.get("chat_template_kwargs"), Mapping | None):
+        raise InvalidRequest(f"chat_template_kwargs must be a mapping, got {named(kwargs)}")
     [request] = completion_requests(ANY_MODEL, [[0]], None, itertools.count(), seed, given)
-    decoding = asdict(request.decoding) | {"max_tokens": given.get("max_tokens")}
+    decoding = asdict(request.decoding)
+    if given.get("max_tokens") is None:
+        decoding["max_tokens"] = None
     structure = decoding.pop("structure")
     structures = dict.fromkeys(STRUCTURES) | dict([structure] if structure else [])
-    return decoding | structures | {"seed": seed, "adapter": adapter}
+    others |= {"seed": check_seed(seed), "tools": None, "chat_template_kwargs": None} | others
+    return decoding | structures | {name: _plain(name, each) for name, each in others.items()}

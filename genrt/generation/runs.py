@@ -60,7 +60,6 @@ class JobSettings:
     judge: Judge | None
     options: Mapping[str, Any]
     seed: int | None
-    chat_template_kwargs: Mapping[str, Any] | None
     limit: int
     keep_columns: tuple[str, ...] | None
     retried: Callable[[str], bool]
@@ -108,7 +107,7 @@ class JobRun:
         self._again: deque[_Asked] = deque()
         self._news = asyncio.Event()
         # Rows that failed one after another: they are written once another one does not.
-        self._held: list[tuple[Row, Exception]] = []
+        self._held: list[tuple[Row, Exception, Completion | None]] = []
 
     # -- before there is a model ----------------------------------------------------------------
 
@@ -266,10 +265,7 @@ class JobRun:
             options["seed"] = seed
         if isinstance(asked.prompt, str):
             return Item(asked.prompt, options=options)
-        kwargs = self._settings.chat_template_kwargs
-        return Item(
-            messages=cast("Any", asked.prompt), options=options, chat_template_kwargs=kwargs
-        )
+        return Item(messages=cast("Any", asked.prompt), options=options)
 
     def _seed(self, asked: _Asked) -> int | None:
         """Return the seed that a row has in whichever order and however often rows are asked."""
@@ -283,7 +279,7 @@ class JobRun:
         self._news.set()
         at, counting = self._settings, self._counting
         if isinstance(result, Failed):
-            self._fail(asked.row, result.error, is_own_fault=False)
+            self._fail(asked.row, result.error, result.partial, is_own_fault=False)
             return
         counting.completion_tokens += len(result.token_ids)
         entry = self._entry(asked.row) | answer_of(result) | {"seed": self._seed(asked)}
@@ -302,7 +298,14 @@ class JobRun:
         counting.truncated += result.truncated
         counting.prompt_tokens += len(result.prompt_token_ids)
 
-    def _fail(self, row: Row, error: Exception, *, is_own_fault: bool) -> None:
+    def _fail(
+        self,
+        row: Row,
+        error: Exception,
+        partial: Completion | None = None,
+        *,
+        is_own_fault: bool,
+    ) -> None:
         """Write a row's error; hold it back if the next rows may fail for the same reason."""
         if not isinstance(error, GenrtError):
             raise error
@@ -311,16 +314,16 @@ class JobRun:
         log.warning("row %d failed with %s%s", row.index, type(error).__name__, told)
         is_own_fault = is_own_fault or isinstance(error, ContextTooLong)
         if is_own_fault or not at.max_consecutive_failures:
-            self._write_failed(row, error)
+            self._write_failed(row, error, partial)
             return
-        self._held.append((row, error))
+        self._held.append((row, error, partial))
         counting.kept_back = len(self._held)
         if len(self._held) == at.max_consecutive_failures:
             counting.stopped = self._stopped()
 
     def _stopped(self) -> str:
-        kinds = Counter(type(error).__name__ for _, error in self._held)
-        messages = {str(error) for _, error in self._held}
+        kinds = Counter(type(error).__name__ for _, error, _ in self._held)
+        messages = {str(error) for _, error, _ in self._held}
         # What is said of one row alone may quote its prompt; what is said of all does not.
         shown = len(messages) == 1 < len(self._held) or self._settings.log_prompts
         told = messages.pop() if shown else "log_prompts (--log-prompts) shows their messages"
@@ -335,9 +338,9 @@ class JobRun:
             del self._held[0]
             self._counting.kept_back = len(self._held)
 
-    def _write_failed(self, row: Row, error: Exception) -> None:
+    def _write_failed(self, row: Row, error: Exception, partial: Completion | None) -> None:
         name = type(error).__name__
-        entry = self._entry(row) | answer_of(None) | {"error": str(error), "error_type": name}
+        entry = self._entry(row) | answer_of(partial) | {"error": str(error), "error_type": name}
         self._journal.write(entry)
         self._counting.failed[name] += 1
 

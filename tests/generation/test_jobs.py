@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import genrt
@@ -24,9 +25,10 @@ from genrt.errors import (
     TimedOut,
     UnknownColumn,
 )
-from genrt.generation import runs, tables
+from genrt.generation import many, runs, tables
 from genrt.generation.jobs import Job
 from genrt.generation.journal import Journal
+from genrt.generation.many import Failed
 from genrt.generation.reports import heartbeat
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
@@ -534,6 +536,40 @@ def test_rows_with_errors_are_asked_again_if_that_is_wanted(
     assert not list(folder.glob(".*"))
 
 
+def test_what_was_drawn_until_a_timeout_is_written(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = Completion("drawn", (1, 2), (1,), (), (), "abort", None, 0.0, 0.0)
+
+    async def ask(asked: Any, number: int, item: Any) -> Failed:
+        return Failed(TimedOut("too late"), partial)
+
+    monkeypatch.setattr(many.Asked, "ask", ask)
+    job(folder, timeout=1, limit=1).run_sync(lm)
+    [line] = lines_of(folder)
+    assert (line["text"], line["finish_reason"], line["truncated"]) == ("drawn", "abort", True)
+    assert (line["completion_tokens"], line["error_type"]) == (2, "TimedOut")
+
+
+def test_tools_and_options_of_the_template_are_compared(lm: AsyncLM, folder: Path) -> None:
+    def weather(city: str) -> str:
+        return city
+
+    given = {"tools": [weather, {"type": "function"}], "chat_template_kwargs": {"a": 1}}
+    job(folder, limit=1).run_sync(lm)
+    for name, value in given.items():
+        with pytest.raises(JobRefused, match=f"another {name}"):
+            job(folder, **{name: value}).run_sync(lm)
+    with job(folder, **given, overwrite=True).begin():
+        pass
+
+
+def test_numbers_of_any_library_are_options(lm: AsyncLM, folder: Path) -> None:
+    given = {"max_tokens": np.int64(6), "seed": np.uint8(0), "temperature": np.float32(1)}
+    job(folder, limit=np.int8(2), **given, concurrency=np.int16(2)).run_sync(lm)
+    assert job(folder, seed=0, heartbeat=np.float64(9)).run_sync(lm).skipped == 2
+
+
 def test_a_row_that_failed_may_be_mended(lm: AsyncLM, folder: Path) -> None:
     write_rows(folder / "in.jsonl", [ROWS[0], {"text": "a" * 99}, {"number": 3}, ROWS[3]])
     report = job(folder).run_sync(lm)
@@ -806,7 +842,7 @@ ARGUMENTS = [
     *("chat_template_kwargs", "model_options", "input_format", "limit", "keep_columns"),
     *("retry_errors", "overwrite", "num_retries_invalid", "sort_by_length", "concurrency"),
     *("max_consecutive_failures", "heartbeat", "log_prompts", "json_schema", "temperature", "seed"),
-    *("timeout", "adapter", "stop", "choice"),
+    *("timeout", "adapter", "stop", "choice", "validate", "tools"),
 ]
 
 
