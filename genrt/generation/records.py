@@ -161,6 +161,7 @@ def made(
     seconds_judging: float,
 ) -> Records:
     """Return what these attempts, by number, come to; those that are not judged count as such."""
+    attempts = dict(attempts)  # in one go: the run may go on in another thread
     ordered = [(number, attempts[number]) for number in sorted(attempts)]
     pairs = [(number, value) for number, each in ordered for value in each.values]
     values, sources = [value for _, value in pairs], [number for number, _ in pairs]
@@ -191,7 +192,7 @@ def made(
             errors=_frequent(fault.category for each in ended for fault in each.faults),
             finish_reasons=_frequent(each.finish_reason for each in completions.values()),
             batches=tuple(
-                counted([attempts[n] for n in numbers if n in attempts]) for numbers in batches
+                counted([attempts[n] for n in numbers if n in attempts]) for numbers in [*batches]
             ),
             unjudged=sum(not each.judged for each in ended),
             seconds=seconds,

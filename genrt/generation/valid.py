@@ -95,7 +95,8 @@ async def generate_valid(
     what is missing takes, and small enough that hardly ever more than a tenth of the target, or three
     records, are made beyond it. What is under way when there are enough is cancelled.
 
-    A text without a valid record is no error, whatever ``validate`` raised: ``Records.faults`` has it,
+    ``validate`` gets the records in the order of the attempts, so that it may remember them, and refuse
+    what it has seen. What it raises is no error of the call, whatever it is: ``Records.faults`` has it,
     and ``Records.reason`` says why the run ended. A step that fails or a timeout costs its attempt alone.
 
     Whatever ends a run early, what was made is kept: for that, hold an ``UntilValid``.
@@ -200,7 +201,7 @@ class UntilValid:
         something.
         """
         if not self._is_running:
-            for attempt in [each for each in self._attempts.values() if not each.judged]:
+            for _, attempt in sorted(self._attempts.items()):
                 _run_at_once(self._judge_one(attempt))
         return made(
             self._attempts,
@@ -291,7 +292,6 @@ class UntilValid:
                     break
                 _, (number, result) = taken
                 self._keep(number, result)
-                await self._judge_one(self._attempts[number])
                 await self._count()
         finally:
             try:
@@ -299,7 +299,7 @@ class UntilValid:
             finally:
                 for number, result in walk.rest():
                     self._keep(number, result)
-        for attempt in self._attempts.values():  # those that ended meanwhile
+        for _, attempt in sorted(self._attempts.items()):  # those that ended meanwhile
             await self._judge_one(attempt)
 
     async def _ask(self, number: int, item: Any) -> tuple[int, Completion | Failed]:
@@ -339,7 +339,7 @@ class UntilValid:
         attempt.judged = True
 
     async def _count(self) -> None:
-        """Count the attempts that have been judged, in their order, until there are enough records."""
+        """Judge and count attempts in their order, up to one without its text or enough records."""
         while self._valid < self._target and (attempt := self._attempts.get(self._counted)):
             await self._judge_one(attempt)
             self._counted += 1

@@ -244,6 +244,23 @@ def test_with_a_seed_records_depend_on_neither_timing_nor_concurrency(
     assert [*zip(found.attempts, found.records, strict=True)] == valid[:40]
 
 
+@pytest.mark.parametrize("concurrency", [1, 5, None])
+def test_a_validator_may_remember_what_it_has_seen(lm: AsyncLM, concurrency: int | None) -> None:
+    """It gets the records in the order of the attempts, whatever the order in which texts end."""
+    seen, order = set[str](), list[str]()
+
+    def is_new(text: str) -> bool:
+        order.append(text)
+        return text not in seen and seen.add(text) is None  # type: ignore[func-returns-value]
+
+    options: dict[str, Any] = {"target": 5, "seed": 4, "max_tokens": 20}
+    found = generate_valid_sync(lm, "?", is_new, concurrency=concurrency, **options)
+    assert found.reason == "complete"
+    assert order == [found.completions[number].text for number in sorted(found.completions)]
+    texts = lm.batch_generate_sync(["?"] * 60, seed=4, max_tokens=20)
+    assert found.records == tuple(dict.fromkeys(each.text for each in texts))[:5]
+
+
 def test_short_texts_are_not_favoured() -> None:
     """The records of many runs, in each of which long texts are under way when there are enough."""
     with opened(0.5, more=0.7, max_batch_size=16) as lm:
