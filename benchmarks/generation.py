@@ -100,7 +100,7 @@ async def rows_meanwhile(lm: AsyncLM, prompts: Prompts, options: Options) -> dic
     await lm.batch_next_token_logprobs([prompt[:50] for prompt in prompts[:16]])
     resident = lm.statistics().engine.resident
     texts = asyncio.gather(*[lm.generate(prompt, **options) for prompt in prompts])
-    waited = []
+    waited: list[int] = []
     context = prompts[0][:5]
     while not texts.done() and len(waited) < 40:
         before = engine.statistics().steps

@@ -83,17 +83,19 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a stream has drawn since its last delta: several tokens, where they came faster than they
+    """A part of a stream, drawn since the one before: several tokens, where they came faster than they
     were read. The texts of all deltas are the completion's, and so are their tokens.
 
     Attributes:
         text: what follows the text so far. Characters of which a part is still to be drawn, or that may
             begin a stop string, come later.
         token_ids: the tokens drawn.
-        logprobs, top_logprobs: of these tokens, as a completion's.
+        logprobs: of these tokens, as a completion's.
+        top_logprobs: at these tokens' places, as a completion's.
         start: how many tokens were drawn before these.
         text_start: how many characters of text came before these.
-        finish_reason, stop_reason: of the last delta, as a completion's; ``None`` before.
+        finish_reason: the completion's, of the last delta; ``None`` before.
+        stop_reason: the completion's, of the last delta.
     """
 
     text: str

@@ -18,7 +18,7 @@ Rules:
     holds the lock, waits for nothing any more, or its loop is closed: ending it takes no lock.
     Waiters and loops that are let go of are kept until the lock is free: their end may run any code.
     The garbage collector and signal handlers may run code while this thread holds the lock, which it can
-    take again. What such code calls here only reads; ``close`` would change something, so it refuses.
+    take again. What such code calls here only reads; ``close`` refuses, ``leave`` is put off.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.runtime.queue import Admission, Bindings, Flight, Ready
 from genrt.runtime.statistics import BatcherStatistics
+from genrt.runtime.streams import Streams
 from genrt.runtime.waiters import (
     Entry,
     Gatherings,
@@ -87,7 +88,7 @@ class Batcher:
         self._entries: dict[Request, Entry] = {}
         most = max_batch_size or sys.maxsize
         self._ready = Ready(most, max_wait_seconds, clock)
-        self._flight = Flight(clock)
+        self._flight = Flight(Streams(self._lock, clock))
         self._on_loops = OnLoops()
         self._bindings = Bindings()
         self._admission = Admission(max_queued_requests, max_queued_bytes)
@@ -182,8 +183,7 @@ class Batcher:
         self._make_ready(self._register(waiter))
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
-        """Have entries sent, under the lock, except those that were dropped, or sent by another loop.
-        Return whether the engine thread must look."""
+        """Have entries sent, under the lock, but those dropped or sent already; return if any are."""
         added = [entry for entry in entries if entry.waiters and not entry.in_flight]
         self._ready.add(added)
         return bool(added)
@@ -230,11 +230,9 @@ class Batcher:
         self._bindings.bind([entry.request], -1)
 
     def _sweep(self) -> list[object]:
-        """Cancel the waiters of closed loops, and those that finalizers left, under the lock; return all
-        that is let go of by that."""
+        """Cancel waiters of closed loops and of finalizers, under the lock; return what is let go of."""
         waiters = self._on_loops.closed()
-        while self._left:
-            waiters.append(self._left.popleft())
+        waiters += [self._left.popleft() for _ in range(len(self._left))]
         for waiter in waiters:
             self._cancel(waiter)
         return [waiters, self._gatherings.of_closed_loops()]
@@ -269,10 +267,8 @@ class Batcher:
             self._settle(self._sent(engine, flush))
         if self._flight:
             self._settle(self._stepped(engine), stepped=True)
-            with self._lock:
-                due = self._flight.streams.due()
-            if due:
-                self._flight.streams.tell(due, engine.progress)
+            if self._flight.streams.by_loop:
+                self._flight.streams.tell(engine.progress)
 
     def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
         """Submit a flush; what of it has ended already."""
@@ -319,6 +315,8 @@ class Batcher:
                 finished = self._send_again(finished)
         elif stepped:
             self._flight.grow()
+        if not finished:
+            return
         no_room = self._cache.keep(finished)
         failed: list[tuple[Waiter, Outcome]] = []
         answered: list[Waiter] = []

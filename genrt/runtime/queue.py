@@ -206,8 +206,8 @@ class Flight:
     turn, unless somebody asks for them first; and how many there may be: any number, until the engine's
     memory runs out. ``streams`` are those of them whose tokens are told meanwhile."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.streams = Streams(clock)
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
         self._entries: dict[Entry, None] = {}
         self._withdrawn: dict[Entry, None] = {}
         self._most = sys.maxsize

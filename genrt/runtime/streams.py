@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -34,7 +35,7 @@ SHARE = 0.1
 
 
 class Flow:
-    """What has come of one stream, for the one who reads it.
+    """One stream on its way from the engine thread to its reader.
 
     Args:
         loop: the reader's event loop; ``None`` for one that blocks a thread.
@@ -135,7 +136,7 @@ def _differs() -> EngineFailed:
 
 
 class _Reading:
-    """What both kinds of stream say of the text they read."""
+    """A text that is being read, with what has come of it."""
 
     def __init__(self, flow: Flow, request: CompletionRequest) -> None:
         self._flow = flow
@@ -149,7 +150,7 @@ class _Reading:
 
     @property
     def partial(self) -> Completion:
-        """What has been read so far, as a completion: with ``finish_reason="abort"`` until its end."""
+        """The text read so far, as a completion: with ``finish_reason="abort"`` until its end."""
         flow = self._flow
         if flow.completion is not None:
             return flow.completion
@@ -250,51 +251,45 @@ class _Readers:
 
 
 class Streams:
-    """The streams in flight, loop by loop. All but ``tell`` is called under the batcher's lock.
+    """The streams in flight, loop by loop; ``by_loop`` is empty if there is none.
 
     Args:
+        lock: the batcher's, which whoever calls anything but ``tell`` holds.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, lock: threading.RLock, clock: Callable[[], float]) -> None:
+        self._lock = lock
         self._clock = clock
-        self._by_loop: dict[asyncio.AbstractEventLoop | None, _Readers] = {}
-
-    def __len__(self) -> int:
-        """Return how many streams are in flight."""
-        return sum(len(readers.flows) for readers in self._by_loop.values())
+        self.by_loop: dict[asyncio.AbstractEventLoop | None, _Readers] = {}
 
     def add(self, request: CompletionRequest, flow: Flow) -> None:
         """Have this one told of."""
-        self._by_loop.setdefault(flow.loop, _Readers()).flows[request] = flow
+        self.by_loop.setdefault(flow.loop, _Readers()).flows[request] = flow
 
     def discard(self, request: CompletionRequest, flow: Flow) -> None:
         """Have this one told of no more."""
-        readers = self._by_loop.get(flow.loop)
+        readers = self.by_loop.get(flow.loop)
         if readers is not None:
             readers.flows.pop(request, None)
             if not readers.flows:
-                del self._by_loop[flow.loop]
+                del self.by_loop[flow.loop]
 
     def clear(self) -> None:
         """Forget all."""
-        self._by_loop.clear()
-
-    def due(self) -> list[tuple[_Readers, list[tuple[CompletionRequest, Flow]]]]:
-        """Return the streams of those loops that may be told something now."""
-        now = self._clock()
-        return [
-            (readers, [*readers.flows.items()])
-            for readers in self._by_loop.values()
-            if not readers.is_told and readers.due <= now
-        ]
+        self.by_loop.clear()
 
     def tell(
-        self,
-        due: Iterable[tuple[_Readers, Sequence[tuple[CompletionRequest, Flow]]]],
-        progress: Callable[[Sequence[CompletionRequest]], Sequence[Delta | None]],
+        self, progress: Callable[[Sequence[CompletionRequest]], Sequence[Delta | None]]
     ) -> None:
-        """Hand the deltas that the engine has for these to their readers; called without the lock."""
+        """Give what the engine has drawn to the readers of those loops that may be told now."""
+        now = self._clock()
+        with self._lock:
+            due = [
+                (readers, [*readers.flows.items()])
+                for readers in self.by_loop.values()
+                if not readers.is_told and readers.due <= now
+            ]
         for readers, flows in due:
             deltas = progress([request for request, _ in flows])
             news = [

@@ -322,8 +322,8 @@ def test_the_runner_always_has_a_slot(
     a prefix with one resident sequence, or each with its own, and are as many as there are slots."""
     from genrt.engines.vllm import open_scheduler
 
-    monkeypatch.setattr(open_scheduler, "MOST_RECORDS", 8)
-    with load(llama, blocks=400, max_num_seqs=8) as lm:
+    monkeypatch.setattr(open_scheduler, "MOST_RECORDS", 9)
+    with load(llama, blocks=400, max_num_seqs=8) as lm:  # 8 texts at once, and a row beside them
         runner: Any = lm._thread.engine
         runner = runner._core.engine_core.model_executor.driver_worker.worker.model_runner
         execute, most = runner.execute_model, 0
@@ -344,7 +344,7 @@ def test_the_runner_always_has_a_slot(
         for flush, rows in zip(flushes, rows_of(lm, flushes), strict=True):
             for context, row in zip(flush, rows, strict=True):
                 assert float((oracle(context) - row).abs().max()) < TOLERANCE
-        assert most <= 8
+        assert most <= 9
 
 
 @pytest.mark.vllm

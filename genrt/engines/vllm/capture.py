@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SEED",
+    "TEXT_SEED",
     "TICKET",
     "CaptureV1",
     "CaptureV2",
@@ -53,8 +54,10 @@ __all__ = [
 TICKET = "genrt_ticket"
 """The key in ``extra_args`` under which a logprobs request carries its ticket, an int."""
 
-SEED = "genrt_seed"
-"""The key under which a sample request carries its seed, where its tokens are drawn here."""
+SEED, TEXT_SEED = "genrt_seed", "genrt_text_seed"
+"""The keys under which a sample, and a completion, carry their seeds where their tokens are drawn here.
+vLLM is given no seed then: its runner V1 takes back the draws of a prompt that is computed in parts. A
+generator on a CPU cannot, and the whole step would fail."""
 
 
 @torch.inference_mode()
@@ -241,12 +244,11 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
 
 
 def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | _SeededText | None:
-    seed = (params.extra_args or {}).get(SEED, params.seed)
-    if seed is None or TICKET in (params.extra_args or {}):
+    extra = params.extra_args or {}
+    seed = extra.get(SEED, extra.get(TEXT_SEED))
+    if seed is None:
         return None
-    if (
-        SEED in (params.extra_args or {}) or seed >= 2**32
-    ):  # of which a CPU's generator takes 32 bits
+    if SEED in extra or seed >= 2**32:  # of which a CPU's generator takes 32 bits
         return _SeededRequest(seed, output_token_ids)
     return _SeededText(torch.Generator().manual_seed(seed), output_token_ids)
 
@@ -257,9 +259,11 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.store = RowStore()
         self._tickets: dict[int, int] = {}
+        self._wanted = np.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=bool)  # by slot
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         ticket = _ticket(sampling_params)
+        self._wanted[req_idx] = ticket is not None
         if ticket is None:
             self._tickets.pop(req_idx, None)
             return False
@@ -267,6 +271,8 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         return True
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        if not self._wanted[ctx.idx_mapping_np].any():
+            return logits  # a step of nothing but texts, of which there may be many
         slots = ctx.idx_mapping_np.tolist()
         if len(slots) != len(logits):
             raise EngineUnsupported(

@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.errors import InvalidRequest
 from genrt.questions.completions import (
     Completion,
@@ -49,9 +50,11 @@ class _Course:
 
 
 class Completions:
-    """The completions that one vLLM engine draws."""
+    """The completions that one vLLM engine draws. With ``drawn_here``, the capture draws the tokens, and
+    is the one to know the seeds."""
 
-    def __init__(self, llm_engine: LLMEngine) -> None:
+    def __init__(self, llm_engine: LLMEngine, *, drawn_here: bool) -> None:
+        self._drawn_here = drawn_here
         self._inputs = llm_engine.input_processor
         self._outputs = llm_engine.output_processor
         self._tasks = llm_engine.get_supported_tasks()
@@ -81,6 +84,9 @@ class Completions:
         params = cast("SamplingParams", made.sampling_params)
         if params.temperature:  # vLLM's check is over: its runners take any
             params.temperature = request.temperature
+            if self._drawn_here:
+                params.extra_args = {TEXT_SEED: params.seed}
+                params.seed = None
         if self._is_v2:
             _check_v2(params)
         self._outputs.add_request(made, None)
@@ -144,9 +150,11 @@ class Completions:
         ]
         return ended, processed.reqs_to_abort
 
-    def progress(self, streamed: CompletionRequest) -> Delta | None:
-        """Return what a streamed request has drawn since the last call; ``None`` if that is nothing."""
-        request_id = self._streamed.get(streamed.nonce)
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        """Return what each of these has drawn since the last call; ``None`` if that is nothing."""
+        return [self._progress(self._streamed.get(request.nonce)) for request in streamed]
+
+    def _progress(self, request_id: str | None) -> Delta | None:
         if request_id is None:
             return None
         course, state = self._courses[request_id], self._outputs.request_states[request_id]

@@ -12,11 +12,10 @@ and refuses a vLLM that does not work this way.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -70,14 +69,13 @@ class VLLMEngine:
         # One less than vLLM's: its scheduler keeps a place for the token that follows.
         self.max_model_len = int(config.model_config.max_model_len) - 1
         self.device = torch.device(config.device_config.device)
-        self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-            self._stream = torch.cuda.current_stream()
+            own.stream = torch.cuda.current_stream()
             torch.cuda.set_stream(torch.cuda.default_stream())
         core = self._core.engine_core
         self._store: RowStore | RemoteStore
-        with self._on_stream():
+        with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
                 self._store = install(model_runner, own_processors)
@@ -126,7 +124,7 @@ class VLLMEngine:
         return self._samples.completions.unsupported(decoding)
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        return [self._samples.completions.progress(request) for request in streamed]
+        return self._samples.completions.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
         resident = {} if self._open is None else self._open.counts()
@@ -158,7 +156,7 @@ class VLLMEngine:
         request_id = str(ticket)
         try:
             lora = self._adapters.request(request.adapter)
-            with self._on_stream():
+            with self._globals:
                 self._core.add_request(self._made(ticket, request, lora))
         except Exception as error:
             self._samples.forget([request_id])
@@ -203,11 +201,11 @@ class VLLMEngine:
         started = time.perf_counter()
         in_progress = len(self._in_progress) + len(self._samples)
         try:
-            with self._on_stream():
+            with self._globals:
                 finished = None if self._steps.is_ahead else self._decode()
                 if finished is None:
-                    only_texts = self._samples.under_way == len(self._in_progress)
-                    outputs = self._steps.run(only_texts=only_texts)
+                    only = self._samples.under_way == len(self._in_progress)
+                    outputs = self._steps.run(only_texts=only)
             if finished is None:
                 finished = self._collect(outputs)
         except Exception as error:
@@ -248,10 +246,11 @@ class VLLMEngine:
             return
         token_ids = token_ids.clamp(min=0.0).int()
         try:
-            with self._on_stream():
-                if self._stream is not None:  # the tokens are drawn on the default stream
-                    self._stream.wait_stream(torch.cuda.default_stream(self.device))
-                    token_ids.record_stream(self._stream)
+            with self._globals:
+                if (stream := self._globals.stream) is not None:
+                    # The tokens are drawn on the default stream.
+                    stream.wait_stream(torch.cuda.default_stream(self.device))
+                    token_ids.record_stream(stream)
                 self._open.steps.speculate([ids[row] for row in rows], token_ids)
         except Exception:  # whoever asks runs the step again, and is told what is wrong
             self._open.steps.discard()
@@ -320,7 +319,7 @@ class VLLMEngine:
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Have vLLM forget these requests; ids that it does not know are ignored."""
-        with self._on_stream():
+        with self._globals:
             self._core.abort_requests(list(request_ids))
         if self._open is not None:
             self._open.forget(request_ids)
@@ -351,7 +350,7 @@ class VLLMEngine:
         if self._open is not None:  # from now on base sequences may be computed with the twin
             self._abort(self._idle(None))
         try:
-            with self._on_stream():
+            with self._globals:
                 self._adapters.add(adapter, path)
             self._adapters.check_base(adapter, self.probe, self._unused_context())
         except BaseException:
@@ -360,7 +359,7 @@ class VLLMEngine:
 
     def remove_adapter(self, adapter: Adapter) -> None:
         self._abort(self._idle(adapter))
-        with self._on_stream():
+        with self._globals:
             self._adapters.remove(adapter)
 
     def _idle(self, adapter: Adapter | None) -> list[str]:
@@ -426,27 +425,20 @@ class VLLMEngine:
             return
         core = self._core.engine_core
         self._core._finalizer.detach()
-        self._steps.forget()
         del self._steps  # which holds the core
-        with heap_kept(), self._on_stream():
+        with heap_kept(), self._globals:
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()
             core.scheduler.shutdown()
         self._adapters.close()
+        self._samples.forget([*self._in_progress])
         self._in_progress.clear()
-        self._samples.forget(self._in_progress)
         self._store = RowStore()
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace
         gc.collect()
-        if self._stream is not None:
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        none = contextlib.nullcontext()
-        with self._globals, none if self._stream is None else torch.cuda.stream(self._stream):
-            yield
 
     def _count(self, **more: float) -> None:
         for name, number in more.items():

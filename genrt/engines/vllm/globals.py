@@ -18,6 +18,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.model_executor.offloader import base as offloader
@@ -69,7 +70,10 @@ _TURNS = Turns()
 
 class Globals:
     """One engine's values of vLLM's globals; a context manager that waits for the engine's turn and puts
-    them in their places. It may be entered again inside itself."""
+    them in their places, and the engine's CUDA stream. It may be entered again inside itself.
+
+    ``stream`` is the engine's, once it has one.
+    """
 
     def __init__(self) -> None:
         """Begin with what a process has that has opened no engine yet.
@@ -97,6 +101,8 @@ class Globals:
             None,
             offloader.NoopOffloader(),
         ]
+        self.stream: torch.cuda.Stream | None = None
+        self._outer: torch.cuda.Stream | None = None
         self._depth = 0
 
     def __enter__(self) -> None:
@@ -104,6 +110,9 @@ class Globals:
         try:
             if self._depth == 0:
                 self._exchange()
+                if self.stream is not None:
+                    self._outer = torch.cuda.current_stream(self.stream.device)
+                    torch.cuda.set_stream(self.stream)
             self._depth += 1
         except BaseException:  # an interrupt
             _TURNS.__exit__()
@@ -114,6 +123,9 @@ class Globals:
             self._depth -= 1
             if self._depth == 0:
                 self._exchange()
+                if self._outer is not None:
+                    torch.cuda.set_stream(self._outer)
+                    self._outer = None
         finally:
             _TURNS.__exit__()
 

@@ -40,11 +40,11 @@ class Samples:
     Args:
         llm_engine: the engine.
         slots: how many requests it runs at once, rows included.
-        drawn_here: whether the capture draws the tokens of samples; see ``sample_params``.
+        drawn_here: whether the capture draws the tokens; see ``sample_params``.
     """
 
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
-        self.completions = Completions(llm_engine)
+        self.completions = Completions(llm_engine, drawn_here=drawn_here)
         self._drawn_here = drawn_here
         self._most = slots - max(1, slots // 9)
         self._waiting: dict[Generated, None] = {}

@@ -110,11 +110,13 @@ def test_v1_completions_are_drawn_from_vllms_generator_whatever_is_discarded() -
     from vllm.platforms import current_platform
     from vllm.v1.sample.logits_processor import BatchUpdate
 
+    from genrt.engines.vllm.capture import TEXT_SEED
+
     current_platform.import_kernels()
 
     def drawn(discarded: int, seed: int) -> list[int]:
         capture, tokens = v1(), list[int]()
-        params = SimpleNamespace(extra_args=None, seed=seed)
+        params = SimpleNamespace(extra_args={TEXT_SEED: seed}, seed=None)
         added: Any = [(0, params, [], tokens)]
         capture.update_state(BatchUpdate(batch_size=1, removed=[], added=added, moved=[]))
         for _ in range(discarded):
@@ -244,7 +246,7 @@ def test_v1_against_vllms_own_persistent_batch_rules(data: st.DataObject) -> Non
 def v2() -> Any:
     from genrt.engines.vllm.capture import CaptureV2
 
-    return CaptureV2(None, None)
+    return CaptureV2(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64)), None)
 
 
 def context(*slots: int) -> Any:

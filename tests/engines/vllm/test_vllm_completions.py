@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.errors import InvalidRequest, TimedOut
+from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, Decoding
 from tests.scripted import passes
@@ -304,3 +305,121 @@ def test_every_field_of_vllms_sampling_parameters_is_an_option_or_refused() -> N
     ours = {field.name for field in dataclasses.fields(Decoding)} - {"structure"} | {"seed"}
     assert theirs == ours | REFUSED.keys()
     assert not ours & REFUSED.keys()
+
+
+# -- streams, and steps that are scheduled ahead ----------------------------------------------------
+
+
+def asked_of(place: int, case: dict[str, Any]) -> dict[str, Any]:
+    seed = {"seed": case["seed"] + place} if "seed" in case else {}
+    return {"max_tokens": 12} | case | seed
+
+
+def drawn_of(completion: Completion) -> tuple[Any, ...]:
+    """What is the same whatever else is in the batch; log-probabilities are but for rounding."""
+    ended = completion.finish_reason, completion.stop_reason
+    return completion.text, completion.token_ids, len(completion.logprobs), *ended
+
+
+async def deltas_of(stream: Any) -> list[Any]:
+    return [delta async for delta in stream]
+
+
+async def test_streams_bring_the_texts_that_generate_gives(lm: AsyncLM) -> None:
+    asked = [
+        (prompt, asked_of(place, case)) for case in CASES for place, prompt in enumerate(PROMPTS)
+    ]
+    streams = [lm.stream(prompt, **options) for prompt, options in asked]
+    found = await asyncio.gather(*map(deltas_of, streams))
+    whole = await asyncio.gather(*[lm.generate(prompt, **options) for prompt, options in asked])
+    for stream, deltas, completion in zip(streams, found, whole, strict=True):
+        streamed = stream.completion
+        assert streamed is not None
+        assert drawn_of(streamed) == drawn_of(completion)
+        assert "".join(delta.text for delta in deltas) == completion.text
+        assert sum((delta.token_ids for delta in deltas), ()) == completion.token_ids
+        assert sum((delta.logprobs for delta in deltas), ()) == streamed.logprobs
+        assert sum((delta.top_logprobs for delta in deltas), ()) == streamed.top_logprobs
+    assert sum(map(len, found)) > 2 * len(found), "most come in parts"
+
+
+async def test_streams_that_are_left_free_their_slots(lm: AsyncLM) -> None:
+    for _ in range(3):
+        async for _ in lm.stream([3], max_tokens=200, ignore_eos=True):
+            break
+    await lm.next_token_logprobs([8, 8])
+    engine: Any = lm._thread.engine
+    assert not engine._samples.under_way
+    assert not engine._samples.completions._courses
+    assert not engine._samples.completions._streamed
+
+
+def test_seeded_texts_of_prompts_that_are_computed_in_parts_are_those_of_whole_ones(
+    lm: AsyncLM, llama: Path
+) -> None:
+    prompts = [[number] * 40 for number in range(1, 7)]
+    options: dict[str, Any] = {"seed": 3, "max_tokens": 6}
+    whole = lm.batch_generate_sync(prompts, **options)
+    with genrt.load(str(llama), engine_options=OPTIONS | {"max_num_batched_tokens": 24}) as chunked:
+        parts = chunked.batch_generate_sync(prompts, **options)
+    assert [each.token_ids for each in parts] == [each.token_ids for each in whole]
+
+
+async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
+    lm: AsyncLM, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runner V2's way, by runner V1: it schedules ahead too, but no caller's tokens, so that resident
+    sequences are off here; and greedily, as it does not know how many tokens were drawn."""
+    from genrt.engines.vllm import config
+
+    asked = [
+        (prompt, asked_of(place, case) | {"max_tokens": 12 + place, "temperature": 0.0})
+        for case in [*CASES, {"regex": "[a-f]{3,9}"}]
+        for place, prompt in enumerate(PROMPTS)
+    ]
+    expected = await asyncio.gather(*[lm.generate(prompt, **options) for prompt, options in asked])
+    monkeypatch.setattr(config, "can_be_ahead", lambda _: True)
+    with pytest.warns(RuntimeWarning, match="resident sequences are off"):
+        ahead = await genrt.aload(str(llama), engine_options=OPTIONS)
+    async with ahead:
+        steps: Any = ahead._thread.engine._steps  # type: ignore[attr-defined]
+        schedule, scheduled = steps._ahead, 0
+
+        def counted(scheduler: Any) -> Any:
+            nonlocal scheduled
+            scheduled += 1
+            return schedule(scheduler)
+
+        monkeypatch.setattr(steps, "_ahead", counted)
+        texts = asyncio.gather(*[ahead.generate(prompt, **options) for prompt, options in asked])
+        long = asyncio.create_task(ahead.generate([9], max_tokens=200, ignore_eos=True))
+        for number in range(5):
+            await passes(50)
+            before = ahead.statistics().engine.steps
+            row = await ahead.next_token_logprobs([number, 3, 5])
+            assert ahead.statistics().engine.steps - before <= 4
+            assert float((row - await lm.next_token_logprobs([number, 3, 5])).abs().max()) < 1e-4
+        long.cancel()
+        found = await texts
+        assert list(map(drawn_of, found)) == list(map(drawn_of, expected))
+        assert scheduled > 20
+        engine: Any = ahead._thread.engine
+        assert not engine._samples.under_way
+        monkeypatch.setattr(steps._core.scheduler, "update_from_output", failing(2))
+        with pytest.raises(EngineFailed, match="scripted"):
+            await ahead.batch_generate(PROMPTS, max_tokens=30, ignore_eos=True)
+        monkeypatch.undo()
+        again = await ahead.generate(PROMPTS[0], temperature=0.0, max_tokens=12)
+        assert again.token_ids == expected[0].token_ids
+
+
+def failing(after: int) -> Any:
+    """Fail the call after so many."""
+    calls = itertools.count()
+
+    def fail(*arguments: Any) -> Any:
+        if next(calls) == after:
+            raise RuntimeError("scripted")
+        return {}
+
+    return fail

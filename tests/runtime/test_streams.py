@@ -1,0 +1,446 @@
+"""Streams: the deltas are the completion, whoever reads them, however slowly; nothing is left of a stream
+that nobody reads any more."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import itertools
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import genrt
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.protocol import Finished
+from genrt.errors import (
+    Closed,
+    EngineDied,
+    EngineFailed,
+    InvalidRequest,
+    OutOfMemory,
+    TimedOut,
+    UnknownAdapter,
+)
+from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
+from genrt.runtime.streams import Flow, Stream, Streams, SyncStream
+
+EOS = 4
+TEXTS = [b"a", b"b", b" c", b"d", b"<end>", "é".encode()[:1], "é".encode()[1:]]
+MODEL = NGram.random(TEXTS, order=1, seed=3, eos_token_id=EOS)
+OPTIONS: dict[str, Any] = {"max_model_len": 256}
+
+
+class Engine(ExactEngine):
+    """Raises what it is told to, in steps that it is told."""
+
+    faults: dict[int, Exception]
+    count = 0
+
+    def step(self) -> list[Finished]:
+        self.count += 1
+        fault = type(self).faults.pop(self.count, None)
+        if fault is not None:
+            self.cancel([*self._in_progress])
+            raise fault
+        return super().step()
+
+
+def loaded(*, restart: Literal["auto"] | None = None, **faults: Exception) -> AsyncLM:
+    """A runtime whose engine raises these faults: ``step_3=…`` in its third step."""
+    Engine.faults = {int(name.removeprefix("step_")): fault for name, fault in faults.items()}
+    return genrt.load(engine=lambda: Engine(MODEL, **OPTIONS), restart=restart)
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", engine_options=OPTIONS) as opened:
+        yield opened
+
+
+def untimed(completion: Completion | None) -> Completion:
+    assert completion is not None
+    return dataclasses.replace(completion, seconds=0.0, seconds_to_first_token=0.0)
+
+
+def joined(deltas: list[Delta]) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
+    return (
+        "".join(delta.text for delta in deltas),
+        sum((delta.token_ids for delta in deltas), ()),
+        sum((delta.logprobs for delta in deltas), ()),
+    )
+
+
+async def read(stream: Stream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+async def nothing_left(lm: AsyncLM) -> None:
+    """Let a few turns pass, and find nothing of any stream."""
+    for token in itertools.islice(itertools.cycle(range(3)), 6):
+        await lm.next_token_logprobs([token, token, 1])
+        lm.clear_cache()
+    assert lm.statistics().batcher.in_flight == 0
+    assert not lm._thread.batcher._flight.streams.by_loop
+    assert len(lm._thread.engine._in_progress) == 0  # type: ignore[attr-defined]
+
+
+# -- what comes ---------------------------------------------------------------------------------
+
+COMPLETED = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 40),
+        "seed": st.integers(0, 2**40),
+        "temperature": st.sampled_from([0.0, 0.7, 1.0]),
+    },
+    optional={
+        "stop": st.lists(st.sampled_from(["a", "dd", "b c", " cd", "é", "ab"]), max_size=3),
+        "include_stop_str_in_output": st.booleans(),
+        "stop_token_ids": st.lists(st.integers(0, 6), max_size=2),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.sampled_from([None, 0, 2]),
+    },
+)
+
+
+@settings(deadline=None)
+@given(options=COMPLETED, prompt=st.lists(st.integers(0, 6), min_size=1, max_size=9))
+def test_the_deltas_are_the_completion(
+    lm: AsyncLM, options: dict[str, Any], prompt: list[int]
+) -> None:
+    async def asked() -> None:
+        stream = lm.stream(prompt, **options)
+        deltas = await read(stream)
+        completion = await lm.generate(prompt, **options)
+        assert untimed(stream.completion) == untimed(completion)
+        assert joined(deltas) == (completion.text, completion.token_ids, completion.logprobs)
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason == completion.finish_reason
+        assert deltas[-1].stop_reason == completion.stop_reason
+        starts = itertools.accumulate((len(delta.token_ids) for delta in deltas), initial=0)
+        assert [delta.start for delta in deltas] == [*starts][:-1]
+
+    asyncio.run(asked())
+
+
+async def test_tokens_come_while_the_rest_is_drawn(lm: AsyncLM) -> None:
+    stream = lm.stream([0], max_tokens=60, ignore_eos=True)
+    first = await anext(stream)
+    assert 1 <= len(first.token_ids) < 60
+    assert stream.partial.token_ids == first.token_ids
+    assert stream.partial.finish_reason == "abort"
+    assert "open" in repr(stream)
+    rest = await read(stream)
+    assert stream.completion is not None
+    assert stream.partial is stream.completion
+    assert joined([first, *rest])[1] == stream.completion.token_ids
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_a_slow_reader_gets_more_at_once_and_holds_nobody_up(lm: AsyncLM) -> None:
+    stream = lm.stream([0], max_tokens=50, ignore_eos=True, seed=5)
+    first = await anext(stream)
+    completion = await lm.generate([0], max_tokens=50, ignore_eos=True, seed=5)
+    assert joined([first, *await read(stream)])[1] == completion.token_ids
+
+
+async def test_equal_streams_are_two(lm: AsyncLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    one, other = lm.stream("ab", **options), lm.stream("ab", **options)
+    kept = asyncio.create_task(read(other))
+    await anext(one)
+    await one.aclose()
+    assert joined(await kept)[1] == (await lm.generate("ab", **options)).token_ids
+
+
+async def test_streams_of_conversations_and_wrong_arguments(lm: AsyncLM) -> None:
+    for wrong in ({"temperature": -1.0}, {"max_tokens": 0}, {"timeout": -1.0}, {"stop": [""]}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            lm.stream([0], **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="chat template"):
+        lm.stream_chat([{"role": "user", "content": "a"}])
+    with pytest.raises(InvalidRequest, match="no option"):
+        lm.stream([0], n=2)
+    with pytest.raises(UnknownAdapter):
+        lm.stream([0], adapter="none")
+
+
+# -- leaving -------------------------------------------------------------------------------------
+
+
+async def leave_by_break(lm: AsyncLM) -> None:
+    async for _ in lm.stream([0], max_tokens=200, ignore_eos=True):
+        break
+
+
+async def leave_by_context(lm: AsyncLM) -> None:
+    async with lm.stream([0], max_tokens=200, ignore_eos=True) as stream:
+        await anext(stream)
+
+
+async def leave_by_error(lm: AsyncLM) -> None:
+    async def failing() -> None:
+        async with lm.stream([0], max_tokens=200, ignore_eos=True) as stream:
+            async for _ in stream:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await failing()
+
+
+async def leave_by_cancellation(lm: AsyncLM) -> None:
+    task = asyncio.create_task(read(lm.stream([0], max_tokens=200, ignore_eos=True)))
+    await lm.next_token_logprobs([3, 3, 3])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def leave_by_timeout(lm: AsyncLM) -> None:
+    stream = lm.stream([0], max_tokens=200, ignore_eos=True, timeout=1e-6)
+    with pytest.raises(TimedOut, match="withdrawn"):
+        await read(stream)
+
+
+async def leave_unread(lm: AsyncLM) -> None:
+    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
+    del stream
+
+
+async def leave_by_collection(lm: AsyncLM) -> None:
+    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
+    circle: list[Any] = [stream]
+    circle.append(circle)
+    await anext(stream)
+    del stream, circle
+    gc.collect()
+    await asyncio.sleep(0)
+
+
+WAYS = [
+    leave_by_break,
+    leave_by_context,
+    leave_by_error,
+    leave_by_cancellation,
+    leave_by_timeout,
+    leave_unread,
+    leave_by_collection,
+]
+
+
+@pytest.mark.parametrize("leave", WAYS)
+async def test_nothing_is_left_of_a_stream_that_nobody_reads(lm: AsyncLM, leave: Any) -> None:
+    before = lm.statistics().batcher
+    await leave(lm)
+    await nothing_left(lm)
+    after = lm.statistics().batcher
+    assert after.cancelled - before.cancelled == (leave is not leave_unread)
+
+
+def test_a_loop_that_closes_takes_its_streams_with_it(lm: AsyncLM) -> None:
+    loop = asyncio.new_event_loop()
+    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(nothing_left(lm))
+    del stream
+
+
+async def test_ten_thousand_streams_of_which_a_third_are_left_early() -> None:
+    async with await genrt.aload(MODEL, engine="exact", engine_options=OPTIONS) as lm:
+        tokens = 0
+
+        async def reader(number: int) -> None:
+            nonlocal tokens
+            async for delta in lm.stream([number % 4], max_tokens=3, ignore_eos=True):
+                tokens += len(delta.token_ids)
+                if number % 3 == 0:
+                    return
+
+        await asyncio.gather(*map(reader, range(10_000)))
+        await nothing_left(lm)
+        counted = lm.statistics().batcher
+        assert counted.answered + counted.cancelled == counted.questions - counted.cached
+        assert tokens >= 3 * 6_666
+        assert len(asyncio.all_tasks()) == 1
+
+
+# -- what happens on the way ---------------------------------------------------------------------
+
+
+async def test_a_runtime_that_closes_ends_its_streams() -> None:
+    lm = loaded()
+    stream = lm.stream([0], max_tokens=200, ignore_eos=True)
+    await anext(stream)
+    lm.close()
+    with pytest.raises(Closed):
+        await read(stream)
+    assert stream.completion is None
+    assert stream.partial.token_ids
+    with pytest.raises(Closed):
+        await anext(lm.stream([0]))
+
+
+async def test_a_step_that_fails_ends_the_streams_in_it() -> None:
+    with loaded(step_5=RuntimeError("scripted")) as lm:
+        with pytest.raises(EngineFailed, match="scripted"):
+            await read(lm.stream([0], max_tokens=50, ignore_eos=True))
+        assert len(await read(lm.stream([0], max_tokens=5, ignore_eos=True))) >= 1
+        await nothing_left(lm)
+
+
+@pytest.mark.parametrize("fault", [OutOfMemory("scripted"), EngineDied("scripted")])
+async def test_a_text_that_is_begun_anew_goes_on_where_its_reader_was(fault: Exception) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "logprobs": 0}
+    with loaded(restart="auto", step_9=fault) as lm:
+        streams = [lm.stream([0], seed=seed, **options) for seed in range(3)]
+        found = await asyncio.gather(*map(read, streams))
+        alone = [await lm.generate([0], seed=seed, **options) for seed in range(3)]
+        for deltas, completion in zip(found, alone, strict=True):
+            assert joined(deltas) == (completion.text, completion.token_ids, completion.logprobs)
+        assert not Engine.faults
+        assert lm.statistics().batcher.retried == 3
+        await nothing_left(lm)
+
+
+def test_a_text_that_is_begun_anew_and_differs_fails() -> None:
+    flow = Flow()
+    flow.put(Delta("ab", (0, 1)))
+    assert flow.take() == Delta("ab", (0, 1))
+    assert flow.take() is None
+    flow.put(Delta("a", (0,)))
+    assert flow.take() is None, "this is known"
+    flow.put(Delta("bb", (1, 1), start=1, text_start=1))
+    assert flow.take() == Delta("b", (1,), start=2, text_start=2)
+    flow.put(Delta("ad", (0, 3)))
+    with pytest.raises(EngineFailed, match="another one"):
+        flow.take()
+
+
+# -- how often -----------------------------------------------------------------------------------
+
+
+class Loop:
+    """An event loop that keeps what is to be called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def call_soon(self, function: Any, *arguments: Any) -> None:
+        self.calls.append((function, arguments))
+
+    call_soon_threadsafe = call_soon
+
+    def go_round(self) -> None:
+        calls, self.calls = self.calls, []
+        for function, arguments in calls:
+            function(*arguments)
+
+
+def test_a_loop_that_takes_long_is_told_less_often() -> None:
+    now = 0.0
+    streams = Streams(threading.RLock(), lambda: now)
+    loop: Any = Loop()
+    flow, request = Flow(loop), CompletionRequest((1,), Decoding(9), nonce=1, streamed=True)
+    streams.add(request, flow)
+    asked = 0
+
+    def progress(requests: Any) -> list[Delta]:
+        nonlocal asked
+        asked += 1
+        return [Delta("a", (0,))]
+
+    streams.tell(progress)
+    streams.tell(progress)
+    assert asked == 1, "the loop has not been told yet"
+    loop.go_round()
+    now += 1.0  # what the readers took
+    loop.go_round()
+    loop.go_round()
+    assert loop.calls == []
+    streams.tell(progress)
+    now += 8.9
+    streams.tell(progress)
+    assert asked == 1
+    now += 0.2
+    streams.tell(progress)
+    assert asked == 2
+    streams.discard(request, flow)
+    assert not streams.by_loop
+
+
+# -- threads -------------------------------------------------------------------------------------
+
+
+def test_a_thread_reads_the_same(lm: AsyncLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "seed": 2, "stop": ["dd"]}
+    stream = lm.stream_sync("ab", **options)
+    assert isinstance(stream, SyncStream)
+    deltas = list(stream)
+    completion = lm.generate_sync("ab", **options)
+    assert joined(deltas) == (completion.text, completion.token_ids, ())
+    assert untimed(stream.completion) == untimed(completion)
+    assert deltas[-1].finish_reason == completion.finish_reason
+
+
+async def test_a_thread_may_read_where_a_loop_runs(lm: AsyncLM) -> None:
+    assert joined(list(lm.stream_sync([0], max_tokens=5, ignore_eos=True)))[1]
+
+
+def test_a_thread_leaves(lm: AsyncLM) -> None:
+    for _ in lm.stream_sync([0], max_tokens=200, ignore_eos=True):
+        break
+    with lm.stream_sync([0], max_tokens=200, ignore_eos=True) as stream:
+        next(stream)
+    with pytest.raises(TimedOut):
+        list(lm.stream_sync([0], max_tokens=200, ignore_eos=True, timeout=1e-6))
+    with pytest.raises(InvalidRequest):
+        lm.stream_sync([0], max_tokens=-1)
+    asyncio.run(nothing_left(lm))
+
+
+def test_a_stream_that_a_finalizer_ends_under_the_lock_is_withdrawn_later(lm: AsyncLM) -> None:
+    stream = lm.stream_sync([0], max_tokens=200, ignore_eos=True)
+    next(stream)
+    lock = lm._thread.batcher._lock
+    with lock:
+        del stream
+    asyncio.run(nothing_left(lm))
+
+
+def test_streams_of_several_threads_and_loops_at_once(lm: AsyncLM) -> None:
+    found: dict[int, list[tuple[int, ...]]] = {}
+
+    async def several(offset: int) -> AsyncIterator[tuple[int, ...]]:
+        streams = [lm.stream([1], max_tokens=15, seed=offset + each) for each in range(5)]
+        for deltas in await asyncio.gather(*map(read, streams)):
+            yield joined(deltas)[1]
+
+    async def collected(offset: int) -> list[tuple[int, ...]]:
+        return [each async for each in several(offset)]
+
+    def run(number: int) -> None:
+        if number % 2:
+            found[number] = asyncio.run(collected(10 * number))
+        else:
+            found[number] = [
+                joined(list(lm.stream_sync([1], max_tokens=15, seed=10 * number + each)))[1]
+                for each in range(5)
+            ]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, texts in found.items():
+        alone = lm.batch_generate_sync([[1]] * 5, max_tokens=15, seed=10 * number)
+        assert texts == [each.token_ids for each in alone]
+    assert len(found) == 6
