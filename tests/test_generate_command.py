@@ -110,7 +110,7 @@ def test_what_is_refused_opens_no_model_and_changes_nothing(
     capsys.readouterr()
     assert generate(folder, *arguments) == 2
     assert said in refusal(capsys)
-    assert (folder / "out.jsonl").read_bytes() == before or "--overwrite" in arguments
+    assert (folder / "out.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(

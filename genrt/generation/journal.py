@@ -7,7 +7,7 @@ The rules:
 - A process that is killed leaves at most one line without a line feed, the last. Opening cuts it off.
 - Everything else is written beside its place, synchronized, and renamed: the description of the job
   (``OUTPUT.job.json``), and the output when failed rows are taken out of it.
-- The description is there before the first line.
+- The description is there before the first line. Nothing is changed before all is compared.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class Journal:
         # Of no thread: one opens a journal, and another may close it.
         self._lock = filelock.FileLock(lock, timeout=0, thread_local=False)
         self._file: IO[bytes] | None = None
+        # The length of all whole lines; the numbers of those to be taken out; what lines are made from.
         self._size = 0
+        self._taken_out: set[int] = set()
+        self._before: Fingerprint = {}
+        self._now: Fingerprint = {}
 
     def lock(self) -> None:
         """Lock the output against other jobs.
@@ -78,9 +82,9 @@ class Journal:
                 ) from error
 
     def recover(
-        self, now: Fingerprint, most_rows: int, retried: Callable[[str], bool], overwrite: bool
+        self, now: Fingerprint, most_rows: int, retried: Callable[[str], bool], *, overwrite: bool
     ) -> None:
-        """Read what is finished; cut off a partial line, and take out the rows that are to be retried.
+        """Read what is finished, and change nothing yet.
 
         Args:
             now: what the job's lines are to be made from.
@@ -91,29 +95,33 @@ class Journal:
         Raises:
             JobRefused: lines of the output are made from something else, or not by a job.
         """
+        self._now = now
         with _translated(self.path):
-            if overwrite:
-                self.path.write_bytes(b"")
-            before: Fingerprint = {}
-            taken_out: set[int] = set()
-            if self.path.exists() and self.path.stat().st_size:
-                before = self._described()
-                taken_out = self._read(most_rows, retried)
-            if self.finished or taken_out:
-                # What a later version of genrt, or a runtime that tells less, does not know stays.
-                now = {**before, **now}
-                if changed := list(changes(before, now)):
-                    raise JobRefused(
-                        f"{self.path} was made with another {', another '.join(changed)}: {REMEDY}"
-                    )
-            if taken_out:
-                self._take_out(taken_out)
-            if now != before:
-                with whole_file(self.description) as file:
-                    text = json.dumps({"format": FORMAT, "parts": now}, indent=1)
-                    file.write(text.encode() + b"\n")
+            if overwrite or not self.path.exists() or not self.path.stat().st_size:
+                return
+            self._before = self._described()
+            self._read(most_rows, retried)
+        if not self.finished and not self._taken_out:
+            return
+        # What a later version of genrt, or a runtime that tells less, does not know stays.
+        self._now = {**self._before, **now}
+        if changed := list(changes(self._before, now)):
+            raise JobRefused(
+                f"{self.path} was made with another {', another '.join(changed)}: {REMEDY}"
+            )
+
+    def begin(self) -> None:
+        """Open the file where its next line goes: cut off a partial one, take out the rows that are to be
+        retried, and say what lines are made from."""
+        with _translated(self.path):
+            if self._taken_out:
+                self._take_out(self._taken_out)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
             os.ftruncate(self._file.fileno(), self._size)
+            if self._now != self._before:
+                with whole_file(self.description) as file:
+                    text = json.dumps({"format": FORMAT, "parts": self._now}, indent=1)
+                    file.write(text.encode() + b"\n")
             sync_directory(self.path.parent)
 
     def _described(self) -> Fingerprint:
@@ -135,9 +143,7 @@ class Journal:
         parts: Fingerprint = read["parts"]
         return parts
 
-    def _read(self, most_rows: int, retried: Callable[[str], bool]) -> set[int]:
-        """Read the lines; return the places of those to be taken out, by number."""
-        taken_out: set[int] = set()
+    def _read(self, most_rows: int, retried: Callable[[str], bool]) -> None:
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):
@@ -149,7 +155,7 @@ class Journal:
                         f"{self.path} has row {index}, which the input is too short for: {REMEDY}"
                     )
                 if error_type is not None and retried(error_type):
-                    taken_out.add(number)
+                    self._taken_out.add(number)
                     continue
                 if index >= len(self.digests):
                     self.digests.frombytes(bytes(8 * (index + 1 - len(self.digests))))
@@ -158,7 +164,6 @@ class Journal:
                 self.digests[index] = digest
                 self.finished += 1
                 self.failed += error_type is not None
-        return taken_out
 
     def _entry(self, number: int, line: bytes) -> tuple[int, int, str | None]:
         try:

@@ -99,7 +99,7 @@ class JobRun:
         self._journal = Journal(settings.output)
         self._counting = Counting()
         self._opening = threading.Lock()
-        self._closed = False
+        self._closed = self._is_ready = False
         self._sorted: deque[_Asked] | None = None
         # Rows under way by their number in the stream of items, and those to be asked again.
         self._under_way: dict[int, _Asked] = {}
@@ -128,20 +128,25 @@ class JobRun:
                 raise InvalidRequest(f"{at.output} is the input: name another file for the output")
             self._journal.lock()
             most_rows = at.input.stat().st_size
-            self._journal.recover(now, most_rows, at.retried, at.overwrite)
-            self._compare()
+            self._journal.recover(now, most_rows, at.retried, overwrite=at.overwrite)
+            if not self._compare():
+                return
+            self._journal.begin()
+            self._is_ready = True
             if at.sort_by_length:
                 todo = [asked for asked in self._todo() if asked is not None]
                 self._sorted = deque(sorted(todo, key=_length, reverse=True))
 
-    def _compare(self) -> None:
-        """Read the input once: rows that are finished have to be as they were, columns to be known."""
+    def _compare(self) -> bool:
+        """Read the input once: rows that are finished have to be as they were, columns to be known.
+
+        Return False if the run was closed meanwhile."""
         at, counting, digests = self._settings, self._counting, self._journal.digests
         known: dict[str, None] = {}
         read = 0
         for row in itertools.islice(read_rows(at.input, at.form), max(at.limit, len(digests))):
             if self._closed:
-                return
+                return False
             read += 1
             known |= dict.fromkeys(row.columns)
             was = digests[row.index] if row.index < len(digests) else 0
@@ -162,6 +167,7 @@ class JobRun:
         counting.failed_before = min(self._journal.failed, counting.skipped)
         for name in (*at.prompts.columns, *(at.keep_columns or ())) if read else ():
             value_of(known, name)
+        return True
 
     def _todo(self) -> Iterator[_Asked | None]:
         """Yield the rows that are left, and ``None`` for each that is not."""
@@ -186,6 +192,9 @@ class JobRun:
             EngineDied, Closed: the runtime is.
         """
         at = self._settings
+        if not self._is_ready:
+            raise InvalidRequest("a run runs once, and not when it is closed: begin another")
+        self._is_ready = False
         self._counting.restart_clock()
         options: Any = {**at.options, "concurrency": at.concurrency}
         asked = Asked(lm, options)
@@ -361,7 +370,7 @@ class JobRun:
     def close(self) -> None:
         """Close the output once it is on the disk, and let others write it. Idempotent, from any thread;
         ends ``open`` early."""
-        self._closed = True
+        self._closed, self._is_ready = True, False
         with self._opening:
             self._journal.close()
 

@@ -442,6 +442,35 @@ def test_outputs_that_cannot_be_are_refused(lm: AsyncLM, folder: Path) -> None:
             Job(folder / "in.jsonl", folder / name, prompt_template="{text}").run_sync(lm)
 
 
+@pytest.mark.parametrize("wrong", ["column", "line"])
+def test_what_is_refused_is_refused_before_anything_is_overwritten(
+    wrong: str, lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {3: TimedOut("too late")}
+    job(folder).run_sync(lm)
+    before = (folder / "out.jsonl").read_bytes()
+    if wrong == "line":
+        write_rows(folder / "in.jsonl", [*ROWS, {}])
+        with (folder / "in.jsonl").open("a") as file:
+            file.write("no row\n")
+    template = "{absent}" if wrong == "column" else "say {text}"
+    for options in ({"overwrite": True}, {"retry_errors": True}):
+        with pytest.raises((InvalidRequest, JobRefused)):
+            job(folder, **options, prompt_template=template).run_sync(lm)
+        assert (folder / "out.jsonl").read_bytes() == before
+
+
+async def test_a_run_runs_once(lm: AsyncLM, folder: Path) -> None:
+    with job(folder).begin() as running:
+        assert (await running.run(lm)).complete
+        with pytest.raises(InvalidRequest, match="begin another"):
+            await running.run(lm)
+    closed = job(folder, overwrite=True).begin()
+    closed.close()
+    with pytest.raises(InvalidRequest, match="begin another"):
+        await closed.run(lm)
+
+
 def test_an_output_behind_a_link_stays_behind_it(lm: AsyncLM, folder: Path) -> None:
     (folder / "elsewhere").mkdir()
     (folder / "out.jsonl").symlink_to(folder / "elsewhere" / "out.jsonl")
@@ -482,14 +511,14 @@ def test_a_disk_that_is_full_leaves_whole_lines_and_the_job_goes_on_later(
             room[0] -= taken
             return int(self.file.write(data[:taken]))
 
-    original = Journal.recover
+    original = Journal.begin
 
-    def recover(journal: Journal, *args: Any) -> None:
-        original(journal, *args)
+    def begin(journal: Journal) -> None:
+        original(journal)
         journal._file = Full(journal._file)  # type: ignore[assignment]
 
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "recover", recover)
+        patched.setattr(Journal, "begin", begin)
         with pytest.raises(OutputFailed, match="No space left"):
             job(folder).run_sync(lm)
     had = lines_of(folder)
