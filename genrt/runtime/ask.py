@@ -174,6 +174,8 @@ class Asker:
                 try:
                     batcher.join(waiter)
                     while not future.done():
+                        if flow.is_left:
+                            return
                         if (delta := flow.take()) is not None:
                             yield delta
                         elif until is not None and loop.time() >= until:
@@ -186,7 +188,10 @@ class Asker:
                 finally:
                     if waiter.missing and not loop.is_closed():
                         batcher.leave(waiter)
-                    if future.done():  # or asyncio complains of an error that nobody has read
+                    # An answer may be on its way to a reader that has left: as an error that nobody
+                    # reads, asyncio would complain of it.
+                    future.remove_done_callback(flow.wake)
+                    if not future.cancel() and not future.cancelled():
                         future.exception()
         finally:
             if timer is not None:

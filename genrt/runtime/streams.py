@@ -48,6 +48,7 @@ class Flow:
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.completion: Completion | None = None
+        self.is_left = False
         self._came: deque[Delta] = deque()  # put by one thread, taken by another
         self._woken: asyncio.Future[None] | None = None
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -63,6 +64,12 @@ class Flow:
             self._signals.put(None)
         elif self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
+
+    def leave(self) -> None:
+        """Have the reader's present wait be its last."""
+        self.is_left = True
+        if self.loop is not None and not self.loop.is_closed():
+            self.wake()
 
     async def wait(self) -> None:
         """Wait until something has come, or the question has ended."""
@@ -191,8 +198,12 @@ class Stream(_Reading):
         return await self._deltas.__anext__()
 
     async def aclose(self) -> None:
-        """Withdraw the question if it has not ended. Idempotent."""
-        await self._deltas.aclose()
+        """Withdraw the question if it has not ended; whoever waits for a delta in another task has read
+        the last one. Idempotent."""
+        if getattr(self._deltas, "ag_running", False):  # a generator cannot be closed while it is
+            self._flow.leave()
+        else:
+            await self._deltas.aclose()
 
     async def __aenter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from genrt.engines.protocol import Engine
-from genrt.testing import conformance
+from genrt.testing import completing, conformance
 from genrt.testing.enumeration import ExactPosterior, exact_posterior
 from genrt.testing.laws import (
     CannotTell,
@@ -71,7 +71,7 @@ def check_engine(
     engine = open_engine()
     try:
         witness = Witness(engine, tolerance)
-        for check in conformance.CHECKS:
+        for check in (*conformance.CHECKS, *completing.COMPLETION_CHECKS):
             check(witness)
         conformance.adapters(witness, adapter_paths)
         conformance.idle(witness)

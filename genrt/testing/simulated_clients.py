@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -34,6 +35,10 @@ class Clients:
             lambda ids: lm.token_logprobs(ids, [1, 3]),
             lambda ids: lm.score(ids, [2, 4]),
             lambda ids: lm.sample(ids, max_tokens=3),
+            self._text,
+            self._stream,
+            self._stream,
+            lambda ids: lm.batch_generate([ids, ids], max_tokens=3, seed=self._any([None, 1])),
         ]
 
     async def run(self) -> None:
@@ -65,6 +70,27 @@ class Clients:
         """Ask for a row, and write to it: it is the caller's own."""
         timeout = self._any([None, None, None, 0.0, 0.01])
         (await self._lm.next_token_logprobs(context, timeout=timeout)).fill_(5.0)
+
+    async def _text(self, context: list[int]) -> None:
+        """Ask for a completion, and change it: what can be changed of it is the caller's own."""
+        timeout, seed = self._any([None, None, None, 0.0, 0.01]), self._any([None, 1, 2])
+        text = await self._lm.generate(
+            context, max_tokens=5, logprobs=2, seed=seed, timeout=timeout
+        )
+        for place in text.top_logprobs:
+            place.clear()
+
+    async def _stream(self, context: list[int]) -> None:
+        """Read a stream to its end, or leave it early, in one of the ways there are."""
+        timeout, is_closed = self._any([None, None, None, 0.0, 0.01]), self._any([True, False])
+        stream = self._lm.stream(context, max_tokens=9, logprobs=2, timeout=timeout)
+        async with stream if is_closed else contextlib.nullcontext():
+            async for delta in stream:
+                for place in delta.top_logprobs:
+                    place.clear()
+                if self._random.random() < 0.4:
+                    break
+                await asyncio.sleep(self._any([0.0, 0.01]))
 
     def _context(self) -> list[int]:
         """Return a context that was asked before, or one that is longer by a token."""

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.errors import EngineDied, EngineFailed, NotFinite, OutOfMemory
+from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -69,6 +70,8 @@ class _Progress:
     chunks: int
     left: int
     preempted: int = 0
+    told: int = 0
+    told_text: int = 0
 
 
 class SimulatedEngine:
@@ -123,7 +126,7 @@ class SimulatedEngine:
         if not requests or len(set(requests)) < len(requests):
             self._record.violated(f"an empty flush, or a request twice in it: {requests}")
         for request in requests:
-            if not isinstance(request, LogprobsRequest | SampleRequest):
+            if not isinstance(request, LogprobsRequest | SampleRequest | CompletionRequest):
                 self._record.violated(f"an engine cannot answer {request}")
             if request in self.in_progress:
                 self._record.violated(f"{request} is in progress already")
@@ -199,6 +202,36 @@ class SimulatedEngine:
         if self._is_due("remove", self._faults.remove):
             raise self._error("remove")
 
+    def unsupported(self, decoding: Decoding) -> str | None:
+        return self.model.unsupported(decoding)
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        if self.closed or not all(request.streamed for request in streamed):
+            self._record.violated(f"an engine is asked for the progress of {streamed}")
+        return [self._progress_of(request) for request in streamed]
+
+    def _progress_of(self, request: CompletionRequest) -> Delta | None:
+        """Return as much of the completion as of its chunks has gone through the model."""
+        progress = self.in_progress.get(request)
+        completion = None if progress is None else self._drawn(request).result
+        if progress is None or not isinstance(completion, Completion):
+            return None
+        share = (progress.chunks - progress.left) / progress.chunks
+        start, text_start = progress.told, progress.told_text
+        # What was told stays drawn where it is started over, as the tokens of a preempted request do.
+        progress.told = end = max(start, int(len(completion.token_ids) * share))
+        progress.told_text = text_end = max(text_start, int(len(completion.text) * share))
+        if end == start:
+            return None
+        return Delta(
+            completion.text[text_start:text_end],
+            completion.token_ids[start:end],
+            completion.logprobs[start:end],
+            completion.top_logprobs[start:end],
+            start,
+            text_start,
+        )
+
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
             steps=self.calls["step"],
@@ -269,7 +302,6 @@ class SimulatedEngine:
             for request in done
             if self._is_poisoned(request)
         ]
-        self._failed += len(ends)
         rows = [request for request in sound if isinstance(request, LogprobsRequest)]
         if rows:
             places = self._random.sample(range(len(rows) + partial), len(rows))
@@ -279,12 +311,20 @@ class SimulatedEngine:
                 ends.append(Finished(request, block[place]))
         self._rows += len(rows)
         ends += [
-            Finished(request, self.model.answer(request))
+            self._drawn(request)
             for request in sound
-            if isinstance(request, SampleRequest)
+            if isinstance(request, SampleRequest | CompletionRequest)
         ]
-        self._answered += sound
+        failed = {end.request for end in ends if end.error is not None}
+        self._failed += len(failed)
+        self._answered += [request for request in sound if request not in failed]
         return ends
+
+    def _drawn(self, request: SampleRequest | CompletionRequest) -> Finished:
+        try:
+            return Finished(request, self.model.answer(request))
+        except GenrtError as error:  # its own: its options leave no token to draw
+            return Finished(request, error=error)
 
     def _echo(self) -> list[Finished]:
         """Return one that was answered before, once more, unless it is asked again."""

@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from genrt.engines.protocol import Engine
-from genrt.errors import EngineFailed
-from genrt.questions.completions import CompletionRequest
+from genrt.engines.protocol import Completing, Engine
+from genrt.questions.completions import Completion, CompletionRequest, Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
@@ -26,20 +25,25 @@ VOCAB_SIZE = 8
 
 
 class HashedModel:
-    """Rows and samples of eight tokens, made of a hash of the whole question."""
+    """Rows, samples and completions of eight tokens, made of a hash of the whole question: no law."""
 
     vocab_size = VOCAB_SIZE
     max_model_len = 256
     tokenizer: Any = None
 
     def answer(self, request: LogprobsRequest | SampleRequest | CompletionRequest) -> Result:
-        """Return the row, not to be written to, or the tokens of the sample."""
+        """Return the row, not to be written to, the tokens of the sample, or the completion."""
         if isinstance(request, LogprobsRequest):
             return _hashed_row(request.packed, request.adapter)
         if isinstance(request, CompletionRequest):
-            raise EngineFailed("a hashed model has no texts")
+            return _hashed_completion(request)
         number = zlib.crc32(repr((request.token_ids, request.adapter, request.seed)).encode())
         return tuple((number + place) % VOCAB_SIZE for place in range(request.max_tokens))
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        """Return the option that means nothing without a tokenizer."""
+        name = decoding.of_text
+        return name and f"{name} needs a tokenizer, and a hashed model has none: give a model"
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         """Take questions that are bound to the adapter from now on, and for ever."""
@@ -59,7 +63,7 @@ class EngineModel:
         self.tokenizer = self._engine.tokenizer
 
     def answer(self, request: LogprobsRequest | SampleRequest | CompletionRequest) -> Result:
-        """Return the row, not to be written to, or the tokens of the sample."""
+        """Return the row, not to be written to, the tokens of the sample, or the completion."""
         if request not in self._answers:
             self._engine.submit([request])
             while not (ends := self._engine.step()):
@@ -68,6 +72,12 @@ class EngineModel:
                 raise ends[0].error
             self._answers[request] = ends[0].result
         return self._answers[request]
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        """Return what the engine cannot do."""
+        if isinstance(self._engine, Completing):
+            return self._engine.unsupported(decoding)
+        return "it draws no completions"
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._engine.add_adapter(adapter, path)
@@ -93,3 +103,25 @@ def is_right(model: Model, request: Request, result: Result) -> bool:
 def _hashed_row(packed: bytes, adapter: Adapter | None) -> Tensor:
     digest = blake2b(packed, key=repr(adapter).encode()[:64], digest_size=4 * VOCAB_SIZE).digest()
     return (torch.frombuffer(bytearray(digest), dtype=torch.int32) / 2.0**29).log_softmax(0)
+
+
+def _hashed_completion(request: CompletionRequest) -> Completion:
+    """Return from as few to as many tokens as may be, with log-probabilities if they are asked for."""
+    decoding, number = request.decoding, zlib.crc32(repr((request, request.nonce)).encode())
+    least, most = max(decoding.min_tokens, 1), decoding.max_tokens
+    count = least + number // VOCAB_SIZE % (most - least + 1)
+    tokens = tuple((number + place * place) % VOCAB_SIZE for place in range(count))
+    asked = decoding.logprobs
+    return Completion(
+        text="".join(chr(ord("a") + token) for token in tokens),
+        token_ids=tokens,
+        prompt_token_ids=request.token_ids,
+        logprobs=() if asked is None else tuple(-token / 8 for token in tokens),
+        top_logprobs=tuple({(token + i) % 8: -i / 8 for i in range(asked)} for token in tokens)
+        if asked
+        else (),
+        finish_reason="length" if count == most else "stop",
+        stop_reason=None if count == most else tokens[-1],
+        seconds=0.0,
+        seconds_to_first_token=0.0,
+    )

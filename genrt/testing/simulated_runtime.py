@@ -15,22 +15,25 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
 from genrt.engines.protocol import Engine
 from genrt.lm import AsyncLM
+from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
+from genrt.runtime.streams import SyncStream
 from genrt.runtime.thread import EngineThread, Rounds
 from genrt.runtime.waiters import Waiter
 from genrt.testing.record import Record, Violation
 from genrt.testing.simulated_engine import Faults, SimulatedEngine
 from genrt.testing.simulated_model import Model, is_right
+from genrt.testing.simulated_streams import WatchedStream
 from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 
 T = TypeVar("T")
@@ -48,6 +51,7 @@ class SimulatedRuntime:
     """
 
     engine_type: type[SimulatedEngine] = SimulatedEngine
+    stream_type: type[WatchedStream] = WatchedStream
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class SimulatedRuntime:
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
         self.unanswered: set[int] = set()
-        self._number = itertools.count()
+        self.numbers: Iterator[int] = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
         self._is_meanwhile = False
         self._most_meanwhile = random.choice([0, 2, 8])
@@ -81,8 +85,9 @@ class SimulatedRuntime:
         )
         self.batcher = self.thread.batcher
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
-        self._ask = self.lm._ask
+        self._ask, self._stream = self.lm._ask, self.lm._stream
         self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
+        self.lm._stream, self.lm._stream_sync = self.stream, self.stream_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:
         """Return the cache."""
@@ -116,7 +121,7 @@ class SimulatedRuntime:
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
         """Ask as an AsyncLM does, and check the answers. Everything goes into the record."""
-        number = next(self._number)
+        number = next(self.numbers)
         self.unanswered.add(number)
         self.record.add("asked", number, *requests)
         try:
@@ -139,6 +144,25 @@ class SimulatedRuntime:
     ) -> list[Result]:
         """Do as ``ask`` does: the loop that this is called on is held up, others are not."""
         return self.run_blocked(self.ask(requests, stacked=stacked, timeout=timeout))
+
+    def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> WatchedStream:
+        """Return the stream that an AsyncLM does, whose deltas are checked."""
+        return self.stream_type(self._stream(request, timeout=timeout), self, timeout)
+
+    def stream_sync(
+        self, request: CompletionRequest, *, timeout: float | None = None
+    ) -> SyncStream:
+        """Return all the deltas of a stream, once the first is asked for; its loop is held up, as by
+        ``ask_sync``."""
+        stream = self.stream(request, timeout=timeout)
+
+        async def brought() -> list[Delta]:
+            return [delta async for delta in stream]
+
+        def deltas() -> Generator[Delta, None, None]:
+            yield from self.run_blocked(brought())
+
+        return SyncStream(deltas(), stream._flow, request)
 
     # -- as the batcher's observer ------------------------------------------------------------
 
@@ -173,7 +197,9 @@ class SimulatedRuntime:
         """Close a loop without a look at what it was told."""
         for task in asyncio.all_tasks(loop):
             coroutine = coroutine_of(task)
-            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            if not inspect.iscoroutine(coroutine):
+                coroutine.close()  # the end of an asynchronous generator that was collected
+            elif inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                 coroutine.close()  # that it never ran is no mistake
         loop.close()
         self.loops.remove(loop)
@@ -274,6 +300,8 @@ class SimulatedRuntime:
         s = self.batcher.statistics()
         if s.queued + s.in_flight + s.waiting:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
+        if streams := len(self.batcher._flight.streams):
+            raise Violation(f"nobody reads, but {streams} streams are still told of")
 
     def check_reports(self, loop: VirtualLoop) -> None:
         """Check that all was well on this loop."""

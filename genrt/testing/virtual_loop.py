@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -44,10 +45,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     a callback of another thread is taken.
     """
 
-    # Private fields of asyncio's: the callbacks to run, a heap of timers, and who runs them.
+    # Private fields of asyncio's: the callbacks to run, a heap of timers, who runs them, and what it
+    # does with asynchronous generators that are begun, or collected before their end.
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
     _thread_id: int | None
+    _asyncgen_firstiter_hook: Callable[[AsyncGenerator[Any, Any]], None]
+    _asyncgen_finalizer_hook: Callable[[AsyncGenerator[Any, Any]], None]
 
     def __init__(
         self, clock: VirtualClock, *, before_delivery: Callable[[], None] = lambda: None
@@ -86,12 +90,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         handle = self._ready.popleft()
         if handle.cancelled():
             return
-        outside = asyncio._get_running_loop()
+        outside, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
         self._thread_id = threading.get_ident()
         asyncio._set_running_loop(self)
+        sys.set_asyncgen_hooks(
+            firstiter=self._asyncgen_firstiter_hook, finalizer=self._asyncgen_finalizer_hook
+        )
         try:
             handle._run()
         finally:
+            sys.set_asyncgen_hooks(*hooks)
             asyncio._set_running_loop(outside)
             self._thread_id = None
 

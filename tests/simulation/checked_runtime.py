@@ -13,6 +13,7 @@ from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics
 from genrt.errors import GenrtError, NotFinite
+from genrt.questions.completions import Completion, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
@@ -22,9 +23,10 @@ from genrt.runtime.waiters import Waiter
 from genrt.testing.record import Violation
 from genrt.testing.simulated_engine import SimulatedEngine
 from genrt.testing.simulated_runtime import BusyCache, SimulatedRuntime, coroutine_of
+from genrt.testing.simulated_streams import WatchedStream
 from genrt.testing.virtual_loop import VirtualLoop
 from tests.simulation.checked_residents import CheckedResidents
-from tests.simulation.ledger import Ledger
+from tests.simulation.ledger import Ledger, Question
 from tests.simulation.watching import WatchedBatcher
 
 
@@ -85,12 +87,45 @@ class CheckedEngine(SimulatedEngine):
         return self._blocks[-1]
 
 
+class CheckedStream(WatchedStream):
+    """A stream that the ledger is told of."""
+
+    runtime: CheckedRuntime
+    question: Question | None = None
+
+    async def __anext__(self) -> Delta:
+        if self.question is not None:
+            self.question.is_awaited = True
+        try:
+            return await super().__anext__()
+        finally:
+            if self.question is not None:
+                self.question.is_awaited = False
+
+    def began(self) -> None:
+        self.question = self.runtime.ledger.streamed(self._request, self.timeout)
+
+    def whole(self, completion: Completion) -> None:
+        if self.question is not None:
+            self.runtime.ledger.answered(self.question, [completion])
+
+    def left(self, error: BaseException) -> None:
+        if self.question is not None:
+            self.runtime.ledger.left(self.question, error)
+
+    def __del__(self) -> None:
+        super().__del__()
+        if self.question is not None:
+            self.runtime.ledger.dropped(self.question)
+
+
 class CheckedRuntime(SimulatedRuntime):
     """A simulated runtime with a ledger."""
 
     batcher: WatchedBatcher
     engine: CheckedEngine
     engine_type = CheckedEngine
+    stream_type = CheckedStream
     on_interrupt: Callable[[VirtualLoop], None]
 
     @cached_property
@@ -195,6 +230,8 @@ class CheckedRuntime(SimulatedRuntime):
             batcher._admission,
             batcher._on_loops._waiters,
             batcher._bindings._bound,
+            batcher._flight.streams,
+            batcher._left,
             batcher._bindings if self.thread.alive else (),
         )
         if any(held):

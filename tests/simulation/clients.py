@@ -51,10 +51,14 @@ class SimulatedClients:
         runtime: what they ask.
         operations: how many things they do.
         directory: may be loaded as an adapter.
+        texts: whether they ask for completions.
     """
 
-    def __init__(self, runtime: CheckedRuntime, operations: int, directory: Path) -> None:
+    def __init__(
+        self, runtime: CheckedRuntime, operations: int, directory: Path, *, texts: bool = True
+    ) -> None:
         self.done = 0
+        self._texts = texts
         self._runtime = runtime
         self._lm = runtime.lm
         self._random = runtime.random
@@ -298,6 +302,7 @@ class SimulatedClients:
             self._candidates,
             self._score,
             self._sample,
+            *([self._text, self._texts_of, *[self._stream] * 4] if self._texts else []),
         ]
 
     async def _row(self, context: list[int], name: str | None) -> None:
@@ -350,6 +355,33 @@ class SimulatedClients:
     async def _sample(self, context: list[int], name: str | None) -> None:
         seed = self._random.choice([None, 1])
         await self._lm.sample(context, max_tokens=3, seed=seed, adapter=name)
+
+    async def _text(self, context: list[int], name: str | None) -> None:
+        """Ask for a completion, and edit it: what can be edited of it is the caller's own."""
+        seed = self._random.choice([None, 1])
+        text = await self._lm.generate(context, max_tokens=4, logprobs=2, seed=seed, adapter=name)
+        for place in text.top_logprobs:
+            place.clear()
+
+    async def _texts_of(self, context: list[int], name: str | None) -> None:
+        seed, contexts = self._random.choice([None, 1]), [context, self._context(), context]
+        timeout = self._random.choice([None, None, 0.0, 0.01])
+        await self._lm.batch_generate(
+            contexts, max_tokens=3, temperature=0.5, seed=seed, adapter=name, timeout=timeout
+        )
+
+    async def _stream(self, context: list[int], name: str | None) -> None:
+        """Read a stream to its end, or leave it early, in one of the ways there are."""
+        timeout = self._random.choice([None, None, None, 0.0, 0.01])
+        stream = self._lm.stream(context, max_tokens=9, logprobs=2, adapter=name, timeout=timeout)
+        how = self._random.choice(["read", "read", "leave", "drop"])
+        async with stream if how == "leave" else contextlib.nullcontext():
+            async for delta in stream:
+                for place in delta.top_logprobs:
+                    place.clear()
+                if how != "read" and self._random.random() < 0.5:
+                    break
+                await asyncio.sleep(self._random.choice([0.0, 0.0, 0.01]))
 
     def _have(self, request: LogprobsRequest, row: torch.Tensor) -> None:
         """Edit a row that is one's own, or keep it to be compared in the end."""

@@ -46,6 +46,7 @@ class Question:
     error: GenrtError | None = None
     ended: bool = False
     lost: bool = False
+    is_awaited: bool = True  # false for a stream between two deltas
 
     @property
     def is_waiting(self) -> bool:
@@ -74,6 +75,7 @@ class Ledger:
         self.questions: list[Question] = []
         self._runtime = runtime  # whose batcher, cache and engine do not exist yet
         self._by_requests: dict[int, Question] = {}  # by the identity of the list, which is kept
+        self._streams: dict[Request, Question] = {}
         self._lives: dict[Request, _Life] = {}
         self._flush: list[Request] = []
         self._ending: dict[Request, GenrtError | None] = {}  # what came out, and has not ended yet
@@ -107,9 +109,23 @@ class Ledger:
             question.error = self._closed
         return question
 
+    def streamed(self, request: Request, timeout: float | None) -> Question:
+        """Return a new question of one who reads what is drawn."""
+        question = self._streams[request] = self.asked([request], False, timeout)
+        return question
+
+    def _question(self, waiter: Waiter) -> Question:
+        if waiter.flow is not None:
+            return self._streams[waiter.requests[0]]
+        return self._by_requests[id(waiter.requests)]
+
+    def dropped(self, question: Question) -> None:
+        """Note that nobody holds a stream any more: it leaves when that is collected."""
+        question.ended = True
+
     def registering(self, waiter: Waiter) -> None:
         """Note that the batcher is about to find, join or queue the requests of a question."""
-        question = self._by_requests[id(waiter.requests)]
+        question = self._question(waiter)
         if question.is_registered or question.has_left:
             self._violated(f"{question} is registered, and was before or has left")
         self._check_turn(question)
@@ -135,7 +151,7 @@ class Ledger:
         entries, cache = self._runtime.batcher._entries, self._runtime.cache
         if not waiting or all(each in entries or each in cache for each in question.requests):
             return  # nobody waits, or it takes no room
-        oldest = min(self._by_requests[id(waiter.requests)].number for waiter in waiting)
+        oldest = min(self._question(waiter).number for waiter in waiting)
         if oldest < question.number:
             self._violated(f"{question} entered the queue before {oldest} on its loop")
 
@@ -203,7 +219,7 @@ class Ledger:
 
     def leaving(self, waiter: Waiter) -> None:
         """Note that the batcher is about to take off a waiter that leaves by itself."""
-        question = self._by_requests[id(waiter.requests)]
+        question = self._question(waiter)
         if question.is_waiting and not question.lost:
             question.has_left = True
             self._cancelled += 1
@@ -227,7 +243,8 @@ class Ledger:
     def loop_closed(self, loop: asyncio.AbstractEventLoop) -> None:
         """Note that nobody hears what is delivered to this loop any more."""
         for question in self.questions:
-            question.lost |= question.loop is loop and not question.ended
+            is_dropped = question.is_waiting and not question.has_left
+            question.lost |= question.loop is loop and (not question.ended or is_dropped)
 
     # -- the engine's side --------------------------------------------------------------------
 
@@ -264,7 +281,7 @@ class Ledger:
         batcher = self._runtime.batcher
         kept = [waiter for entry in batcher._entries.values() for waiter in entry.waiters]
         for waiter in (*kept, *batcher._admission._clients):
-            if (question := self._by_requests[id(waiter.requests)]) in self._lost:
+            if (question := self._question(waiter)) in self._lost:
                 self._violated(
                     f"{question} still waits, though its loop was closed before the turn"
                 )
@@ -425,7 +442,11 @@ class Ledger:
 
     def unanswered(self) -> list[Question]:
         """Return the questions that have heard nothing yet, and still could."""
-        return [question for question in self.questions if not question.ended and not question.lost]
+        return [
+            question
+            for question in self.questions
+            if not question.ended and not question.lost and question.is_awaited
+        ]
 
     def check_counters(self) -> None:
         """Check that the batcher counted what happened; of waiters of closed loops, those it came by."""

@@ -15,9 +15,12 @@ UNASKED = [0] * 100
 """A context that no client asks."""
 
 
-def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) -> Report:
+def simulate(
+    seed: int, *, operations: int = 100, faults: Faults | None = None, texts: bool = True
+) -> Report:
     """Do what ``genrt.testing.simulate`` does, on loops that are closed and left alone, with interrupts,
-    adapters, closing and restarting; and compare every question with the ledger."""
+    adapters, closing and restarting; and compare every question with the ledger. Without ``texts`` it is
+    the run that the seed was before there were completions."""
     chance = random.Random(seed)
     runtime = CheckedRuntime(
         chance,
@@ -28,7 +31,7 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
     )
     again = f"replay with simulate({seed}, operations={operations})"
     with adapter_directory() as directory, reporting(runtime, f"seed {seed}", again):
-        clients = SimulatedClients(runtime, operations, directory)
+        clients = SimulatedClients(runtime, operations, directory, texts=texts)
         clients.run()
         _wind_up(runtime)
         clients.check_kept()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ import genrt
 import genrt.questions.draws
 import genrt.runtime.cache
 import genrt.runtime.queue
+import genrt.runtime.streams
 import genrt.runtime.waiters
 from genrt.engines.protocol import Finished
 from genrt.engines.residency import Residents
 from genrt.errors import GenrtError
+from genrt.questions.completions import Completion, CompletionRequest, Delta
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -26,6 +30,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.queue import Bindings
+from genrt.runtime.streams import Flow, Streams
 from genrt.runtime.waiters import Gatherings
 from genrt.tokens.rows import together
 from tests.simulation import soak
@@ -318,7 +323,91 @@ def removed_residents_are_found(patch: Patch) -> None:
     patch.setattr(Residents, "remove", remove_every_other)
 
 
+def texts_are_handed_out_shared(patch: Patch) -> None:
+    patch.setattr(CompletionRequest, "owned", lambda self, result: result)
+
+
+def texts_without_a_seed_share_one_draw(patch: Patch) -> None:
+    patch.setattr(CompletionRequest, "__hash__", lambda self: hash((self.token_ids, self.adapter)))
+    patch.setattr(
+        CompletionRequest,
+        "__eq__",
+        lambda self, other: repr(self) == repr(other) and self.streamed == other.streamed,
+    )
+
+
+def deltas_go_to_the_next_reader(patch: Patch) -> None:
+    tell = Streams.tell
+
+    def tell_so(self: Streams, due: Any, progress: Any) -> None:
+        turned = [
+            (readers, [(each[0], flows[place - 1][1]) for place, each in enumerate(flows)])
+            for readers, flows in due
+        ]
+        tell(self, turned, progress)
+
+    patch.setattr(Streams, "tell", tell_so)
+
+
+def a_delta_is_lost_now_and_then(patch: Patch) -> None:
+    put = genrt.runtime.streams._put
+    count = itertools.count()
+    patch.setattr(
+        genrt.runtime.streams,
+        "_put",
+        lambda news: put([each for each in news if next(count) % 3]),
+    )
+
+
+def what_was_read_is_brought_again(patch: Patch) -> None:
+    def add(self: Flow, delta: Delta) -> None:
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+
+    patch.setattr(Flow, "_add", add)
+
+
+def the_last_delta_lacks_what_is_left(patch: Patch) -> None:
+    end = Flow.end
+
+    def end_so(self: Flow, completion: Completion) -> Delta:
+        return replace(end(self, completion), text="", token_ids=())
+
+    patch.setattr(Flow, "end", end_so)
+
+
+def deltas_share_what_can_be_edited(patch: Patch) -> None:
+    since = Flow._since
+
+    def since_so(self: Flow, start: int, text_start: int) -> Delta:
+        return replace(
+            since(self, start, text_start), top_logprobs=tuple(self.top_logprobs[start:])
+        )
+
+    patch.setattr(Flow, "_since", since_so)
+
+
+def streams_that_are_left_go_on(patch: Patch) -> None:
+    leave = Batcher.leave
+    patch.setattr(
+        Batcher, "leave", lambda self, waiter: None if waiter.flow else leave(self, waiter)
+    )
+
+
+def streams_that_have_ended_are_still_told_of(patch: Patch) -> None:
+    patch.setattr(Streams, "discard", lambda self, request, flow: None)
+
+
 BREAKS: list[Break] = [
+    texts_are_handed_out_shared,
+    texts_without_a_seed_share_one_draw,
+    deltas_go_to_the_next_reader,
+    a_delta_is_lost_now_and_then,
+    what_was_read_is_brought_again,
+    the_last_delta_lacks_what_is_left,
+    deltas_share_what_can_be_edited,
+    streams_that_are_left_go_on,
+    streams_that_have_ended_are_still_told_of,
     a_waiter_that_leaves_is_forgotten,
     nothing_in_flight_is_withdrawn,
     a_request_dies_with_its_first_waiter,

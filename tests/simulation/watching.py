@@ -69,6 +69,7 @@ class _WatchedEngine:
         self._engine = engine
         self._ledger = ledger
         self.remove_adapter = engine.remove_adapter
+        self.progress = engine.progress
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ledger.submitted(requests)

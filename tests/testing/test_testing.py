@@ -16,6 +16,7 @@ from torch import Tensor
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Engine, EngineStatistics, Finished
 from genrt.errors import EngineFailed
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -357,7 +358,141 @@ class OldWeightsUnderANewVersion(Wrapper):
         self.inner.add_adapter(adapter, self.first.setdefault(adapter.name, path))
 
 
+class TextsChanged(Wrapper):
+    """Completions asked with something changed, and answered as if it were not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[Request, Request] = {}
+
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        return request
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if isinstance(request, CompletionRequest):
+                self.asked[request] = self.change(request)
+        self.inner.submit([self.asked.get(each, each) for each in requests])
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self.inner.cancel([self.asked.get(each, each) for each in requests])
+
+    def step(self) -> list[Finished]:
+        original = {changed: request for request, changed in self.asked.items()}
+        return [
+            replace(end, request=original.get(end.request, end.request))
+            for end in self.inner.step()
+        ]
+
+
+class TextStopIgnored(TextsChanged):
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        return replace(request, decoding=replace(request.decoding, stop_token_ids=()))
+
+
+class TextsTooEarly(TextsChanged):
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        return replace(request, decoding=replace(request.decoding, min_tokens=0))
+
+
+class TextBiasIgnored(TextsChanged):
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        return replace(request, decoding=replace(request.decoding, logit_bias=()))
+
+
+class TextsNeverGreedy(TextsChanged):
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        return replace(request, decoding=replace(request.decoding, temperature=1.0))
+
+
+class TextSeedOfTheBatch(TextsChanged):
+    crowd = 0
+
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        return replace(request, seed=request.seed and request.seed + 1000 * self.crowd)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.crowd = len(requests)
+        super().submit(requests)
+
+
+class TextsAlike(TextsChanged):
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        return replace(request, seed=request.seed or 5)
+
+
+class TextsWithAnothersLogprobs(Wrapper):
+    def step(self) -> list[Finished]:
+        return [
+            replace(end, result=replace(end.result, logprobs=tuple(reversed(end.result.logprobs))))
+            if isinstance(end.result, Completion)
+            else end
+            for end in self.inner.step()
+        ]
+
+
+class DeltasOfTheNext(Wrapper):
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        deltas = list(self.inner.progress(streamed))
+        return deltas[1:] + deltas[:1]
+
+
+class DeltasTwice(Wrapper):
+    last: list[Delta | None]
+    turn = 0
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        self.turn += 1
+        if self.turn % 2:
+            self.last = list(self.inner.progress(streamed))
+        return [
+            delta if request in self.inner._in_progress else None
+            for request, delta in zip(streamed, self.last, strict=True)
+        ]
+
+
+class DeltasLost(Wrapper):
+    turn = 0
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        self.turn += 1
+        deltas = list(self.inner.progress(streamed))
+        return [None] * len(deltas) if self.turn % 3 == 0 else deltas
+
+
+class NoDeltas(Wrapper):
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        return [None] * len(streamed)
+
+
+class DeltasOfWhatIsCancelled(Wrapper):
+    last: list[Delta | None] | None = None
+
+    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+        deltas = list(self.inner.progress(streamed))
+        self.last = self.last or deltas
+        return [deltas[place] or self.last[place] for place in range(len(deltas))]
+
+
+class SaysNothingOfOptions(Wrapper):
+    def unsupported(self, decoding: Decoding) -> str | None:
+        return "no"
+
+
 BROKEN: dict[type[Wrapper], str] = {
+    TextStopIgnored: "must end with its stop token",
+    TextsTooEarly: "before its time",
+    TextBiasIgnored: "must force",
+    TextsNeverGreedy: "below the likeliest's",
+    TextSeedOfTheBatch: "depends on its batch",
+    TextsAlike: "all the same",
+    TextsWithAnothersLogprobs: "off its row's",
+    DeltasOfTheNext: "is not what follows|the engine tells",
+    DeltasTwice: "is not what follows",
+    DeltasLost: "is not what follows",
+    NoDeltas: "nothing was told",
+    DeltasOfWhatIsCancelled: "is over or cancelled",
+    SaysNothingOfOptions: "must be drawn|does not say",
     RowsSwapped: "in a flush and alone|shuffled",
     RowsByPositionOfSubmission: "apart",
     CancelIgnored: "came back",

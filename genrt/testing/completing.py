@@ -1,0 +1,181 @@
+"""The promises of an engine that draws completions, one function for each, as in ``conformance``. Of an
+engine that draws none nothing is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from genrt.engines.protocol import Completing
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
+from genrt.questions.request import Result
+from genrt.testing.witness import Witness, bound_to, expect
+
+
+def options(witness: Witness) -> None:
+    """Check that the engine says of options whether it can do them, and can of those without a text."""
+    if isinstance(witness.engine, Completing):
+        plain = Decoding(4, top_k=3, min_tokens=2, logit_bias=((1, 1.0),), logprobs=1)
+        reason = witness.engine.unsupported(plain)
+        expect(reason is None, f"completions with {plain} must be drawn: {reason}")
+        for decoding in (Decoding(4, stop=("a",)), Decoding(4, structure=("regex", "a"))):
+            reason = witness.engine.unsupported(decoding)
+            name = decoding.of_text or ""
+            expect(reason is None or name in reason, f"{reason!r} does not say that it is {name!r}")
+
+
+def greedy_completions(witness: Witness) -> None:
+    """Check that greedy is the likeliest token of each row, and that log-probabilities are the rows'."""
+    if not isinstance(witness.engine, Completing):
+        return
+    prompt, count = witness.context(), min(8, witness.many_tokens)
+    drawn = Decoding(count, temperature=0.0, ignore_eos=True, logprobs=2)
+    request = CompletionRequest(prompt, drawn)
+    whole = _completion(witness, request)
+    expect(
+        (len(whole.token_ids), whole.finish_reason) == (count, "length") and whole.truncated,
+        f"{request} must have {count} tokens, and end by its length: got {whole}",
+    )
+    expect(whole.prompt_token_ids == prompt, f"{request} is answered with the prompt of {whole}")
+    witness.expect_likeliest(prompt, whole.token_ids, "a completion at temperature 0")
+    rows = [(*prompt, *whole.token_ids[:place]) for place in range(count)]
+    for place, row in enumerate(witness.rows_of(bound_to(rows, None))):
+        token, likeliest = whole.token_ids[place], whole.top_logprobs[place]
+        apart = max(
+            abs(float(row[each]) - logprob)
+            for each, logprob in [(token, whole.logprobs[place]), *likeliest.items()]
+        )
+        expect(
+            apart <= witness.tolerance and len(likeliest) == 2,
+            f"the log-probabilities of {request} at {place} are {apart:.2g} off its row's",
+        )
+    stop = whole.token_ids[count // 2]
+    first = whole.token_ids.index(stop)
+    stopped = _completion(
+        witness, replace(request, decoding=replace(drawn, stop_token_ids=(stop,)))
+    )
+    wanted = (whole.token_ids[: first + 1], "stop", stop)
+    found = (stopped.token_ids, stopped.finish_reason, stopped.stop_reason)
+    expect(found == wanted, f"a completion must end with its stop token: got {found}, not {wanted}")
+    later = replace(drawn, stop_token_ids=(stop,), min_tokens=first + 1)
+    least = _completion(witness, replace(request, decoding=later))
+    expect(
+        len(least.token_ids) > first and stop not in least.token_ids[: first + 1],
+        f"{later} must not draw the stop token before its time: got {least.token_ids}",
+    )
+    forced = replace(drawn, logit_bias=((stop, 100.0),))
+    biased = _completion(witness, replace(request, decoding=forced))
+    expect(set(biased.token_ids) == {stop}, f"{forced} must force {stop}: got {biased.token_ids}")
+
+
+def random_completions(witness: Witness) -> None:
+    """Check that a seed fixes a completion, whatever its company; that without one they are independent;
+    and that what is cancelled is gone."""
+    if not isinstance(witness.engine, Completing):
+        return
+    prompt = witness.context()
+    drawn = Decoding(min(12, witness.many_tokens), temperature=2.0, ignore_eos=True)
+    seeded = CompletionRequest(prompt, drawn, seed=4)
+    alone = _completion(witness, seeded)
+    others = [
+        CompletionRequest(witness.context(), replace(drawn, presence_penalty=1.0), seed=seed)
+        for seed in range(3)
+    ]
+    forgotten = CompletionRequest(witness.context(), drawn, seed=9)
+    witness.submit([*others[:2], forgotten, *witness.questions(3), seeded, *others[2:]])
+    witness.step()
+    witness.cancel([forgotten])
+    among = _whole(witness.drain()[seeded])
+    expect(
+        among.token_ids == alone.token_ids,
+        f"a seeded completion depends on its batch: {alone.token_ids} alone, {among.token_ids} among "
+        "others",
+    )
+    unseeded = [CompletionRequest(prompt, drawn, nonce=nonce) for nonce in range(8)]
+    found = {_whole(each).token_ids for each in witness.ask(unseeded)}
+    expect(len(found) > 1, "eight completions without a seed are all the same")
+
+
+def streams(witness: Witness) -> None:
+    """Check that what the engine tells of completions under way is their beginning, each part once; and
+    that it does not tell of what is cancelled or over."""
+    engine = witness.engine
+    if not isinstance(engine, Completing):
+        return
+    drawn = Decoding(witness.many_tokens, temperature=2.0, ignore_eos=True, logprobs=0)
+    asked = [
+        CompletionRequest(witness.context(), drawn, seed=seed, nonce=seed, streamed=True)
+        for seed in range(4)
+    ]
+    cancelled, read = asked[0], asked[1:]
+    told: dict[CompletionRequest, list[Delta]] = {request: [] for request in asked}
+    results: dict[CompletionRequest, Completion] = {}
+    witness.submit([*asked, *witness.questions(2)])
+    steps = 0
+    while any(request in witness.in_progress for request in asked):
+        for end in witness.step():
+            if isinstance(end.request, CompletionRequest):
+                results[end.request] = _whole(end.result)
+        for request, delta in zip(asked, engine.progress(asked), strict=True):
+            if delta is not None:
+                expect(
+                    request in witness.in_progress,
+                    f"{request} is over or cancelled, and the engine tells {delta}",
+                )
+                told[request].append(delta)
+        steps += 1
+        if steps == 2:
+            witness.cancel([cancelled])
+    witness.drain()
+    for request in read:
+        _expect_beginning(results[request], told[request])
+
+
+def _expect_beginning(whole: Completion, deltas: Sequence[Delta]) -> None:
+    """Expect these deltas to be the beginning of a completion, without gaps."""
+    expect(bool(deltas), f"nothing was told of {whole} before its end")
+    count = letters = 0
+    for delta in deltas:
+        end, text_end = count + len(delta.token_ids), letters + len(delta.text)
+        expect(
+            (delta.start, delta.text_start) == (count, letters)
+            and delta.token_ids == whole.token_ids[count:end]
+            and delta.text == whole.text[letters:text_end]
+            and len(delta.logprobs) == len(delta.token_ids),
+            f"{delta} is not what follows {count} tokens and {letters} letters of {whole}",
+        )
+        count, letters = end, text_end
+
+
+def structures(witness: Witness) -> None:
+    """Check that a text has its structure unless it is truncated, where the engine has structures."""
+    texts = Decoding(16, structure=("choice", ("ab", "ba")))
+    engine = witness.engine
+    if not isinstance(engine, Completing) or engine.unsupported(texts) is not None:
+        return
+    asked = [CompletionRequest(witness.context(), texts, seed=seed) for seed in range(6)]
+    for result in witness.ask(asked):
+        text = _whole(result)
+        expect(
+            text.text in ("ab", "ba") or text.truncated, f"{texts} is answered with {text.text!r}"
+        )
+
+
+def _completion(witness: Witness, request: CompletionRequest) -> Completion:
+    """Return one completion, asked alone."""
+    return _whole(witness.ask([request])[0])
+
+
+def _whole(result: Result | None) -> Completion:
+    if not isinstance(result, Completion):
+        raise AssertionError(f"a completion must end in one, not in a {type(result).__name__}")
+    return result
+
+
+COMPLETION_CHECKS: tuple[Callable[[Witness], None], ...] = (
+    options,
+    greedy_completions,
+    random_completions,
+    streams,
+    structures,
+)
