@@ -300,8 +300,8 @@ class SimulatedRuntime:
         s = self.batcher.statistics()
         if s.queued + s.in_flight + s.waiting:
             raise Violation(f"nobody waits, but there is something to do: {self.batcher}")
-        if streams := len(self.batcher._flight.streams):
-            raise Violation(f"nobody reads, but {streams} streams are still told of")
+        if streams := self.batcher._flight.streams.by_loop:
+            raise Violation(f"nobody reads, but {streams} are still told of")
 
     def check_reports(self, loop: VirtualLoop) -> None:
         """Check that all was well on this loop."""

@@ -230,7 +230,7 @@ class CheckedRuntime(SimulatedRuntime):
             batcher._admission,
             batcher._on_loops._waiters,
             batcher._bindings._bound,
-            batcher._flight.streams,
+            batcher._flight.streams.by_loop,
             batcher._left,
             batcher._bindings if self.thread.alive else (),
         )

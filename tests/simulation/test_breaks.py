@@ -339,12 +339,8 @@ def texts_without_a_seed_share_one_draw(patch: Patch) -> None:
 def deltas_go_to_the_next_reader(patch: Patch) -> None:
     tell = Streams.tell
 
-    def tell_so(self: Streams, due: Any, progress: Any) -> None:
-        turned = [
-            (readers, [(each[0], flows[place - 1][1]) for place, each in enumerate(flows)])
-            for readers, flows in due
-        ]
-        tell(self, turned, progress)
+    def tell_so(self: Streams, progress: Any) -> None:
+        tell(self, lambda streamed: [*(deltas := progress(streamed))[1:], *deltas[:1]])
 
     patch.setattr(Streams, "tell", tell_so)
 

@@ -42,6 +42,10 @@ class WatchedBatcher(Batcher):
             raise
         self._ledger.turned()
 
+    def _settle(self, finished: Sequence[Finished], **options: Any) -> None:
+        super()._settle(finished, **options)
+        self._ledger.settling()  # where all of it is sent again, nothing was cached, and none ended
+
     def close(self, reason: GenrtError | None = None) -> bool:
         was_closed = self.is_closed
         if not was_closed and not self._lock._is_owned():  # type: ignore[attr-defined]
