@@ -802,6 +802,31 @@ MUTANTS: tuple[Mutant, ...] = (
         only="adapters",
     ),
     *breaks(
+        "generation.journal",
+        "test_jobs.py",
+        (
+            "Journal.begin",
+            "a partial line of a killed job stays",
+            Drop("os.ftruncate"),
+        ),
+        only="kill_at_any_byte",
+    ),
+    *breaks(
+        "generation.runs",
+        "test_jobs.py",
+        (
+            "JobRun._compare",
+            "an answered row may change",
+            Swap("was not in (0, row.digest)", "False"),
+        ),
+        (
+            "JobRun._end",
+            "what ended with an interrupt is lost",
+            Instead("await walk.close()"),
+        ),
+        only="changed or cancellation",
+    ),
+    *breaks(
         "interop.foreign",
         "test_genlm.py",
         (

@@ -237,6 +237,24 @@ async def test_what_was_finished_stays_when_a_run_is_cancelled(
     assert lines_of(folder) == whole
 
 
+async def test_what_ends_with_a_cancellation_is_written_too(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = AsyncLM.generate
+
+    async def generate(lm: AsyncLM, *args: Any, **options: Any) -> Completion:
+        completion = await original(lm, *args, **options)
+        if options["seed"] == 3:
+            running.cancel()
+        return completion
+
+    monkeypatch.setattr(AsyncLM, "generate", generate)
+    running = asyncio.create_task(job(folder, concurrency=1).run(lm))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [line["index"] for line in lines_of(folder)] == [0, 1, 2, 3]
+
+
 def test_rows_added_at_the_end_are_asked_and_no_others(
     lm: AsyncLM, folder: Path, scripted: Scripted
 ) -> None:
