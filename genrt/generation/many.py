@@ -14,7 +14,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field
 from operator import length_hint
-from typing import Any, Literal, TypeAlias, Unpack, cast, overload
+from typing import Any, Literal, TypeAlias, Unpack, cast, get_args, overload
 
 from genrt.errors import Closed, EngineDied, InvalidRequest
 from genrt.generation.walk import Source, Walk
@@ -174,9 +174,9 @@ def generate_many(
         raise InvalidRequest(
             f"items must be an iterable of prompts, got {shown(items)}: give [prompt]"
         )
-    if not isinstance(items, Iterable | AsyncIterable):
+    if not isinstance(items, Iterable | AsyncIterable) or getattr(items, "ndim", 1) == 0:
         raise InvalidRequest(f"items must be an iterable or async iterable, got {shown(items)}")
-    if on_error not in ("raise", "return", "warn"):
+    if not isinstance(on_error, str) or on_error not in get_args(OnError):
         raise InvalidRequest(f"on_error must be 'raise', 'return' or 'warn', got {named(on_error)}")
     return _results(asked, items, on_error, in_order=in_order, progress=progress)
 

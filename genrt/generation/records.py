@@ -20,9 +20,9 @@ Reason: TypeAlias = Literal[
 
 ``complete``: there are as many valid records as wanted. ``out_of_attempts``: ``max_attempts`` were made,
 or the prompts ended. ``threshold``: too many were invalid for too long. ``no_valid``: too many attempts
-in a row gave nothing valid. ``all_truncated``: so did ten or more, and every text was cut off, which says
-nothing about what the model can do: raise ``max_tokens``. ``interrupted``: an interrupt, a cancellation
-or an error ended it, or it has not ended yet.
+in a row gave nothing valid. ``all_truncated``: the same, or the first 50 attempts did, and every text of
+them was cut off, which says nothing about what the model can do: raise ``max_tokens``. ``interrupted``:
+an interrupt, a cancellation or an error ended it, or it has not ended yet.
 """
 
 SHOWN = 5

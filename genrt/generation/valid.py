@@ -37,7 +37,10 @@ from genrt.runtime.progress import progress_bar
 __all__ = ["Prompts", "UntilValid", "ValidOptions", "generate_valid", "generate_valid_sync"]
 
 PROBE = 10
-"""The most attempts of the first batch; so many truncated texts are a reason to stop."""
+"""The most attempts of the first batch."""
+
+CUT_OFF = 50
+"""After so many attempts, all of them cut off and none with a valid record, the run ends."""
 
 SLACK = 0.1
 """Which part of the target may be made beyond it; ``LEAST_SLACK`` records at least."""
@@ -221,12 +224,14 @@ class UntilValid:
         is_dry = self._is_dry()
         if not is_dry and (self._waiting or self._counted < len(self._attempts)):
             return None  # a batch that was interrupted
-        is_last = self._no_more_prompts or self._counted == self._max_attempts or is_dry
-        inconclusive = all(self._attempts[number].truncated for number in dry)
-        if inconclusive and (len(dry) >= PROBE or (is_last and dry)):
+        is_last = self._no_more_prompts or self._counted == self._max_attempts
+        is_enough = is_dry or (not self._valid and (is_last or len(dry) >= CUT_OFF))
+        if dry and is_enough and all(self._attempts[number].truncated for number in dry):
             return "all_truncated"
+        if is_dry:
+            return "no_valid"
         if is_last:
-            return "no_valid" if is_dry else "out_of_attempts"
+            return "out_of_attempts"
         return "threshold" if self._is_out_of_patience() else None
 
     def _is_dry(self) -> bool:
@@ -256,7 +261,9 @@ class UntilValid:
             )
         if self._max_attempts is not None:
             size = min(size, self._max_attempts - self._counted)
-        if self._max_dry is not None and not self._valid:
+        if not self._valid and self._counted < CUT_OFF:
+            size = min(size, CUT_OFF - self._counted)
+        if not self._valid and self._max_dry is not None:
             size = min(size, self._max_dry - self._counted)
         return size
 
@@ -408,7 +415,8 @@ def _prompts_of(prompts: Any) -> Iterator[Any] | AsyncIterator[Any]:
         return aiter(prompts)
     if isinstance(prompts, str | Item):
         return itertools.repeat(prompts)
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+    no_prompts = isinstance(prompts, bytes | Mapping) or getattr(prompts, "ndim", 1) == 0
+    if no_prompts or not isinstance(prompts, Iterable):
         raise InvalidRequest(f"prompts must be a prompt, or several, got {shown(prompts)}")
     if not isinstance(prompts, Sequence) and not hasattr(prompts, "ndim"):
         return iter(prompts)

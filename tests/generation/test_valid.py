@@ -144,23 +144,39 @@ def test_without_a_valid_record_it_ends(lm: AsyncLM) -> None:
 
 
 def test_what_was_cut_off_without_a_valid_record_is_told_apart() -> None:
+    def is_long(text: str) -> bool:
+        return len(text) > 5
+
     with opened(0.5, more=1.0) as lm:
-        found = generate_valid_sync(lm, "?", lambda text: len(text) > 5, target=50, max_tokens=3)
-        assert (found.reason, found.statistics.attempts) == ("all_truncated", 10)
-        assert found.statistics.errors == {"truncated": 10}
-        assert found.statistics.tokens_truncated == 30
-        assert found.statistics.finish_reasons == {"length": 10}
-        consistent(found)
-        found = generate_valid_sync(lm, "?", lambda text: len(text) > 5, target=2, max_tokens=3)
-        assert found.reason == "all_truncated"
-        assert found.statistics.attempts >= 10
-        few = generate_valid_sync(
-            lm, "?", lambda text: len(text) > 5, target=2, max_attempts=3, max_tokens=3
-        )
-        assert (few.reason, few.statistics.attempts) == ("all_truncated", 3)
-        # What is cut off may be valid all the same.
+        options: dict[str, Any] = {"max_tokens": 3}
+        for target in (2, 50):
+            found = generate_valid_sync(lm, "?", is_long, target=target, **options)
+            assert (found.reason, found.statistics.attempts) == ("all_truncated", 50)
+            assert found.statistics.errors == {"truncated": 50}
+            assert found.statistics.tokens_truncated == 150
+            assert found.statistics.finish_reasons == {"length": 50}
+            consistent(found)
+        for bound in ("max_attempts", "max_dry_attempts"):
+            few = generate_valid_sync(lm, "?", is_long, target=2, **(options | {bound: 3}))
+            assert (few.reason, few.statistics.attempts) == ("all_truncated", 3)
+        none = generate_valid_sync(lm, iter(()), is_long, target=2, **options)
+        assert (none.reason, none.statistics.attempts) == ("out_of_attempts", 0)
+
+
+def test_what_is_cut_off_may_be_valid_and_is_then_no_reason_to_stop() -> None:
+    with opened(0.02, more=1.0) as lm:
         found = generate_valid_sync(lm, "?", str, target=5, max_tokens=3)
         assert (found.reason, found.statistics.truncated) == ("complete", 5)
+        answers = itertools.chain([True], itertools.repeat(False))
+        options: dict[str, Any] = {"target": 5, "max_tokens": 3}
+        found = generate_valid_sync(lm, "?", lambda _: next(answers), max_attempts=120, **options)
+        assert (found.reason, found.statistics.attempts) == ("out_of_attempts", 120)
+        answers = itertools.chain([True], itertools.repeat(False))
+        found = generate_valid_sync(
+            lm, "?", lambda _: next(answers), max_dry_attempts=70, **options
+        )
+        assert (found.reason, len(found.records)) == ("all_truncated", 1)
+        consistent(found)
 
 
 def test_attempts_and_prompts_may_run_out(lm: AsyncLM) -> None:
