@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import logging
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,7 +162,7 @@ def _job(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job: messages on stderr, the table on stdout. Return the exit code; ``EXITS`` has them."""
-    with _logging():
+    with _logging(), _terminable(), _long_fields():
         try:
             return _run(vars(args))
         except GenrtError as error:
@@ -171,13 +174,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(given: dict[str, Any]) -> int:
-    import csv
-
     from genrt import models
     from genrt.engines import check_choice
     from genrt.generation.jobs import Job
 
-    csv.field_size_limit(2**31 - 1)  # this process is the command's own
     for name in ("command", "run"):
         given.pop(name, None)
     engine, engine_options = given.pop("engine"), given.pop("engine_options")
@@ -243,6 +243,29 @@ def _logging() -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Have SIGTERM interrupt the job as Ctrl-C does, so that what has ended is written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _long_fields() -> Iterator[None]:
+    """Have CSV's fields be of any length: this process is the command's own."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def _rank(adapter: str) -> int:

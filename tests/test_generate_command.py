@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import logging
 import shutil
@@ -268,14 +269,15 @@ def test_an_error_of_the_engine_ends_with_code_1_after_the_table(
     assert err.endswith("genrt generate: no memory\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_with_code_130_and_leaves_what_is_written(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = AsyncLM.generate
 
     async def interrupted(lm: AsyncLM, *args: Any, **options: Any) -> Any:
         if options["seed"] == 3:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
             await asyncio.Event().wait()
         return await original(lm, *args, **options)
 
@@ -289,11 +291,20 @@ def test_an_interrupt_ends_with_code_130_and_leaves_what_is_written(
     assert generate(folder) == 0
 
 
-def test_the_loggers_are_left_as_they_were(folder: Path) -> None:
+def test_loggers_and_signals_are_left_as_they_were(folder: Path) -> None:
     log = logging.getLogger("genrt")
-    before = log.level, [*log.handlers]
-    assert generate(folder) == 0
-    assert (log.level, [*log.handlers]) == before
+
+    def state() -> Any:
+        terminated = signal.getsignal(signal.SIGTERM)
+        return log.level, [*log.handlers], terminated, csv.field_size_limit()
+
+    before = state()
+    (folder / "in.csv").write_text("text\n" + "a" * 200_000 + "\n")
+    files = [str(folder / "in.csv"), str(folder / "out.jsonl")]
+    exact = ["--engine", "exact", "--model", str(folder / "model")]
+    assert main(["generate", *files, *exact, "--prompt-template", "{text}"]) == 3
+    assert [line["error_type"] for line in lines_of(folder)] == ["ContextTooLong"]
+    assert state() == before
 
 
 def test_help_imports_neither_torch_nor_vllm() -> None:

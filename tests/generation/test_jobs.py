@@ -25,7 +25,7 @@ from genrt.errors import (
     TimedOut,
     UnknownColumn,
 )
-from genrt.generation import many, runs, tables
+from genrt.generation import fingerprints, many, runs, tables
 from genrt.generation.jobs import Job
 from genrt.generation.journal import Journal
 from genrt.generation.many import Failed
@@ -372,11 +372,19 @@ def test_overwriting_starts_over(lm: AsyncLM, folder: Path) -> None:
     assert job(folder, temperature=0.5).run_sync(lm).skipped == 12
 
 
-def test_a_model_is_compared_by_what_is_in_its_directory(lm: AsyncLM, folder: Path) -> None:
+@pytest.mark.parametrize("whole", [2**26, 2**10])
+def test_a_model_is_compared_by_what_is_in_its_directory(
+    whole: int, lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large files by parts of them, all over the file."""
+    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", whole)
+    monkeypatch.setattr(fingerprints, "BLOCK_BYTES", 16)
     for name in ("one", "copy", "other"):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text("{}")
-        (folder / name / "model.safetensors").write_bytes(b"other" if name == "other" else b"one")
+        (folder / name / "model.safetensors").write_bytes(
+            (b"two" if name == "other" else b"one") * 1000
+        )
     job(folder, limit=3, model=folder / "one").run_sync(lm)
     assert job(folder, model=folder / "copy").run_sync(lm).skipped == 3
     with pytest.raises(JobRefused, match="another model"):
@@ -649,6 +657,16 @@ def test_failures_one_after_another_stop_the_job_and_are_asked_again(
     assert "stopped: 3 rows" in str(report)
     scripted.errors.clear()
     assert job(folder).run_sync(lm).complete
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_what_is_said_of_single_rows_is_told_only_if_prompts_are(
+    log_prompts: bool, lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {index: EngineFailed(f"SECRET {index}") for index in range(12)}
+    report = job(folder, max_consecutive_failures=3, log_prompts=log_prompts).run_sync(lm)
+    assert ("SECRET" in str(report)) == log_prompts
+    assert log_prompts or "--log-prompts" in str(report)
 
 
 def test_failures_before_one_that_is_none_are_written(
