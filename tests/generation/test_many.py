@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from genrt.errors import Closed, EngineDied, InvalidRequest, TimedOut
 from genrt.generation import Failed, Item, generate_many, generate_many_sync
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
+from tests import interrupts
 from tests.scripted import Gate, passes
 
 EOS = 4
@@ -615,6 +617,30 @@ def test_an_interrupt_ends_the_twin_and_leaves_nothing(lm: AsyncLM, engine: Engi
         list(generate_many_sync(lm, itertools.repeat([0]), max_tokens=2))
     thread.join()
     assert threads_of_ours() == []
+    asyncio.run(nothing_left(lm, engine))
+
+
+@pytest.mark.proof
+# An interrupt before a coroutine has a task leaves it so, as anywhere in Python.
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_an_interrupt_of_the_twin_at_any_line_leaves_nothing(lm: AsyncLM, engine: Engine) -> None:
+    interrupted = 0
+    for number in itertools.count(1):
+        found = list[tuple[int, Any]]()
+        try:
+            with interrupts.at_line(number) as moment:
+                walk = generate_many_sync(lm, [[0]] * 3, max_tokens=1, seed=1, in_order=True)
+                found.extend(walk)
+        except KeyboardInterrupt:
+            interrupted += 1
+        walk = None  # type: ignore[assignment]
+        gc.collect()
+        assert threads_of_ours() == [], moment.fired
+        assert [place for place, _ in found] == [*range(len(found))]
+        if not moment.fired:
+            break
+    assert len(found) == 3
+    assert interrupted > 20
     asyncio.run(nothing_left(lm, engine))
 
 

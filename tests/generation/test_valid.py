@@ -35,6 +35,7 @@ from genrt.generation import (
 from genrt.generation.valid import batch_size
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from
+from tests import interrupts
 from tests.scripted import Gate, passes
 
 YES, NO, END = 1, 2, 3
@@ -605,6 +606,28 @@ async def test_a_cancellation_at_any_pass_loses_nothing_and_leaves_nothing(brief
             break
     counters = lm.statistics().batcher
     assert (counters.queued, counters.waiting) == (0, 0)
+
+
+@pytest.mark.proof
+def test_an_interrupt_at_any_line_loses_nothing_and_the_run_can_go_on(brief: AsyncLM) -> None:
+    """At every 61st line of genrt on the loop's thread, as ``asyncio.run`` takes SIGINT."""
+    expected, interrupted = whole(brief), 0
+    for number in itertools.count(1, 61):
+        run = UntilValid(brief, "?", is_yes, target=6, seed=9, max_tokens=20)
+        try:
+            with interrupts.at_line(number) as moment:
+                asyncio.run(run.run())
+        except KeyboardInterrupt:
+            interrupted += 1
+        if not moment.fired:
+            break
+        kept = run.result()
+        consistent(kept)
+        assert kept.statistics.unjudged == 0, moment.fired
+        resumed = asyncio.run(run.run())
+        assert resumed.reason == "complete", moment.fired
+        assert (resumed.records, resumed.attempts) == (expected.records, expected.attempts)
+    assert interrupted > 15
 
 
 def test_an_interrupt_of_the_twin_returns_what_was_made() -> None:
