@@ -142,7 +142,7 @@ class Job:
             decided
             | prompts.parts
             | {
-                "keep_columns": kept,
+                "keep_columns": kept and sorted(kept),
                 "num_retries_invalid": redrawn,
                 "validate": _identity(validate),
             }

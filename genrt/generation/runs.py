@@ -20,7 +20,6 @@ from genrt.errors import (
     Closed,
     ContextTooLong,
     EngineDied,
-    GenrtError,
     InvalidRequest,
     JobRefused,
     OutputFailed,
@@ -315,9 +314,7 @@ class JobRun:
         *,
         is_own_fault: bool,
     ) -> None:
-        """Write a row's error; hold it back if the next rows may fail for the same reason."""
-        if not isinstance(error, GenrtError):
-            raise error
+        """Write a row's error, whatever its kind; hold it back if the next rows may fail too."""
         at, counting = self._settings, self._counting
         told = f": {error}; the row is {row.columns}" if at.log_prompts else ""
         log.warning("row %d failed with %s%s", row.index, type(error).__name__, told)
