@@ -2,10 +2,10 @@
 
     python -m benchmarks.generation --json generation.json
 
-Every mode draws the same prompts to the same length, residents on: ``vllm`` is ``LLM.generate``,
-``generate`` one ``batch_generate``, ``each`` a ``generate`` for each prompt, ``many`` is
-``generate_many``, ``stream`` reads every text as it is drawn. ``ratio`` is vLLM's time over the mode's:
-1.0 is as fast. With ``--rows``, rows are asked one after the other while texts are drawn:
+Every mode completes prompts of one length, never the same twice, with residents on. ``vllm`` is
+``LLM.generate``, ``generate`` one ``batch_generate``, ``each`` a ``generate`` for each prompt, ``many``
+is ``generate_many``, ``stream`` reads every text as it is drawn. ``ratio`` is vLLM's time over the
+mode's: 1.0 is as fast. With ``--rows``, rows are asked one after the other while texts are drawn:
 ``steps_a_row`` is how many engine steps the slowest waited, ``lost`` how many of the sequences that were
 resident before are not after. Each result is one JSON object, appended to ``--json``.
 """
@@ -28,6 +28,7 @@ from typing import Any
 import genrt
 from benchmarks.checkpoints import SHAPES, checkpoint
 from benchmarks.setups import prepared
+from genrt.generation import generate_many
 from genrt.lm import AsyncLM
 
 SCHEMA = {
@@ -55,8 +56,6 @@ async def each(lm: AsyncLM, prompts: Prompts, options: Options) -> int:
 
 
 async def many(lm: AsyncLM, prompts: Prompts, options: Options) -> int:
-    from genrt.generation import generate_many
-
     count = 0
     async for _, completion in generate_many(lm, prompts, **options):
         count += len(completion.token_ids)
@@ -180,17 +179,22 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ):
             llm = thread.submit(lambda: LLM(model, **setup.options)).result()
             for count in arguments.prompts:
-                samples: dict[str, list[float]] = {}
-                for repeat in range(-1, arguments.repeats):  # the first is for warming up
-                    prompts = [
+
+                def drawn_prompts(count: int = count) -> list[list[int]]:
+                    return [
                         [chance.randrange(setup.vocab_size) for _ in range(arguments.prompt_tokens)]
                         for _ in range(count)
                     ]
+
+                samples: dict[str, list[float]] = {}
+                for repeat in range(-1, arguments.repeats):  # the first is for warming up
+                    prompts = drawn_prompts()
                     began = time.perf_counter()
                     drawn = thread.submit(vllm, llm, prompts, options).result()
                     seconds = {"vllm": (time.perf_counter() - began) / drawn}
                     order = arguments.modes[repeat % 2 :: 1] + arguments.modes[: repeat % 2]
                     for mode in order:
+                        prompts = drawn_prompts()  # or those before would be in the prefix cache
                         began = time.perf_counter()
                         drawn = loop.run(MODES[mode](lm, prompts, options))
                         seconds[mode] = (time.perf_counter() - began) / drawn

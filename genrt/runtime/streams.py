@@ -30,8 +30,9 @@ from genrt.questions.completions import Completion, CompletionRequest, Delta
 
 __all__ = ["Flow", "Stream", "Streams", "SyncStream"]
 
-SHARE = 0.1
-"""How much of an event loop's time is spent at most on telling what streams have drawn."""
+SHARE = 0.04
+"""How much of an event loop's time is spent at most on telling what streams have drawn. While it runs,
+the engine thread waits for Python's lock."""
 
 
 class Flow:

@@ -61,6 +61,7 @@ class Completions:
         self._has_tokenizer = not llm_engine.model_config.skip_tokenizer_init
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._courses: dict[str, _Course] = {}
+        self._unbegun: set[str] = set()  # those without a token
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
 
     def unsupported(self, decoding: Decoding) -> str | None:
@@ -94,6 +95,7 @@ class Completions:
         self._courses[request_id] = _Course(
             time.perf_counter(), request.decoding.logprobs, streamed
         )
+        self._unbegun.add(request_id)
         if streamed is not None:
             self._streamed[request.nonce] = request_id
         return made
@@ -139,10 +141,11 @@ class Completions:
         """Return what a step's outputs of completions end, by request id; and those among them that vLLM
         goes on with, as it does not look for stop strings: they are to be aborted."""
         now = time.perf_counter()
-        for output in outputs:
-            course = self._courses[output.request_id]
-            if course.first is None and output.new_token_ids:
-                course.first = now
+        if self._unbegun:
+            begun = {output.request_id for output in outputs if output.new_token_ids}
+            for request_id in begun & self._unbegun:
+                self._courses[request_id].first = now
+            self._unbegun -= begun
         processed = self._outputs.process_outputs(list(outputs))
         ended = [
             (done.request_id, _completion(done, self._ended(done.request_id), now))
@@ -169,6 +172,7 @@ class Completions:
 
     def _ended(self, request_id: str) -> _Course:
         course = self._courses.pop(request_id)
+        self._unbegun.discard(request_id)
         if course.streamed is not None:
             self._streamed.pop(course.streamed.nonce, None)
         return course

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
@@ -315,18 +316,18 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return output
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        scheduler: Any = super() if self.ahead else super(AsyncScheduler, self)
-        scheduler._update_after_schedule(scheduler_output)
+        scheduler: Any = AsyncScheduler if self.ahead else Scheduler
+        scheduler._update_after_schedule(self, scheduler_output)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         # Only of a step that was scheduled ahead does the request have a placeholder, which its token
         # takes; a preemption may have taken it since.
-        was_ahead = is_stale or request.num_output_placeholders > 0
-        scheduler: Any = super() if was_ahead else super(AsyncScheduler, self)
+        was_ahead = request.num_output_placeholders > 0 or is_stale
+        scheduler: Any = AsyncScheduler if was_ahead else Scheduler
         updated: tuple[list[int], bool] = scheduler._update_request_with_output(
-            request, new_token_ids, is_stale=is_stale
+            self, request, new_token_ids, is_stale
         )
         return updated
 
@@ -334,13 +335,12 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         sampled = model_runner_output.sampled_token_ids
-        answered: dict[str, None] = {}
-        for request_id in scheduler_output.num_scheduled_tokens:
-            if request_id in self._open:
-                index = model_runner_output.req_id_to_index[request_id]
-                if sampled and sampled[index]:
-                    sampled[index] = []  # vLLM leaves a request without a token running
-                    answered[request_id] = None
+        answered: set[str] = set()
+        for request_id in self._open.intersection(scheduler_output.num_scheduled_tokens):
+            index = model_runner_output.req_id_to_index[request_id]
+            if sampled and sampled[index]:
+                sampled[index] = []  # vLLM leaves a request without a token running
+                answered.add(request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if answered:
             running: list[Request] = []
