@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write a text for each row of INPUT as a line of OUTPUT. OUTPUT is the job's memory: run the "
         "command again after any interruption, or after rows were added to INPUT, and it goes on."
     )
+    parser.usage = "%(prog)s INPUT OUTPUT [option ...]"
     parser.epilog = EXITS
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument("input", metavar="INPUT", help="rows: .jsonl, .ndjson, .csv or .tsv")

@@ -106,7 +106,8 @@ class Job:
             sort_by_length: whether the longest prompts are asked first, so that the last steps are not
                 left to few of them. The rows that are left are then in memory, all at once; they are
                 streamed otherwise.
-            concurrency: as of ``generate_many``.
+            concurrency: how many rows are under way at once; by default as many as keep the engine's
+                steps full, with a ``timeout`` no more than a step takes.
             max_consecutive_failures: after so many rows in a row failed, the run stops, and these are not
                 written: the next run asks them again. 0 is no bound. Rows that are themselves wrong (too
                 long, a column missing) do not count.

@@ -966,6 +966,29 @@ def test_a_run_that_is_closed_while_it_is_opened_ends(
     job(folder).begin().close()
 
 
+@pytest.mark.parametrize(("timeout", "most"), [(None, 8), (60, 4)])
+async def test_with_a_timeout_no_row_waits_for_its_first_step(
+    timeout: float | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "in.jsonl", rows(30))
+    under_way, highest = 0, 0
+    original = many.Asked.ask
+
+    async def ask(asked: Any, number: int, item: Any) -> Any:
+        nonlocal under_way, highest
+        under_way += 1
+        highest = max(highest, under_way)
+        try:
+            return await original(asked, number, item)
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(many.Asked, "ask", ask)
+    with genrt.load(MODEL, engine="exact", engine_options={"max_batch_size": 4}) as lm:
+        assert (await job(tmp_path, timeout=timeout).run(lm)).complete
+    assert highest == most
+
+
 def test_rows_are_streamed(lm: AsyncLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many rows are ahead as are under way, not all of them."""
     write_rows(tmp_path / "in.jsonl", rows(60))
