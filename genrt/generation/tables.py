@@ -63,8 +63,8 @@ def read_rows(path: Path, form: str) -> Iterator[Row]:
     """
     lines = _json_lines(path) if form == "jsonl" else _csv_lines(path, form)
     try:
-        for index, (line, columns) in enumerate(lines):
-            yield Row(index, columns, _digest(path, line, columns))
+        for index, columns in enumerate(lines):
+            yield Row(index, columns, _digest(columns))
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -100,7 +100,7 @@ def _refused(name: str) -> NoReturn:
     raise ValueError(f"it has {name}, which is no JSON: write null")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if number == 1:
@@ -123,10 +123,10 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     f"line {number} of {path} is no JSON object: each line must be one, like "
                     '{"column": "value"}'
                 )
-            yield number, columns
+            yield columns
 
 
-def _csv_lines(path: Path, form: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_lines(path: Path, form: str) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, strict=True, delimiter="\t" if form == "tsv" else ",")
         header: list[str] = []
@@ -142,7 +142,7 @@ def _csv_lines(path: Path, form: str) -> Iterator[tuple[int, dict[str, Any]]]:
                         f"line {lines.line_num} of {path} has {len(fields)} fields, and the header "
                         f"{len(header)}"
                     )
-                yield lines.line_num, dict(zip(header, fields, strict=True))
+                yield dict(zip(header, fields, strict=True))
         except csv.Error as error:
             advice = (
                 "; raise csv.field_size_limit() for longer ones" if "limit" in str(error) else ""
@@ -160,11 +160,8 @@ def _checked_header(path: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _digest(path: Path, line: int, columns: dict[str, Any]) -> int:
-    try:
-        text = json.dumps(columns, sort_keys=True, separators=(",", ":"))
-    except ValueError as error:  # an int of thousands of digits
-        raise InvalidRequest(f"line {line} of {path} cannot be written again: {error}") from error
+def _digest(columns: dict[str, Any]) -> int:
+    text = json.dumps(columns, sort_keys=True, separators=(",", ":"))
     digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
     return int.from_bytes(digest, "big") or 1
 

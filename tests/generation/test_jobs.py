@@ -1012,6 +1012,17 @@ def test_rows_are_streamed(lm: AsyncLM, tmp_path: Path, monkeypatch: pytest.Monk
     assert ahead <= 16
 
 
+def test_a_checkpoint_is_known_by_where_its_tokenizer_is_from(llama: Path, folder: Path) -> None:
+    with genrt.load(llama, engine="transformers") as lm:
+        job(folder, limit=1).run_sync(lm)
+    parts = json.loads((folder / "out.jsonl.job.json").read_bytes())["parts"]
+    assert parts["model"]["value"] == str(llama)
+    with job(folder).begin(str(llama)):
+        pass
+    with pytest.raises(JobRefused, match="another model"):
+        job(folder).begin("another/model")
+
+
 async def test_a_small_model_of_another_kind_is_only_compared_by_what_is_known(
     folder: Path,
 ) -> None:
