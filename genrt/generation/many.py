@@ -93,10 +93,10 @@ class AskOptions(TurnOptions, total=False):
     """The options of all that asks many texts: those of every text, and how many are under way.
 
     Attributes:
-        timeout: seconds for each text, from when it is asked. What waits in the engine for its first
-            step has been asked: with a timeout, ``concurrency`` should be what a step takes, or less.
+        timeout: seconds for each text, from when it is asked; what waits in the engine for its first step
+            has been asked.
         concurrency: how many texts are under way at once; by default twice as many as the engine takes
-            to a step, which keeps every step full.
+            to a step, which keeps every step full, or as many if there is a ``timeout``.
         progress: whether a bar shows how far it is.
     """
 
@@ -226,11 +226,10 @@ class Asked:
             raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
         given: dict[str, Any] = {**options}
         concurrency = given.pop("concurrency", None)
-        self.concurrency = (
-            FULL * lm._thread.engine.max_batch_size
-            if concurrency is None
-            else check_int("concurrency", concurrency, 1)
-        )
+        if concurrency is None:
+            times = FULL if given.get("timeout") is None else 1
+            concurrency = times * lm._thread.engine.max_batch_size
+        self.concurrency = check_int("concurrency", concurrency, 1)
         self._chat = {name: given.pop(name, None) for name in ("tools", "chat_template_kwargs")}
         self._seed = check_seed(given.pop("seed", None))
         self._lm = lm
