@@ -65,13 +65,7 @@ def closed(schema: object) -> Schema:
         InvalidConstraint: not a schema, or without a JSON form.
     """
     root = _object_of(schema)
-    found: list[Schema] = []
-    left: list[Any] = [root]
-    while left:
-        each = left.pop()
-        if isinstance(each, dict):
-            found.append(each)
-            left += [within[key] for within, key in _parts(each, (*_DEFINITIONS, *_KEYWORDS))]
+    found = [*_schemas_in(root)]
     if any(
         "allOf" in each or ("properties" in each and each.keys() & {"$ref", "anyOf", "oneOf"})
         for each in found
@@ -86,6 +80,38 @@ def closed(schema: object) -> Schema:
         ):
             each["additionalProperties"] = False
     return root
+
+
+def with_required_named(schema: object) -> Schema:
+    """Return a schema whose objects name all that they require among their properties: vLLM's xgrammar
+    requires no others.
+
+    Raises:
+        InvalidConstraint: not a schema, without a JSON form, or one requires what it forbids.
+    """
+    root = _object_of(schema)
+    for each in _schemas_in(root):
+        others, names = each.get("additionalProperties", True), each.get("properties", {})
+        # Where patterns speak of other names too, only what says nothing can be said of a name.
+        is_known = not each.get("patternProperties") or others is True or others == {}
+        if not isinstance(names, dict) or not is_known:
+            continue
+        for name in _list(each, "required"):
+            if isinstance(name, str) and name not in names:
+                if others is False:
+                    raise InvalidConstraint(f"{name!r} is required, and forbidden: change it")
+                names = each["properties"] = {**names, name: others}
+    return root
+
+
+def _schemas_in(root: Schema) -> Iterator[Schema]:
+    """Yield a schema and all schemas inside of it."""
+    left: list[Any] = [root]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            yield each
+            left += [within[key] for within, key in _parts(each, (*_DEFINITIONS, *_KEYWORDS))]
 
 
 def _object_of(schema: object) -> Schema:

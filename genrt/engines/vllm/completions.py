@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import TEXT_SEED
-from genrt.errors import InvalidRequest
+from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -28,6 +28,7 @@ from genrt.questions.completions import (
     FinishReason,
 )
 from genrt.questions.contexts import seed_of
+from genrt.structures.schemas import with_required_named
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = ["COOLEST", "HOTTEST", "Completions"]
@@ -62,6 +63,7 @@ class Completions:
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._courses: dict[str, _Course] = {}
         self._unbegun: set[str] = set()  # those without a token
+        self._compiler: str | None = None  # that vLLM opens with the first structured text
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
 
     def unsupported(self, decoding: Decoding) -> str | None:
@@ -90,6 +92,8 @@ class Completions:
                 params.seed = None
         if self._is_v2:
             _check_v2(params)
+        if params.structured_outputs is not None:
+            self._check_compiler(request.decoding, params.structured_outputs._backend)
         self._outputs.add_request(made, None)
         streamed = request if request.streamed else None
         self._courses[request_id] = _Course(
@@ -100,6 +104,17 @@ class Completions:
             self._streamed[request.nonce] = request_id
         return made
 
+    def _check_compiler(self, decoding: Decoding, compiler: str | None) -> None:
+        """Raise InvalidRequest for a structure that needs another of vLLM's backends than the only one
+        it opens, which would leave out what it does not know."""
+        self._compiler = self._compiler or compiler
+        if compiler != self._compiler:
+            raise InvalidRequest(
+                f"{decoding.of_text}: this needs vLLM's backend {compiler}, and its first structured text "
+                f"was {self._compiler}'s: load with engine_options="
+                f"{{'structured_outputs_config': {{'backend': {compiler!r}}}}}"
+            )
+
     def _params(self, request: CompletionRequest) -> SamplingParams:
         decoding = request.decoding
         greedy = decoding.temperature < GREEDY_BELOW
@@ -107,6 +122,8 @@ class Completions:
         if decoding.structure is not None:
             name, value = decoding.structure
             wanted = list(value) if isinstance(value, tuple) else value
+            if name == "json_schema":
+                wanted = _schema(value)
             structure = StructuredOutputsParams(**{STRUCTURES.get(name, name): cast("Any", wanted)})
         return SamplingParams(
             max_tokens=decoding.max_tokens,
@@ -183,6 +200,14 @@ class Completions:
         for request_id in known:
             self._ended(request_id)
         self._outputs.abort_requests(known, internal=True)
+
+
+def _schema(text: object) -> Any:
+    """Return a JSON schema as vLLM is to have it. Raises InvalidRequest if it is none."""
+    try:
+        return with_required_named(text)
+    except InvalidConstraint as error:
+        raise InvalidRequest(f"json_schema: {error}") from error
 
 
 def _check_v2(params: SamplingParams) -> None:

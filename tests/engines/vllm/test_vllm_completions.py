@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 
 import genrt
 from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, Decoding
+from tests.constraints.test_schemas import inner
 from tests.scripted import passes
 
 pytestmark = pytest.mark.vllm
@@ -170,6 +173,71 @@ async def test_structures_differ_from_call_to_call_within_a_flush(lm: AsyncLM) -
     assert word.text in ("yes", "no")
     assert len(plain.token_ids) <= 4
     assert float(row.logsumexp(0)) == pytest.approx(0.0, abs=1e-4)
+
+
+def drawn_schemas(count: int) -> list[Any]:
+    schemas: list[Any] = []
+
+    @settings(max_examples=count, database=None, derandomize=True, phases=[Phase.generate])
+    @given(inner)
+    def draw(schema: Any) -> None:
+        schemas.append(schema)
+
+    draw()
+    return schemas
+
+
+async def test_texts_of_drawn_schemas_validate_unless_they_are_truncated(lm: AsyncLM) -> None:
+    """xgrammar lets control characters into strings that have a length, which strict JSON has not."""
+    defined = {"$defs": {"n": {"enum": [1, "a"]}, "m": {"type": "null"}}}
+    schemas = [
+        defined | (schema if isinstance(schema, dict) else {"allOf": [schema]})
+        for schema in drawn_schemas(200)
+    ]
+    texts = await asyncio.gather(
+        *(
+            lm.generate([1, 2], json_schema=schema, max_tokens=80, seed=seed)
+            for seed, schema in enumerate(schemas)
+        ),
+        return_exceptions=True,
+    )
+    whole = 0
+    for schema, text in zip(schemas, texts, strict=True):
+        if isinstance(text, BaseException):
+            assert isinstance(text, InvalidRequest), text
+        elif not text.truncated:
+            value = json.loads(text.text, strict=False)
+            jsonschema.Draft202012Validator(schema).validate(value)
+            whole += 1
+    assert whole >= 80
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"json_schema": {"type": "integer", "multipleOf": 3}}, "needs vLLM's backend guidance"),
+        ({"json_schema": {"enum": []}}, "vLLM does not take this request"),
+        (
+            {"json_schema": {"required": ["b"], "additionalProperties": False}},
+            "json_schema: 'b' is required, and forbidden",
+        ),
+    ],
+)
+async def test_a_structure_that_vllm_would_take_wrongly_fails_alone(
+    lm: AsyncLM, bad: dict[str, Any], message: str
+) -> None:
+    assert (await lm.generate([1, 2], regex="a", max_tokens=3)).text == "a"
+    good, refused, again = await asyncio.gather(
+        lm.generate([1, 2], choice=["yes"], max_tokens=9),
+        lm.generate([1, 2], max_tokens=9, **bad),
+        lm.generate([1, 2], max_tokens=2, seed=1),
+        return_exceptions=True,
+    )
+    assert isinstance(refused, InvalidRequest)
+    assert message in str(refused)
+    assert isinstance(good, Completion)
+    assert good.text == "yes"
+    assert isinstance(again, Completion)
 
 
 @pytest.mark.parametrize(
