@@ -268,7 +268,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "an incomplete text may end",
             Swap("self._matcher.is_accepting()", "True"),
         ),
-        ("Guide.mask", "nothing follows an ignored end token", Swap("self._is_over", "False")),
         (
             "Guides.begin",
             "two texts of a structure share their place in it",
@@ -355,6 +354,27 @@ MUTANTS: tuple[Mutant, ...] = (
             "deliver",
             "a loop that was closed keeps the others' answers from them",
             Swap("RuntimeError", "LookupError"),
+        ),
+        only="fixed_seeds",
+    ),
+    *breaks(
+        "runtime.streams",
+        "test_simulation.py",
+        (
+            "Flow._add",
+            "a text that was begun anew is brought from its beginning",
+            Swap("len(self.token_ids) - delta.start", "0"),
+        ),
+        only="fixed_seeds",
+    ),
+    *breaks(
+        "runtime.ask",
+        "test_simulation.py",
+        ("Asker._deltas", "a stream that is left goes on", Drop("batcher.leave")),
+        (
+            "Asker._deltas",
+            "an error that comes after a stream was left is complained of",
+            Swap("future.cancel()", "True"),
         ),
         only="fixed_seeds",
     ),

@@ -110,8 +110,8 @@ class Completions:
         self._compiler = self._compiler or compiler
         if compiler != self._compiler:
             raise InvalidRequest(
-                f"{decoding.of_text}: this needs vLLM's backend {compiler}, and its first structured text "
-                f"was {self._compiler}'s: load with engine_options="
+                f"{decoding.of_text}: this needs vLLM's backend {compiler}, and its first structured "
+                f"text was {self._compiler}'s: load with engine_options="
                 f"{{'structured_outputs_config': {{'backend': {compiler!r}}}}}"
             )
 
