@@ -15,12 +15,12 @@ import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import InvalidRequest
+from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.structures import guides
 from genrt.structures.guides import Guides
-from genrt.structures.schemas import closed
+from genrt.structures.schemas import closed, with_required_named
 from tests.scripted import passes
 
 BYTES = [bytes([byte]) for byte in range(1, 128)]
@@ -279,3 +279,29 @@ def test_objects_have_no_other_properties_unless_the_schema_speaks_of_them(
 ) -> None:
     assert ('"additionalProperties": false' in json.dumps(closed(schema))) == is_closed
     assert "additionalProperties" not in schema or not is_closed
+
+
+ANY: dict[str, Any] = {"type": "array"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"required": ["a"]}, {"a": True}),
+        ({"required": ["a"], "properties": {"b": {}}}, {"b": {}, "a": True}),
+        ({"required": ["a"], "additionalProperties": ANY}, {"a": ANY}),
+        ({"required": ["a"], "patternProperties": {"b": {}}}, {"a": True}),
+        ({"required": ["a"], "patternProperties": {"b": {}}, "additionalProperties": ANY}, None),
+        ({"properties": {"a": {}}}, {"a": {}}),
+    ],
+    ids=str,
+)
+def test_what_is_required_is_among_the_properties(
+    schema: dict[str, Any], named: dict[str, Any] | None
+) -> None:
+    for whole in (schema, {"items": schema}, {"$defs": {"x": schema}}):
+        found: Any = with_required_named(whole)
+        inside = found.get("items") or found.get("$defs", {}).get("x") or found
+        assert inside.get("properties") == named
+    with pytest.raises(InvalidConstraint, match="'a' is required, and forbidden"):
+        with_required_named({"required": ["a"], "additionalProperties": False})

@@ -30,6 +30,7 @@ from genrt.errors import (
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.runtime.streams import SHARE, Flow, Stream, Streams, SyncStream
+from tests.scripted import passes
 
 EOS = 4
 TEXTS = [b"a", b"b", b" c", b"d", b"<end>", "é".encode()[:1], "é".encode()[1:]]
@@ -444,3 +445,21 @@ def test_streams_of_several_threads_and_loops_at_once(lm: AsyncLM) -> None:
         alone = lm.batch_generate_sync([[1]] * 5, max_tokens=15, seed=10 * number)
         assert texts == [each.token_ids for each in alone]
     assert len(found) == 6
+
+
+async def test_a_stream_may_be_closed_while_another_task_waits_for_it() -> None:
+    async with await genrt.aload(MODEL, engine="exact", engine_options=OPTIONS) as lm:
+        stream = lm.stream("ab", max_tokens=200, ignore_eos=True)
+        read = [await anext(stream)]
+
+        async def reading() -> None:
+            read.extend([delta async for delta in stream])
+
+        reader = asyncio.create_task(reading())
+        await passes()
+        await stream.aclose()
+        await reader
+        assert stream.completion is None
+        assert read[0].token_ids == stream.partial.token_ids[: len(read[0].token_ids)]
+        await lm.next_token_logprobs([0])
+        assert lm.statistics().batcher.in_flight == 0
