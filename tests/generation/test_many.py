@@ -75,6 +75,7 @@ async def nothing_left(lm: AsyncLM, engine: Engine) -> None:
     """See that no task, request or slot is left."""
     await passes(10)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+    lm.clear_cache()
     await lm.next_token_logprobs([0])  # a turn, in which what was withdrawn is forgotten
     counters = lm.statistics().batcher
     assert (counters.queued, counters.in_flight, counters.waiting) == (0, 0, 0)
@@ -252,6 +253,12 @@ async def test_twice_what_a_step_takes_is_asked_in_one_flush(lm: AsyncLM, engine
     walk = generate_many(lm, itertools.repeat([0]), max_tokens=2, ignore_eos=True)
     await anext(walk)
     assert engine.flushes[0] == 8
+    await walk.aclose()
+    await nothing_left(lm, engine)
+    engine.flushes.clear()
+    walk = generate_many(lm, itertools.repeat([0]), max_tokens=2, timeout=1000.0)
+    await anext(walk)  # what waits for a step would lose its time
+    assert engine.flushes[0] == 4
     await walk.aclose()
     await nothing_left(lm, engine)
 
