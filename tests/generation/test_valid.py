@@ -576,7 +576,7 @@ def test_an_error_at_any_record_loses_none_and_the_run_can_go_on(
         consistent(kept)
         assert kept.reason == "interrupted"
         assert kept.statistics.unjudged == 0
-        assert kept.statistics.attempts >= k
+        assert kept.statistics.attempts >= max(k, 6)  # the first 6 end in one step
         valid = [i for i, each in kept.completions.items() if each.text[0] == "y"]
         assert [*kept.attempts, *range(len(kept.surplus))][: len(kept.attempts)] == valid[:6]
         assert len(kept.records) + len(kept.surplus) == len(valid)
