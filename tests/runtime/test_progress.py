@@ -74,8 +74,8 @@ class NotebookBar:
 
     def refresh(self) -> None: ...
 
-    def update(self) -> None:
-        self.n += 1
+    def update(self, n: int = 1) -> None:
+        self.n += n
 
     def close(self) -> None:
         self.closed = True
