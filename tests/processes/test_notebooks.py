@@ -152,3 +152,14 @@ def test_the_notebook_on_tuning_counts_what_it_says() -> None:
     assert int(steps["64 particles"]) > int(steps["32 particles"])
     tokens = dict(re.findall(r"^(\w.*?)  +\d+ asked.* (\d+) tokens", text, re.M))
     assert int(tokens["changed in front"]) > 2 * int(tokens["growing at the end"])
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+@pytest.mark.embedded
+def test_the_notebook_on_texts_tells_inference_from_structured_generation() -> None:
+    text = printed(executed("generation.ipynb"))
+    smc, choice = map(float, re.findall(r"SMC (0\.\d+), choice (0\.\d+)", text)[0])
+    assert smc < 0.15 < 0.5 < choice
+    assert re.search(r"^Egypt +Cairo$", text, re.M)
+    assert "complete (" in text
