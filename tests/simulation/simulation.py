@@ -29,7 +29,9 @@ def simulate(
         seed=abs(seed),
         **any_options(chance),
     )
-    again = f"replay with simulate({seed}, operations={operations})"
+    again = (
+        f"replay with simulate({seed}, operations={operations}{'' if texts else ', texts=False'})"
+    )
     with adapter_directory() as directory, reporting(runtime, f"seed {seed}", again):
         clients = SimulatedClients(runtime, operations, directory, texts=texts)
         clients.run()

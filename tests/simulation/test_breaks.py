@@ -46,6 +46,7 @@ Break = Callable[[Patch], None]
 def simulate_many() -> None:
     for seed in range(RUNS):
         simulate(seed)
+        simulate(seed, texts=False)
 
 
 def a_waiter_that_leaves_is_forgotten(patch: Patch) -> None:
