@@ -56,6 +56,7 @@ class AnsweringEngine:
         self.engine = engine
         self._adapters = Adapters() if adapters is None else adapters
         self._speculating = engine if isinstance(engine, Speculating) else None
+        self._completing = engine if isinstance(engine, Completing) else None
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
         self._asked: set[Request] = set()
@@ -168,9 +169,9 @@ class AnsweringEngine:
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
         """Return what each of these has drawn since it was asked last, if anything."""
-        if isinstance(self.engine, Completing):
-            return self.engine.progress(streamed)
-        return [None] * len(streamed)
+        if self._completing is None:
+            return [None] * len(streamed)
+        return self._completing.progress(streamed)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Cancel as the Engine protocol says; a row goes with the last request for it. Raises EngineDied
