@@ -38,6 +38,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "generate": {"prompt": [1], "max_tokens": 1},
     "batch_generate": {"prompts": [[1], [2]], "max_tokens": 1},
     "chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "stream": {"prompt": [1], "max_tokens": 1},
+    "stream_chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
 }
 """Arguments of each question that are right; the ``_sync`` twins take the same."""
 
@@ -101,7 +103,10 @@ def test_every_public_method_is_in_the_table() -> None:
 
 
 def asked(lm: AsyncLM, name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: getattr(lm, f"{name}_sync" if hasattr(lm, f"{name}_sync") else name)(**arguments)
+    method = getattr(lm, f"{name}_sync" if hasattr(lm, f"{name}_sync") else name)
+    if "stream" in name:
+        return lambda: list(method(**arguments))
+    return lambda: method(**arguments)
 
 
 @pytest.mark.promise(number=29)

@@ -81,7 +81,8 @@ class Flow:
     def wait_sync(self, seconds: float | None) -> bool:
         """Block as ``wait`` does, at most so long; return whether it was shorter."""
         with contextlib.suppress(queue.Empty):
-            self._signals.get(timeout=seconds)
+            longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+            self._signals.get(timeout=longest)
             return True
         return False
 
