@@ -162,8 +162,7 @@ class Asker:
         self, request: Request, flow: Flow, seconds: float | None
     ) -> AsyncGenerator[Delta, None]:
         loop = flow.loop = asyncio.get_running_loop()
-        until = None if seconds is None else loop.time() + seconds
-        timer = None if until is None else loop.call_at(until, flow.wake)
+        timer = None if seconds is None else loop.call_later(seconds, flow.time_out)
         requests: Sequence[Request] = (request,)
         try:
             while flow.completion is None:
@@ -176,10 +175,10 @@ class Asker:
                     while not future.done():
                         if flow.is_left:
                             return
+                        if flow.is_late:
+                            raise _timed_out(cast("float", seconds))
                         if (delta := flow.take()) is not None:
                             yield delta
-                        elif until is not None and loop.time() >= until:
-                            raise _timed_out(cast("float", seconds))
                         else:
                             await flow.wait()
                     yield flow.end(*future.result())
@@ -210,16 +209,20 @@ class Asker:
             try:
                 batcher.join(waiter)
                 while not future.done():
+                    if flow.is_left:
+                        return
+                    if (left := _left(until)) == 0.0:
+                        raise _timed_out(cast("float", seconds))
                     if (delta := flow.take()) is not None:
                         yield delta
-                    elif not flow.wait_sync(_left(until)):
-                        raise _timed_out(cast("float", seconds))
+                    else:
+                        flow.wait_sync(left)
                 yield flow.end(*future.result())
             except UnknownAdapter as error:
                 requests = self._anew(requests, flow, error)
             finally:
                 if waiter.missing:
-                    batcher.leave(waiter)
+                    batcher.leave_soon(waiter)
 
     def _anew(
         self, requests: Sequence[Request], flow: Flow, error: UnknownAdapter

@@ -14,11 +14,10 @@ Rules:
     A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
     the queue at once, from the engine at the next turn, unless an equal question comes first.
     A row is in the cache before its request leaves ``_entries``; a question looks at both under the lock.
-    Entries hold their waiters. So a coroutine that the garbage collector ends, perhaps in a thread that
-    holds the lock, waits for nothing any more, or its loop is closed: ending it takes no lock.
+    Entries hold their waiters: a coroutine that is collected waits for nothing, or its loop is closed.
     Waiters and loops that are let go of are kept until the lock is free: their end may run any code.
     The garbage collector and signal handlers may run code while this thread holds the lock, which it can
-    take again. What such code calls here only reads; ``close`` refuses, ``leave`` is put off.
+    take again. What such code calls here only reads; ``close`` refuses, ``leave_soon`` puts off.
 """
 
 from __future__ import annotations
@@ -101,11 +100,8 @@ class Batcher:
     # -- asking and leaving: event loops and threads --------------------------------------------
 
     def join(self, waiter: Waiter) -> list[Result] | None:
-        """Register the waiter for what the cache lacks; return the results if that is nothing.
-
-        Raises:
-            Closed: the batcher is closed.
-        """
+        """Register the waiter for what the cache lacks; return the results if that is nothing. Raises
+        Closed if the batcher is."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed.fresh()
@@ -190,14 +186,16 @@ class Batcher:
 
     def leave(self, waiter: Waiter) -> None:
         """Withdraw the question of a waiter that is still missing something."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            self._left.append(waiter)  # a finalizer, in the middle of what this thread does
-            return
         if self._observer is not None:
             self._observer.leaving(waiter)
         with self._lock:
             self._cancel(waiter)
         self._wake()  # to forget requests, an adapter, or let in who waits for room
+
+    def leave_soon(self, waiter: Waiter) -> None:
+        """Withdraw it at the next turn. This takes no lock: finalizers call it, whatever is locked."""
+        self._left.append(waiter)
+        self._wake()
 
     def _cancel(self, waiter: Waiter) -> None:
         """Count and drop a waiter that leaves by itself, under the lock, if it has not ended."""
@@ -242,7 +240,7 @@ class Batcher:
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``turn`` has something to do; ``None``: not before ``wake``."""
         with self._lock:
-            if self._flight or self._bindings.free() or self._admission.first():
+            if self._flight or self._left or self._bindings.free() or self._admission.first():
                 return 0.0
             return self._ready.seconds_until_due()
 

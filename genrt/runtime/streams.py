@@ -9,7 +9,7 @@ Rules:
     An engine that was restarted, or ran out of memory, draws the same text again from its beginning.
     What a reader has seen is left out; a text that differs from it fails.
     A stream that nobody reads any more withdraws its question. Where the garbage collector ends it, that
-    may be in any thread, so ``Batcher.leave`` is made for it.
+    may be in any thread, so ``Batcher.leave_soon`` is made for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Flow:
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.completion: Completion | None = None
-        self.is_left = False
+        self.is_left = self.is_late = False
         self._came: deque[Delta] = deque()  # put by one thread, taken by another
         self._woken: asyncio.Future[None] | None = None
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -69,8 +69,14 @@ class Flow:
     def leave(self) -> None:
         """Have the reader's present wait be its last."""
         self.is_left = True
-        if self.loop is not None and not self.loop.is_closed():
+        if self.loop is None or not self.loop.is_closed():
             self.wake()
+
+    def time_out(self) -> None:
+        """Tell the reader that its time is over. Called on its loop, which need not agree: uvloop's
+        timers are early by up to a millisecond."""
+        self.is_late = True
+        self.wake()
 
     async def wait(self) -> None:
         """Wait until something has come, or the question has ended."""
@@ -78,13 +84,11 @@ class Flow:
             self._woken = self.loop.create_future()
             await self._woken
 
-    def wait_sync(self, seconds: float | None) -> bool:
-        """Block as ``wait`` does, at most so long; return whether it was shorter."""
+    def wait_sync(self, seconds: float | None) -> None:
+        """Block as ``wait`` does, at most so long."""
+        longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
         with contextlib.suppress(queue.Empty):
-            longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
             self._signals.get(timeout=longest)
-            return True
-        return False
 
     def take(self) -> Delta | None:
         """Return all that has come since the last call, if anything has, as one delta.
@@ -183,8 +187,9 @@ class _Reading:
 class Stream(_Reading):
     """The deltas of one completion, as they are drawn: an asynchronous iterator, and a context manager.
 
-    The question is asked with the first ``anext``. Leaving the loop over it, leaving the context, or
-    cancelling the await withdraws it: the engine's slot is free at its next step.
+    The question is asked with the first ``anext``. Leaving the context, or cancelling the await,
+    withdraws it: the engine's slot is free at its next step. Leaving a loop over it does too, unless the
+    stream has a name: it can be read on, until it is closed or nothing refers to it any more.
     """
 
     def __init__(
@@ -222,8 +227,8 @@ class Stream(_Reading):
 class SyncStream(_Reading):
     """The deltas of one completion, as they are drawn: an iterator that blocks, and a context manager.
 
-    The question is asked with the first ``next``. Leaving the loop over it, leaving the context, or an
-    interrupt withdraws it.
+    The question is asked with the first ``next``. Leaving the context, or an interrupt, withdraws it.
+    Leaving a loop over it does too, unless the stream has a name, as of a ``Stream``.
     """
 
     def __init__(
@@ -239,8 +244,12 @@ class SyncStream(_Reading):
         return next(self._deltas)
 
     def close(self) -> None:
-        """Withdraw the question if it has not ended. Idempotent."""
-        self._deltas.close()
+        """Withdraw the question if it has not ended; a thread that waits for a delta has read the last
+        one. Idempotent, from any thread."""
+        try:
+            self._deltas.close()
+        except ValueError:  # it is running: another thread reads, or a signal handler is in the way
+            self._flow.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -327,9 +336,12 @@ class Streams:
         news: Sequence[tuple[Flow, Delta]],
     ) -> None:
         """Tell the readers on a loop, on it, and look when they have all done what they do then."""
-        began = self._clock()
-        loop.call_soon(loop.call_soon, self._told, readers, began)
-        _put(news)
+        try:
+            loop.call_soon(loop.call_soon, self._told, readers, self._clock())
+            _put(news)
+        except BaseException:  # an interrupt: all are told again, and leave out what they know
+            loop.call_soon(self._tell, loop, readers, news)
+            raise
 
     def _told(self, readers: _Readers, began: float) -> None:
         now = self._clock()

@@ -17,7 +17,7 @@ from tests.house.words import (
 )
 
 LONGEST_FILE = 450
-STILL_LONG = {"lm.py": 500, "runtime/batcher.py": 452, "engines/vllm/engine.py": 451}
+STILL_LONG = {"lm.py": 500, "engines/vllm/engine.py": 451}
 MOST_LINES = 28_600
 MOST_ON_THE_WAY = 15
 """Bounds for the whole package, which had 22,254 lines before it drew completions. Issue 11 asks for 450
