@@ -246,7 +246,7 @@ def sample_ratio(lm: Any, prompts: Sequence[list[int]], tokens: int, repeats: in
     def bare(answering: Any) -> None:
         engine = answering.engine
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
-        with engine._on_stream():
+        with engine._globals:
             for number, prompt in enumerate(contexts):
                 request = EngineCoreRequest(
                     f"bare-{number}", prompt, None, params, None, 0.0, None, None, None
