@@ -231,6 +231,7 @@ class Asker:
         none, or if the text has been begun with the old one's weights."""
         if self._adapters is None or flow.token_ids:
             raise error
+        flow.begin_anew()
         return self._adapters.rebound(requests, error)
 
 

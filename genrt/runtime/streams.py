@@ -90,6 +90,10 @@ class Flow:
         with contextlib.suppress(queue.Empty):
             self._signals.get(timeout=longest)
 
+    def begin_anew(self) -> None:
+        """Forget what has come and was not read: it is of another text, by other weights."""
+        self._came.clear()
+
     def take(self) -> Delta | None:
         """Return all that has come since the last call, if anything has, as one delta.
 

@@ -326,6 +326,14 @@ def test_a_text_that_is_begun_anew_and_differs_fails() -> None:
         flow.take()
 
 
+def test_what_was_not_read_of_other_weights_is_forgotten() -> None:
+    flow = Flow()
+    flow.put(Delta("ab", (0, 1)))
+    flow.begin_anew()
+    flow.put(Delta("b", (1,)))
+    assert flow.take() == Delta("b", (1,))
+
+
 # -- how often -----------------------------------------------------------------------------------
 
 
