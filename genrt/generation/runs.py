@@ -25,7 +25,7 @@ from genrt.errors import (
     OutputFailed,
 )
 from genrt.generation.journal import Journal
-from genrt.generation.many import AHEAD, FULL, Asked, Failed, Item
+from genrt.generation.many import AHEAD, Asked, Failed, Item
 from genrt.generation.prompts import Prompt, Prompts, value_of
 from genrt.generation.reports import Counting, JobReport, heartbeat
 from genrt.generation.tables import Row, read_rows
@@ -199,11 +199,6 @@ class JobRun:
         asked = Asked(lm, options)
         with heartbeat(at.heartbeat, self._beat):
             await asked.check()
-            concurrency = asked.concurrency
-            if at.concurrency is None and at.options.get("timeout") is not None:
-                concurrency = max(
-                    concurrency // FULL, 1
-                )  # no row's time goes by before its first step
 
             async def answer(number: int, item: Item) -> _Answer:
                 return await self._judged(await asked.ask(number, item))
@@ -211,8 +206,8 @@ class JobRun:
             walk: Walk[_Answer] = Walk(
                 self._items(),
                 answer,
-                concurrency=concurrency,
-                most_ahead=AHEAD * concurrency,
+                concurrency=asked.concurrency,
+                most_ahead=AHEAD * asked.concurrency,
             )
             try:
                 while not self._counting.stopped and (taken := await walk.take()) is not None:
