@@ -36,7 +36,7 @@ def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """
     run = _Run(coroutine)
     try:
-        threading.Thread(target=run, name="genrt").start()
+        run.thread.start()
         _wait(run.ended.wait)
     except BaseException:
         run.cancel()
@@ -52,19 +52,19 @@ def blocking_generator(asynchronous: AsyncGenerator[T, None]) -> Generator[T, No
     it has ended.
     """
     handing = _Handing(asynchronous)
-    run = _Run(handing.hand())
+    run = _Run(handing.hand(), daemon=True)
     unregister = atexit.unregister  # which this frame may outlive
     try:
         atexit.register(run.cancel)  # an interpreter that exits stops daemons anywhere
-        threading.Thread(target=run, name="genrt", daemon=True).start()
+        run.thread.start()
         while (value := handing.take()) is not _END:
             yield value[0]
+        run.join()
     except BaseException:
         run.cancel()
         raise
     finally:
         unregister(run.cancel)
-    run.ended.wait()
     run.outcome.result()
 
 
@@ -128,8 +128,9 @@ class _Run(Generic[T]):
     ``cancelled`` before it looks at ``stop``. So at least one of them sees the other.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T], daemon: bool = False) -> None:
         self.coroutine = coroutine
+        self.thread = threading.Thread(target=self._run, name="genrt", daemon=daemon)
         self.context = contextvars.copy_context()
         self.outcome: Future[T] = Future()
         self.ended = threading.Event()
@@ -137,7 +138,7 @@ class _Run(Generic[T]):
         self.cancelled = False
         self.stop: Callable[[], object] = lambda: None
 
-    def __call__(self) -> None:
+    def _run(self) -> None:
         if not self.claimed.acquire(blocking=False):
             return
         try:
@@ -159,16 +160,23 @@ class _Run(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel the run, and wait until it has ended. Idempotent."""
-        if self.ended.is_set():
-            return
+        if self.ended.is_set() and not self.thread.is_alive():
+            return  # also where the interpreter has cleared this module
         self.cancelled = True
         if self.claimed.acquire(blocking=False):
             self.coroutine.close()
             self.ended.set()
-            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             self.stop()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until the run has ended and its thread is gone."""
+        if threading.current_thread() is self.thread:
+            return  # whoever waited for this run was collected by it, as garbage
         self.ended.wait()
+        with contextlib.suppress(RuntimeError):  # it was never started
+            self.thread.join()
 
 
 def _wait(waited: Callable[[float | None], T | None]) -> T:

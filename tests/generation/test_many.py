@@ -608,6 +608,36 @@ def test_leaving_the_twin_early_leaves_nothing(lm: AsyncLM, engine: Engine) -> N
     asyncio.run(nothing_left(lm, engine))
 
 
+def test_a_twin_may_be_collected_in_its_own_thread(lm: AsyncLM, engine: Engine) -> None:
+    dropped, collected = threading.Event(), threading.Event()
+
+    def items() -> Iterator[list[int]]:
+        for number in itertools.count():
+            if number == 20:
+                dropped.wait()
+                gc.collect()
+                collected.set()
+            yield [0]
+
+    def drop() -> None:
+        cycle: list[Any] = [generate_many_sync(lm, items(), max_tokens=1, concurrency=2)]
+        next(cycle[0])
+        cycle.append(cycle)
+
+    gc.collect()
+    gc.disable()
+    try:
+        drop()
+        dropped.set()
+        assert collected.wait(30)
+    finally:
+        gc.enable()
+    for thread in threads_of_ours():
+        thread.join(30)
+    assert threads_of_ours() == []
+    asyncio.run(nothing_left(lm, engine))
+
+
 def test_an_interrupt_ends_the_twin_and_leaves_nothing(lm: AsyncLM, engine: Engine) -> None:
     engine.gate = Gate()
 
