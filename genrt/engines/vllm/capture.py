@@ -258,39 +258,30 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.store = RowStore()
-        self._tickets: dict[int, int] = {}
-        self._wanted = np.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=bool)  # by slot
+        # By slot, -1 for what is no logprobs request: most steps of texts have none of those.
+        self._tickets = np.full(vllm_config.scheduler_config.max_num_seqs, -1, dtype=np.int64)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         ticket = _ticket(sampling_params)
-        self._wanted[req_idx] = ticket is not None
-        if ticket is None:
-            self._tickets.pop(req_idx, None)
-            return False
-        self._tickets[req_idx] = ticket
-        return True
+        self._tickets[req_idx] = -1 if ticket is None else ticket
+        return ticket is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        if not self._wanted[ctx.idx_mapping_np].any():
-            return logits  # a step of nothing but texts, of which there may be many
-        slots = ctx.idx_mapping_np.tolist()
+        slots = ctx.idx_mapping_np
+        tickets = self._tickets[slots]
+        rows = np.flatnonzero(tickets >= 0)
+        if not len(rows):
+            return logits
         if len(slots) != len(logits):
             raise EngineUnsupported(
                 f"vLLM gave {len(logits)} rows for {len(slots)} requests; speculative decoding is not "
                 "supported"
             )
-        tickets: list[int] = []
-        rows: list[int] = []
-        for row, slot in enumerate(slots):
-            ticket = self._tickets.get(slot)
-            if ticket is not None:
-                tickets.append(ticket)
-                rows.append(row)
-        if tickets:
-            every = len(tickets) == len(slots)
-            self.store.put(
-                tickets, logits if every else logits[torch.tensor(rows).to(logits.device)]
-            )
+        every = len(rows) == len(slots)
+        self.store.put(
+            tickets[rows].tolist(),
+            logits if every else logits[torch.from_numpy(rows).to(logits.device)],
+        )
         return logits
 
 
