@@ -280,7 +280,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "completion_requests",
             "the texts of a seeded batch are all the same",
-            Swap("(seed + place) % (LAST_SEED + 1)", "seed"),
+            Swap("seed_at(seed, place)", "seed"),
         ),
     ),
     *breaks(
@@ -626,7 +626,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "_Run.cancel",
             "an interrupt is raised while the run still ends",
-            Drop("self.ended.wait"),
+            Drop("self.join"),
         ),
     ),
     *breaks(
@@ -742,7 +742,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "CaptureV2.apply",
             "a slot's number is taken for its place in the step",
-            Swap("rows.append(row)", "rows.append(slot)"),
+            Swap("np.flatnonzero(tickets >= 0)", "slots[tickets >= 0]"),
         ),
         (
             "RowStore.take",

@@ -21,7 +21,7 @@ from genrt.generation.walk import Source, Walk
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, check_timeout, named, shown
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
-from genrt.questions.contexts import LAST_SEED, check_seed
+from genrt.questions.contexts import check_seed, seed_at
 from genrt.questions.token_ids import TokenIds
 from genrt.runtime.blocking import blocking_generator
 from genrt.runtime.progress import progress_bar
@@ -261,7 +261,7 @@ class Asked:
     def _question(self, number: int, item: Any) -> Coroutine[Any, Any, Completion] | Stream:
         options, chat = self._given, self._chat
         if self._seed is not None:
-            options = {**options, "seed": (self._seed + number) % (LAST_SEED + 1)}
+            options = {**options, "seed": seed_at(self._seed, number)}
         is_chat = isinstance(item, list | tuple) and bool(item) and isinstance(item[0], Mapping)
         if isinstance(item, Item):
             options, chat = _own(options, item), _own_chat(chat, item)

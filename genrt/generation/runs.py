@@ -34,7 +34,7 @@ from genrt.generation.walk import Walk
 from genrt.lm import AsyncLM
 from genrt.numbers import shown
 from genrt.questions.completions import Completion, GenerateOptions
-from genrt.questions.contexts import LAST_SEED
+from genrt.questions.contexts import seed_at
 from genrt.runtime.blocking import blocking_twin
 
 __all__ = ["JobRun", "JobSettings"]
@@ -278,9 +278,7 @@ class JobRun:
     def _seed(self, asked: _Asked) -> int | None:
         """Return the seed that a row has in whichever order and however often rows are asked."""
         seed = self._settings.seed
-        if seed is None:
-            return None
-        return (seed + asked.row.index + asked.again * REDRAWN) % (LAST_SEED + 1)
+        return None if seed is None else seed_at(seed, asked.row.index + asked.again * REDRAWN)
 
     def _settle(self, number: int, answer: _Answer) -> None:
         asked, result, faults = self._under_way.pop(number), answer.result, answer.faults

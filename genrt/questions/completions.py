@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeAlias
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, shown
 from genrt.questions.contexts import (
-    LAST_SEED,
     TOKEN_BYTES,
     Adapter,
     Limits,
     abbreviated,
     check_seed,
+    seed_at,
 )
 from genrt.questions.samples import (
     DECODING_CHECKS,
@@ -291,7 +291,7 @@ def completion_requests(
         decoding = Decoding(check_length(limits, len(ids), wanted), **checked)
         check_int("min_tokens", decoding.min_tokens, 0, decoding.max_tokens)
         nonce = next(nonces) if seed is None else None
-        own = None if seed is None else (seed + place) % (LAST_SEED + 1)
+        own = None if seed is None else seed_at(seed, place)
         if decoding.temperature == 0.0:
             own = nonce = None
         requests.append(CompletionRequest(ids, decoding, own, adapter, nonce))

@@ -19,7 +19,6 @@ from genrt.numbers import check_int
 from genrt.questions.token_ids import TokenIds, advice_for, host_array, id_words
 
 __all__ = [
-    "LAST_SEED",
     "TOKEN_BYTES",
     "Adapter",
     "Drawn",
@@ -27,6 +26,7 @@ __all__ = [
     "abbreviated",
     "check_contexts",
     "check_seed",
+    "seed_at",
     "seed_of",
 ]
 
@@ -114,6 +114,11 @@ class Drawn(Protocol):
 def check_seed(seed: int | None) -> int | None:
     """Return the seed of a question as an int, if there is one. Raises InvalidRequest otherwise."""
     return None if seed is None else check_int("seed", seed, 0, LAST_SEED)
+
+
+def seed_at(seed: int, place: int) -> int:
+    """Return the seed of number ``place`` of what is drawn with ``seed``; after the last comes 0."""
+    return (seed + place) % (LAST_SEED + 1)
 
 
 def seed_of(asked: Drawn) -> int:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from genrt.numbers import check_float
 from genrt.questions.contexts import (
-    LAST_SEED,
     Adapter,
     Limits,
     check_contexts,
     check_seed,
+    seed_at,
     seed_of,
 )
 from genrt.questions.masks import Mask, Masks, check_masks, packed_mask
@@ -162,8 +162,7 @@ def draw_request(
         return ReadRequest(row, DrawToken(packed, 0.0))
     if seed is None:
         return ReadRequest(row, DrawToken(packed, temperature, nonce=nonce))
-    own_seed = (seed + place) % (LAST_SEED + 1)
-    return ReadRequest(row, DrawToken(packed, temperature, seed=own_seed))
+    return ReadRequest(row, DrawToken(packed, temperature, seed=seed_at(seed, place)))
 
 
 def draw_requests(

@@ -10,12 +10,12 @@ from typing import Any, Required, TypeAlias, TypedDict
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_float, check_int, shown
 from genrt.questions.contexts import (
-    LAST_SEED,
     TOKEN_BYTES,
     Adapter,
     Limits,
     abbreviated,
     check_seed,
+    seed_at,
 )
 from genrt.questions.token_ids import TokenIds
 
@@ -215,6 +215,6 @@ def sample_requests(
     for place, token_ids in enumerate(contexts):
         request = sample_request(limits, token_ids, adapter, next(nonces), **options)
         if request.seed is not None:
-            request = replace(request, seed=(request.seed + place) % (LAST_SEED + 1))
+            request = replace(request, seed=seed_at(request.seed, place))
         requests.append(request)
     return requests
