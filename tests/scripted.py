@@ -245,6 +245,7 @@ class ByHand:
             max_queued_bytes=max_queued_bytes,
             wake=self._wake,
             clock=clock,
+            cpu_clock=clock,
         )
         self.asker = Asker(lambda: self.batcher)
         self.dropped = 0

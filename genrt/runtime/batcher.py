@@ -64,7 +64,7 @@ class Batcher:
         max_wait_seconds: how long ready requests wait for more company; 0 is never.
         max_queued_requests, max_queued_bytes: how much may be queued; who asks for more waits for room.
         wake: called, from any thread, when there may be something for ``turn`` to do.
-        clock: seconds, monotonic. It, ``lock`` and ``observer`` are for simulations.
+        clock, cpu_clock: monotonic seconds; the thread's CPU time. For simulations, as all that follows.
     """
 
     def __init__(
@@ -77,17 +77,16 @@ class Batcher:
         max_queued_bytes: int = sys.maxsize,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
         lock: threading.RLock | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self._cache = cache
-        self._wake = wake
-        self._observer = observer
+        self._cache, self._wake, self._observer = cache, wake, observer
         self._lock = lock or threading.RLock()
         self._entries: dict[Request, Entry] = {}
         most = max_batch_size or sys.maxsize
         self._ready = Ready(most, max_wait_seconds, clock)
-        self._flight = Flight(Streams(self._lock, clock))
+        self._flight = Flight(Streams(self._lock, clock, cpu_clock))
         self._on_loops = OnLoops()
         self._bindings = Bindings()
         self._admission = Admission(max_queued_requests, max_queued_bytes)

@@ -2,7 +2,8 @@
 
 The engine thread asks the engine for deltas after a step, and hands those of one event loop over in one
 call. A loop that takes long to tell its readers gets them less often, several tokens at once: telling
-takes a ``SHARE`` of its time at most, and the engine never waits for a reader.
+takes a ``SHARE`` of its time at most, and the engine never waits for a reader. How long it takes is the
+CPU time of the loop's thread, for a loop that sleeps or waits for Python's lock holds up nobody.
 
 Rules:
     The last delta comes with the answer to the question, which a stream waits for as any other does.
@@ -33,6 +34,12 @@ __all__ = ["Flow", "Stream", "Streams", "SyncStream"]
 SHARE = 0.04
 """How much of an event loop's time is spent at most on telling what streams have drawn. While it runs,
 the engine thread waits for Python's lock."""
+
+MOST_EACH = 1e-4
+"""Seconds of CPU time that telling one reader is taken to cost at most: alone it takes some 80 us, among
+many 10. What a reader computes beyond that is its own, and so is what else the loop runs meanwhile.
+Telling it less often would not make that cheaper, and would bring all others on its loop their texts
+late."""
 
 
 class Flow:
@@ -282,11 +289,19 @@ class Streams:
     Args:
         lock: the batcher's, which whoever calls anything but ``tell`` holds.
         clock: seconds, monotonic.
+        cpu_clock: seconds of CPU time of the calling thread. By a coarse one, few streams mostly cost
+            nothing, and many on average what they do.
     """
 
-    def __init__(self, lock: threading.RLock, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        lock: threading.RLock,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
+    ) -> None:
         self._lock = lock
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self.by_loop: dict[asyncio.AbstractEventLoop | None, _Readers] = {}
 
     def add(self, request: CompletionRequest, flow: Flow) -> None:
@@ -341,15 +356,17 @@ class Streams:
     ) -> None:
         """Tell the readers on a loop, on it, and look when they have all done what they do then."""
         try:
-            loop.call_soon(loop.call_soon, self._told, readers, self._clock())
+            # Their tasks run in the loop's next round, before what that round schedules.
+            loop.call_soon(loop.call_soon, self._told, readers, len(news), self._cpu_clock())
             _put(news)
         except BaseException:  # an interrupt: all are told again, and leave out what they know
             loop.call_soon(self._tell, loop, readers, news)
             raise
 
-    def _told(self, readers: _Readers, began: float) -> None:
-        now = self._clock()
-        readers.due = now + (now - began) * (1.0 / SHARE - 1.0)
+    def _told(self, readers: _Readers, count: int, began: float) -> None:
+        # Less than nothing on a loop that was stopped, and goes on in another thread.
+        cost = min(max(0.0, self._cpu_clock() - began), MOST_EACH * count)
+        readers.due = self._clock() + cost * (1.0 / SHARE - 1.0)
         readers.is_told = False
 
 

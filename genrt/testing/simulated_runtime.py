@@ -95,7 +95,8 @@ class SimulatedRuntime:
 
     def make_batcher(self, cache: RowCache, **options: Any) -> Batcher:
         """Return the batcher."""
-        return Batcher(cache, observer=self, clock=self.clock.time, **options)
+        time = self.clock.time
+        return Batcher(cache, observer=self, clock=time, cpu_clock=time, **options)
 
     def _open_engine(self) -> SimulatedEngine:
         self.engine = self.engine_type(

@@ -391,7 +391,7 @@ def test_the_bound_is_kept_whatever_comes_and_goes(events: list[tuple[bool, int]
 
 
 def test_what_may_be_in_flight_is_halved_and_grows_back() -> None:
-    flight = Flight(Streams(threading.RLock(), lambda: 0.0))
+    flight = Flight(Streams(threading.RLock(), lambda: 0.0, lambda: 0.0))
     entries = [Entry(logprobs(number), {}) for number in range(9)]
 
     def room(in_flight: int) -> int:

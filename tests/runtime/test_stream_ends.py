@@ -191,7 +191,7 @@ class InterruptedFlow(Flow):
 
 
 def test_an_interrupt_while_readers_are_told_loses_nothing() -> None:
-    streams = Streams(threading.RLock(), lambda: 0.0)
+    streams = Streams(threading.RLock(), lambda: 0.0, lambda: 0.0)
     loop: Any = Loop()
     flows = [Flow(loop), InterruptedFlow(loop), Flow(loop)]
     for nonce, flow in enumerate(flows):

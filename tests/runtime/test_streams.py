@@ -29,7 +29,7 @@ from genrt.errors import (
 )
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
-from genrt.runtime.streams import SHARE, Flow, Stream, Streams, SyncStream
+from genrt.runtime.streams import MOST_EACH, SHARE, Flow, Stream, Streams, SyncStream
 from tests.scripted import passes
 
 EOS = 4
@@ -354,35 +354,52 @@ class Loop:
             function(*arguments)
 
 
-def test_a_loop_that_takes_long_is_told_less_often() -> None:
-    now = 0.0
-    streams = Streams(threading.RLock(), lambda: now)
+@pytest.mark.parametrize(
+    ("count", "seconds", "cpu", "cost"),
+    [
+        (100, 1e-3, 1e-3, 1e-3),
+        (100, 5.0, 1e-3, 1e-3),  # readers that block, or a loop that waits for Python's lock
+        (1, 5.0, 5.0, MOST_EACH),  # one that computes
+        (100, 5.0, 5.0, 100 * MOST_EACH),
+        (1, 0.1, 0.0, 0.0),  # a coarse clock
+        (1, 0.1, -7.0, 0.0),  # the loop goes on in another thread
+    ],
+)
+def test_a_loop_is_told_as_often_as_that_takes_a_share_of_its_time(
+    count: int, seconds: float, cpu: float, cost: float
+) -> None:
+    now, thread, asked = 0.0, 50.0, 0
+    streams = Streams(threading.RLock(), lambda: now, lambda: thread)
     loop: Any = Loop()
-    flow, request = Flow(loop), CompletionRequest((1,), Decoding(9), nonce=1, streamed=True)
-    streams.add(request, flow)
-    asked = 0
+    told = {
+        CompletionRequest((1,), Decoding(9), nonce=nonce, streamed=True): Flow(loop)
+        for nonce in range(count)
+    }
+    for request, flow in told.items():
+        streams.add(request, flow)
 
     def progress(requests: Any) -> list[Delta]:
         nonlocal asked
         asked += 1
-        return [Delta("a", (0,))]
+        return [Delta("a", (0,))] * len(requests)
 
     streams.tell(progress)
     streams.tell(progress)
     assert asked == 1, "the loop has not been told yet"
     loop.go_round()
-    now += 1.0  # what the readers took
+    now, thread = now + seconds, thread + cpu  # what the readers took
     loop.go_round()
     loop.go_round()
     assert loop.calls == []
+    pause = cost / SHARE - cost
+    now += 0.99 * pause
     streams.tell(progress)
-    now += 1.0 / SHARE - 1.1
-    streams.tell(progress)
-    assert asked == 1
-    now += 0.2
+    assert asked == (1 if pause else 2)
+    now += 0.02 * pause
     streams.tell(progress)
     assert asked == 2
-    streams.discard(request, flow)
+    for request, flow in told.items():
+        streams.discard(request, flow)
     assert not streams.by_loop
 
 

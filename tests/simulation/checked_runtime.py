@@ -137,9 +137,8 @@ class CheckedRuntime(SimulatedRuntime):
         return _CheckedCache(max_bytes, self)
 
     def make_batcher(self, cache: RowCache, **options: Any) -> WatchedBatcher:
-        return WatchedBatcher(
-            cache, self.ledger, self.record, observer=self, clock=self.clock.time, **options
-        )
+        options |= {"clock": self.clock.time, "cpu_clock": self.clock.time}
+        return WatchedBatcher(cache, self.ledger, self.record, observer=self, **options)
 
     async def ask(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
