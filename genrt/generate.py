@@ -112,6 +112,11 @@ def _drawing(group: argparse._ArgumentGroup) -> None:
     option("--regex", metavar="PATTERN")
     option("--grammar", metavar="TEXT", type=_text, help="(or @FILE)")
     option("--choice", metavar="TEXT", nargs="+")
+    option(
+        "--split-reasoning",
+        action=argparse.BooleanOptionalAction,
+        help="apart from the text; needs vLLM's option reasoning_parser (default: in chats, with that)",
+    )
 
 
 def _job(group: argparse._ArgumentGroup) -> None:

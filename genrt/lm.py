@@ -362,8 +362,7 @@ class AsyncLM:
     ) -> Completion:
         """Draw the assistant's next message, or the rest of one that ends the conversation; see
         ``encode_chat`` for that, ``TurnOptions`` for the options."""
-        ids, given = self._texts.turn(messages, options)
-        requests, timeout = self._texts.requests([ids], given)
+        requests, timeout = self._texts.turn(messages, options)
         return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
 
     def stream(self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]) -> Stream:
@@ -373,14 +372,14 @@ class AsyncLM:
         ``completion`` is there, the same as ``generate``'s. Leaving the loop, or cancelling, withdraws
         the question; ``timeout`` is for all of it. Wrong arguments raise here, all else on the way.
         """
-        request, timeout = self._texts.streamed(prompt, options)
+        request, timeout = self._texts.streamed(self._texts.requests([prompt], options))
         return self._stream(request, timeout=timeout)
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[TurnOptions]
     ) -> Stream:
         """Return the assistant's next message as it is drawn: ``chat``, as a ``stream``."""
-        request, timeout = self._texts.streamed(*self._texts.turn(messages, options))
+        request, timeout = self._texts.streamed(self._texts.turn(messages, options))
         return self._stream(request, timeout=timeout)
 
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------

@@ -147,7 +147,14 @@ def test_every_option_reaches_the_job(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Job, "__init__", init)
     (folder / "template").write_text("say\n{text}")
     (folder / "schema").write_text('{"type": "object"}')
-    for name in ("overwrite", "chat", "sort_by_length", "log_prompts", "ignore_eos"):
+    for name in (
+        "overwrite",
+        "chat",
+        "sort_by_length",
+        "log_prompts",
+        "ignore_eos",
+        "split_reasoning",
+    ):
         assert generate(folder, f"--{name.replace('_', '-')}") == 2
         assert given[name] is True
     arguments = {

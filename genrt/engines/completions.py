@@ -39,6 +39,8 @@ PROMPT_TAIL = 8
 
 def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
     """Return the option that cannot be had by drawing from rows, and why."""
+    if decoding.split_reasoning:
+        return "split_reasoning needs vLLM, which has the parsers"
     name = decoding.of_text
     if name is not None and tokenizer is None:
         return f"{name} needs a tokenizer, which this model lacks"

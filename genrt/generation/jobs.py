@@ -45,9 +45,10 @@ class Job:
     after any interruption, the job goes on with the rows that are missing; after rows were added to the
     input, with these. Lines are in the order in which rows were finished. A line has the row's ``index``
     (from 0), its columns as ``input``, ``text``, ``finish_reason``, ``stop_reason``, ``truncated``,
-    ``prompt_tokens``, ``completion_tokens`` and ``seed``, or else ``error`` and ``error_type``. With a
-    schema or ``validate`` it has the text's value as ``output``, whether it is ``valid``, and the
-    ``fault`` if it is not; with ``logprobs`` these and the ``token_ids``.
+    ``prompt_tokens``, ``completion_tokens`` and ``seed``, or else ``error`` and ``error_type``; the
+    ``reasoning`` where that is told apart. With a schema or ``validate`` it has the text's value as
+    ``output``, whether it is ``valid``, and the ``fault`` if it is not; with ``logprobs`` these and the
+    ``token_ids``.
 
     ``OUTPUT.job.json`` beside it says what the lines were made from. A run with another template, schema,
     option or model is refused, and so is one whose input has changed in a row that is finished.

@@ -390,6 +390,8 @@ def answer_of(completion: Completion | None) -> dict[str, Any]:
             "prompt_tokens": len(completion.prompt_token_ids),
             "completion_tokens": len(completion.token_ids),
         }
+        if completion.reasoning:
+            entry["reasoning"] = completion.reasoning
         if completion.logprobs:
             entry["token_ids"] = completion.token_ids
             entry["logprobs"] = [_finite(each) for each in completion.logprobs]

@@ -63,6 +63,8 @@ class Completion:
             anything but "stop".
         seconds: from when the engine took the request to its end.
         seconds_to_first_token: from when the engine took the request to its first token.
+        reasoning: what the model thought before the text, where that is told apart; see
+            ``split_reasoning``. Its tokens are among ``token_ids``.
     """
 
     text: str
@@ -74,6 +76,7 @@ class Completion:
     stop_reason: str | int | None
     seconds: float
     seconds_to_first_token: float
+    reasoning: str = ""
 
     @property
     def truncated(self) -> bool:
@@ -94,6 +97,8 @@ class Delta:
         top_logprobs: at these tokens' places, as a completion's.
         start: how many tokens were drawn before these.
         text_start: how many characters of text came before these.
+        reasoning: what follows the completion's reasoning so far.
+        reasoning_start: how many characters of it came before these.
         finish_reason: the completion's, of the last delta; ``None`` before.
         stop_reason: the completion's, of the last delta.
     """
@@ -104,6 +109,8 @@ class Delta:
     top_logprobs: tuple[dict[int, float], ...] = ()
     start: int = 0
     text_start: int = 0
+    reasoning: str = ""
+    reasoning_start: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -114,7 +121,7 @@ class Decoding:
     ``DecodingOptions`` document them.
 
     ``structure`` is the name of one of ``STRUCTURES`` and its value: a JSON text, a pattern, a grammar,
-    or the texts to choose from.
+    or the texts to choose from. ``template`` has the options of a chat's template that are plain values.
     """
 
     max_tokens: int
@@ -135,6 +142,9 @@ class Decoding:
     ignore_eos: bool = False
     logprobs: int | None = None
     structure: tuple[str, str | tuple[str, ...]] | None = None
+    split_reasoning: bool | None = None
+    is_chat: bool = False
+    template: tuple[tuple[str, Any], ...] = ()
 
     @property
     def of_text(self) -> str | None:
@@ -219,6 +229,9 @@ class CompletionOptions(DecodingOptions, total=False):
         regex: a pattern that the whole text matches.
         grammar: a grammar, as vLLM's structured outputs take it, of the whole text.
         choice: the texts of which one is drawn.
+        split_reasoning: whether what the model thinks first is told apart from its text, and a structure
+            is that of the text alone. It takes vLLM with the option ``reasoning_parser``; there it is
+            the default in chats. Nothing is told apart where the prompt has ended the thinking already.
     """
 
     max_tokens: int | None
@@ -238,6 +251,7 @@ class CompletionOptions(DecodingOptions, total=False):
     regex: str
     grammar: str
     choice: Sequence[str]
+    split_reasoning: bool | None
 
 
 class GenerateOptions(CompletionOptions, total=False):
@@ -274,15 +288,18 @@ def completion_requests(
     nonces: Iterator[int],
     seed: int | None,
     options: Mapping[str, Any],
+    template: Mapping[str, Any] | None = None,
 ) -> list[CompletionRequest]:
     """Return a request for each context; context ``i`` is drawn with seed ``seed + i``. Greedy ones are
-    drawn without. Wrong options raise for no contexts too.
+    drawn without. Wrong options raise for no contexts too. A chat has a ``template``, with options.
 
     Raises:
         InvalidRequest: an option is unknown, of the wrong type or out of range.
         ContextTooLong: a context and ``max_tokens`` are too long together.
     """
     checked, seed = _checked(limits, options), check_seed(seed)
+    if template is not None:
+        checked |= {"is_chat": True, "template": _plain(template)}
     max_tokens = checked.pop("max_tokens", None)
     requests: list[CompletionRequest] = []
     for place, token_ids in enumerate(contexts):
@@ -307,6 +324,12 @@ def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     structure = _structure({name: given.pop(name) for name in STRUCTURES if name in given})
     checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}
     return checked | {"structure": structure}
+
+
+def _plain(template: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the options of a template that a reasoning parser may want to know."""
+    plain = {k: v for k, v in template.items() if isinstance(v, bool | int | float | str | None)}
+    return tuple((name, value) for name, value in plain.items() if name != "chat_template")
 
 
 def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | None:
@@ -377,6 +400,7 @@ _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "bad_words": _texts,
     "logit_bias": _bias,
     "ignore_eos": _bool,
+    "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),
     "logprobs": lambda limits, name, value: (
         None if value is None else check_int(name, value, 0, limits.vocab_size)
     ),

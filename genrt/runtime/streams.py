@@ -52,7 +52,7 @@ class Flow:
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.loop = loop
         self.token_ids: list[int] = []
-        self.text = ""
+        self.text = self.reasoning = ""
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.completion: Completion | None = None
@@ -107,26 +107,28 @@ class Flow:
         Raises:
             EngineFailed: the text was begun anew, and differs from what was read.
         """
-        start, text_start = len(self.token_ids), len(self.text)
+        before = self._so_far()
         while self._came:
             self._add(self._came.popleft())
-        if len(self.token_ids) == start and len(self.text) == text_start:
-            return None
-        return self._since(start, text_start)
+        return None if before == self._so_far() else self._since(*before)
 
     def end(self, completion: Completion) -> Delta:
         """Return what of the completion has not been read, as the last delta; raises as ``take``."""
-        start, text_start = len(self.token_ids), len(self.text)
-        if completion.text[:text_start] != self.text:
+        before = self._so_far()
+        if not completion.text.startswith(self.text):
             raise _differs()
         self._add(
             Delta(
-                completion.text, completion.token_ids, completion.logprobs, completion.top_logprobs
+                completion.text,
+                completion.token_ids,
+                completion.logprobs,
+                completion.top_logprobs,
+                reasoning=completion.reasoning,
             )
         )
         self.completion = completion
         return replace(
-            self._since(start, text_start),
+            self._since(*before),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
@@ -140,8 +142,13 @@ class Flow:
         self.logprobs += delta.logprobs[known:]
         self.top_logprobs += delta.top_logprobs[known:]
         self.text += delta.text[max(0, len(self.text) - delta.text_start) :]
+        self.reasoning += delta.reasoning[max(0, len(self.reasoning) - delta.reasoning_start) :]
 
-    def _since(self, start: int, text_start: int) -> Delta:
+    def _so_far(self) -> tuple[int, int, int]:
+        """Return how many tokens, and characters of text and reasoning, are there."""
+        return len(self.token_ids), len(self.text), len(self.reasoning)
+
+    def _since(self, start: int, text_start: int, reasoning_start: int) -> Delta:
         return Delta(
             self.text[text_start:],
             tuple(self.token_ids[start:]),
@@ -149,6 +156,8 @@ class Flow:
             tuple(map(dict, self.top_logprobs[start:])),
             start,
             text_start,
+            self.reasoning[reasoning_start:],
+            reasoning_start,
         )
 
 
@@ -188,6 +197,7 @@ class _Reading:
             stop_reason=None,
             seconds=time.perf_counter() - self._began,
             seconds_to_first_token=0.0,
+            reasoning=flow.reasoning,
         )
 
     def __repr__(self) -> str:

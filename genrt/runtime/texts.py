@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 from genrt.engines.protocol import check_supported
 from genrt.errors import InvalidRequest
 from genrt.numbers import shown
 from genrt.questions.completions import (
     CompletionRequest,
-    GenerateOptions,
     TurnOptions,
     completion_requests,
 )
@@ -23,6 +22,9 @@ from genrt.runtime.thread import EngineThread
 from genrt.tokens import encoding
 
 __all__ = ["Texts"]
+
+Asked: TypeAlias = tuple[list[CompletionRequest], float | None]
+"""Requests, and the seconds that they may take."""
 
 
 class Texts:
@@ -59,9 +61,12 @@ class Texts:
         return sample_requests(self._limits, contexts, bound, self._nonces, method, given)
 
     def requests(
-        self, prompts: Sequence[str | TokenIds], options: GenerateOptions
-    ) -> tuple[list[CompletionRequest], float | None]:
-        """Return a request for each prompt, and the timeout.
+        self,
+        prompts: Sequence[str | TokenIds],
+        options: Mapping[str, Any],
+        template: Mapping[str, Any] | None = None,
+    ) -> Asked:
+        """Return a request for each prompt, and the timeout. A chat's has a ``template``, with options.
 
         Raises:
             InvalidRequest: a prompt or an option is none, or the engine cannot do it; ContextTooLong,
@@ -80,28 +85,26 @@ class Texts:
         given: dict[str, Any] = {**options}
         seed, timeout = given.pop("seed", None), given.pop("timeout", None)
         bound = self._adapters.bound(given.pop("adapter", None))
-        requests = completion_requests(self._limits, contexts, bound, self._nonces, seed, given)
+        requests = completion_requests(
+            self._limits, contexts, bound, self._nonces, seed, given, template
+        )
         for decoding in dict.fromkeys(request.decoding for request in requests):
             check_supported(self._thread.engine, decoding)
         return requests, timeout
 
-    def turn(
-        self, messages: Sequence[Mapping[str, Any]], options: TurnOptions
-    ) -> tuple[list[int], GenerateOptions]:
-        """Return the token ids of a conversation whose next message is to be drawn, and the options that
-        are not its template's.
+    def turn(self, messages: Sequence[Mapping[str, Any]], options: TurnOptions) -> Asked:
+        """Return a request for the next message of a conversation, and the timeout.
 
         Raises:
-            InvalidRequest: there is no tokenizer or template, or it refuses the messages.
+            InvalidRequest: there is no tokenizer or template, or it refuses the messages; else as
+                ``requests``.
         """
         given: dict[str, Any] = {**options}
         tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", None)
         ids = encoding.encode_turn(self.tokenizer, messages, tools, kwargs)
-        return ids, cast("GenerateOptions", given)
+        return self.requests([ids], given, kwargs or {})
 
-    def streamed(
-        self, prompt: str | TokenIds, options: GenerateOptions
-    ) -> tuple[CompletionRequest, float | None]:
-        """Return a request whose deltas are told, and the timeout; raises as ``requests``."""
-        [request], timeout = self.requests([prompt], options)
+    def streamed(self, asked: Asked) -> tuple[CompletionRequest, float | None]:
+        """Return a request that is asked for as one whose deltas are told, and the timeout."""
+        [request], timeout = asked
         return replace(request, streamed=True, nonce=next(self._nonces)), timeout

@@ -376,9 +376,10 @@ def the_last_delta_lacks_what_is_left(patch: Patch) -> None:
 def deltas_share_what_can_be_edited(patch: Patch) -> None:
     since = Flow._since
 
-    def since_so(self: Flow, start: int, text_start: int) -> Delta:
+    def since_so(self: Flow, start: int, text_start: int, reasoning_start: int) -> Delta:
         return replace(
-            since(self, start, text_start), top_logprobs=tuple(self.top_logprobs[start:])
+            since(self, start, text_start, reasoning_start),
+            top_logprobs=tuple(self.top_logprobs[start:]),
         )
 
     patch.setattr(Flow, "_since", since_so)

@@ -19,7 +19,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import TEXT_SEED
-from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
+from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -44,10 +45,12 @@ STRUCTURES = {"json_schema": "json"}
 class _Course:
     began: float
     logprobs: int | None
-    streamed: CompletionRequest | None
+    nonce: int | None  # of one that is streamed
+    reasoning: Reasoning | None
     first: float | None = None
-    told: int = 0  # how many tokens, and characters of text, progress has returned
+    told: int = 0  # how many tokens, and characters of text and reasoning, progress has returned
     told_text: int = 0
+    told_reasoning: int = 0
 
 
 class Completions:
@@ -61,13 +64,17 @@ class Completions:
         self._tasks = llm_engine.get_supported_tasks()
         self._has_tokenizer = not llm_engine.model_config.skip_tokenizer_init
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
+        self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
         self._unbegun: set[str] = set()  # those without a token
         self._compiler: str | None = None  # that vLLM opens with the first structured text
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
+        self._parsed: dict[str, Reasoning] = {}  # of those streamed
 
     def unsupported(self, decoding: Decoding) -> str | None:
         """Return the option that this vLLM cannot do, and why."""
+        if decoding.split_reasoning and not self._parsers:
+            return NO_PARSER
         name = None if self._has_tokenizer else decoding.of_text
         return name and f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"
 
@@ -76,14 +83,25 @@ class Completions:
     ) -> EngineCoreRequest:
         """Return a request for vLLM's core, once its outputs are expected here; raise what vLLM raises
         for an option that it does not take."""
+        decoding, reasoning = request.decoding, None
+        params = self._params(request)
+        if self._parsers.splits(decoding):
+            reasoning = self._parsers.begin(request)
+            params.skip_special_tokens = reasoning.skip_special_tokens
         made = self._inputs.process_inputs(
             request_id,
             tokens_input(list(request.token_ids)),
-            self._params(request),
+            params,
             self._tasks,
             lora_request=lora,
         )
         made.external_req_id = request_id
+        # A structure begins where the reasoning ends.
+        made.reasoning_ended = reasoning is None or reasoning.is_over
+        if reasoning is not None:
+            made.reasoning_parser_kwargs = {"chat_template_kwargs": reasoning.template_kwargs}
+            if reasoning.is_over:
+                reasoning = None
         params = cast("SamplingParams", made.sampling_params)
         if params.temperature:  # vLLM's check is over: its runners take any
             params.temperature = request.temperature
@@ -93,15 +111,17 @@ class Completions:
         if self._is_v2:
             _check_v2(params)
         if params.structured_outputs is not None:
-            self._check_compiler(request.decoding, params.structured_outputs._backend)
+            self._check_compiler(decoding, params.structured_outputs._backend)
         self._outputs.add_request(made, None)
-        streamed = request if request.streamed else None
+        nonce = request.nonce if request.streamed else None
         self._courses[request_id] = _Course(
-            time.perf_counter(), request.decoding.logprobs, streamed
+            time.perf_counter(), decoding.logprobs, nonce, reasoning
         )
         self._unbegun.add(request_id)
-        if streamed is not None:
-            self._streamed[request.nonce] = request_id
+        if nonce is not None:
+            self._streamed[nonce] = request_id
+            if reasoning is not None:
+                self._parsed[request_id] = reasoning
         return made
 
     def _check_compiler(self, decoding: Decoding, compiler: str | None) -> None:
@@ -154,7 +174,7 @@ class Completions:
 
     def take(
         self, outputs: Sequence[EngineCoreOutput]
-    ) -> tuple[list[tuple[str, Completion]], list[str]]:
+    ) -> tuple[list[tuple[str, Completion | GenrtError]], list[str]]:
         """Return what a step's outputs of completions end, by request id; and those among them that vLLM
         goes on with, as it does not look for stop strings: they are to be aborted."""
         now = time.perf_counter()
@@ -164,11 +184,48 @@ class Completions:
                 self._courses[request_id].first = now
             self._unbegun -= begun
         processed = self._outputs.process_outputs(list(outputs))
-        ended = [
-            (done.request_id, _completion(done, self._ended(done.request_id), now))
-            for done in processed.request_outputs
-        ]
-        return ended, processed.reqs_to_abort
+        over, ended = processed.reqs_to_abort, list[tuple[str, Completion | GenrtError]]()
+        for done in processed.request_outputs:
+            try:
+                ended.append((done.request_id, self._completion(done, now)))
+            except GenrtError as error:
+                ended.append((done.request_id, error))
+        for output in outputs:
+            if output.request_id in self._parsed:
+                try:
+                    self._parse(output)
+                except GenrtError as error:
+                    ended.append((output.request_id, error))
+                    over.append(output.request_id)
+        return ended, over
+
+    def _parse(self, output: EngineCoreOutput) -> None:
+        """Tell the reasoning of a stream's new tokens apart from its text."""
+        detokenizer = self._outputs.request_states[output.request_id].detokenizer
+        self._parsed[output.request_id].add(
+            output.new_token_ids, detokenizer.output_text, detokenizer.stop_buffer_length
+        )
+
+    def _completion(self, done: Any, now: float) -> Completion:
+        """Return one of vLLM's ``RequestOutput`` as a completion that ended at ``now``."""
+        course, [output] = self._ended(done.request_id), done.outputs
+        drawn, reasoning, text = tuple(output.token_ids), "", output.text
+        if course.reasoning is not None:
+            split = course.reasoning.split if course.nonce is None else course.reasoning.end
+            reasoning, text = split(drawn, text)
+        logprobs, top_logprobs = _logprobs(output.logprobs or (), drawn, course)
+        return Completion(
+            text=text,
+            token_ids=drawn,
+            prompt_token_ids=tuple(done.prompt_token_ids),
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            finish_reason=cast("FinishReason", output.finish_reason),
+            stop_reason=output.stop_reason,
+            seconds=now - course.began,
+            seconds_to_first_token=(course.first or now) - course.began,
+            reasoning=reasoning,
+        )
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
         """Return what each of these has drawn since the last call; ``None`` if that is nothing."""
@@ -181,17 +238,24 @@ class Completions:
         drawn, start, text_start = state.detokenizer.output_token_ids, course.told, course.told_text
         if len(drawn) == start:
             return None
-        token_ids = tuple(drawn[start:])
-        text = state.detokenizer.get_next_output_text(finished=False, delta=True)
+        token_ids, reasoning, reasoning_start = tuple(drawn[start:]), "", course.told_reasoning
+        if course.reasoning is None:
+            text = state.detokenizer.get_next_output_text(finished=False, delta=True)
+        else:
+            text = course.reasoning.text[text_start:]
+            reasoning = course.reasoning.reasoning[reasoning_start:]
         places = () if course.logprobs is None else state.logprobs_processor.logprobs[start:]
         course.told, course.told_text = len(drawn), text_start + len(text)
-        return Delta(text, token_ids, *_logprobs(places, token_ids, course), start, text_start)
+        course.told_reasoning += len(reasoning)
+        logprobs, top = _logprobs(places, token_ids, course)
+        return Delta(text, token_ids, logprobs, top, start, text_start, reasoning, reasoning_start)
 
     def _ended(self, request_id: str) -> _Course:
         course = self._courses.pop(request_id)
         self._unbegun.discard(request_id)
-        if course.streamed is not None:
-            self._streamed.pop(course.streamed.nonce, None)
+        self._parsed.pop(request_id, None)
+        if course.nonce is not None:
+            self._streamed.pop(course.nonce, None)
         return course
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -228,24 +292,6 @@ def _check_v2(params: SamplingParams) -> None:
     ):
         if count > most:
             raise InvalidRequest(f"{what}: vLLM's runner V2 takes {most} at most, got {count}")
-
-
-def _completion(done: Any, course: _Course, now: float) -> Completion:
-    """Return one of vLLM's ``RequestOutput`` as a completion that ended at ``now``."""
-    [output] = done.outputs
-    drawn = tuple(output.token_ids)
-    logprobs, top_logprobs = _logprobs(output.logprobs or (), drawn, course)
-    return Completion(
-        text=output.text,
-        token_ids=drawn,
-        prompt_token_ids=tuple(done.prompt_token_ids),
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        finish_reason=cast("FinishReason", output.finish_reason),
-        stop_reason=output.stop_reason,
-        seconds=now - course.began,
-        seconds_to_first_token=(course.first or now) - course.began,
-    )
 
 
 def _logprobs(

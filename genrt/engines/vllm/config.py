@@ -24,6 +24,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.protocol import failure
 from genrt.engines.vllm.capture import TICKET, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
+from genrt.engines.vllm.reasoning import ReasoningParsers
 from genrt.errors import (
     EngineDied,
     EngineUnsupported,
@@ -109,12 +110,20 @@ def configure(
         options = CPU_DEFAULTS | options
         if options.get("enable_lora"):  # the base model's twin takes a slot: see lora.py
             options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
+    mistakes: tuple[type[Exception], ...] = (TypeError, ValueError)
+    if options.get("reasoning_parser"):  # there is none, or its marks are no tokens of the model
+        mistakes += (KeyError, RuntimeError)
+        if options.get("skip_tokenizer_init"):
+            raise InvalidRequest(
+                "reasoning_parser needs a tokenizer: leave out skip_tokenizer_init"
+            )
     try:
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
-    except (TypeError, ValueError) as error:
+    except mistakes as error:
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
+    ReasoningParsers(config)  # raises before weights are loaded
     # Beside as many texts as are to run at once, an eighth for rows, which would wait for one to end.
     texts = config.scheduler_config.max_num_seqs
     config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)

@@ -1,0 +1,171 @@
+"""Reasoning: what a model writes before its answer, told apart from it by vLLM's parser for the model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+
+from genrt.errors import EngineFailed, InvalidRequest
+from genrt.questions.completions import CompletionRequest, Decoding
+
+if TYPE_CHECKING:
+    from vllm.parser import Parser
+
+__all__ = ["NO_PARSER", "Reasoning", "ReasoningParsers"]
+
+NO_PARSER = (
+    "split_reasoning needs to know how the model marks its reasoning: load with engine_options="
+    "{'reasoning_parser': …}, which vLLM has for each kind of model"
+)
+
+
+class ReasoningParsers:
+    """The parsers of one model's reasoning; vLLM's option ``reasoning_parser`` names them.
+
+    Raises:
+        InvalidRequest: no parser has this name, or the model's tokenizer is not one for it.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config.model_config
+        named = config.structured_outputs_config
+        self._made: type[Parser] | None = None
+        if not named.reasoning_parser:
+            return
+        if self._config.skip_tokenizer_init:
+            raise InvalidRequest(
+                "reasoning_parser needs a tokenizer: leave out skip_tokenizer_init"
+            )
+        # Imported here, as it brings vLLM's server along.
+        from vllm.parser import ParserManager
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        self._tokenizer = cached_tokenizer_from_config(model_config=self._config)
+        try:
+            if named.reasoning_parser_plugin:
+                ReasoningParserManager.import_reasoning_parser(named.reasoning_parser_plugin)
+            self._made = ParserManager.get_parser(
+                reasoning_parser_name=named.reasoning_parser,
+                is_harmony=self._config.hf_config.model_type == "gpt_oss",
+            )
+            self._parser({})
+        except Exception as error:
+            raise InvalidRequest(
+                f"reasoning_parser={named.reasoning_parser!r}: {error or type(error).__name__}"
+            ) from error
+
+    def __bool__(self) -> bool:
+        return self._made is not None
+
+    def splits(self, decoding: Decoding) -> bool:
+        """Return whether the reasoning of such a text is to be told apart: if that is asked for, and by
+        default that of a chat."""
+        wanted = decoding.split_reasoning
+        return bool(self) and (decoding.is_chat if wanted is None else wanted)
+
+    def begin(self, request: CompletionRequest) -> Reasoning:
+        """Return the parser of one text."""
+        kwargs = dict(request.decoding.template)
+        return Reasoning(self._parser(kwargs), request, kwargs)
+
+    def _parser(self, kwargs: dict[str, Any]) -> Parser:
+        if self._made is None:
+            raise InvalidRequest(NO_PARSER)
+        return self._made(self._tokenizer, model_config=self._config, chat_template_kwargs=kwargs)
+
+
+class Reasoning:
+    """The reasoning of one text, and the text that follows.
+
+    Where a text is read while it is drawn, ``add`` and ``end`` parse it token by token, since vLLM's
+    parsers take a marker for text if it comes together with other tokens.
+
+    Attributes:
+        is_over: whether the prompt has ended it already, so that nothing is told apart.
+        skip_special_tokens: whether vLLM is to leave special tokens out of what is parsed.
+        template_kwargs: options of the chat template.
+        reasoning: what ``add`` and ``end`` have found.
+        text: what follows it.
+    """
+
+    def __init__(
+        self, parser: Parser, request: CompletionRequest, template_kwargs: dict[str, Any]
+    ) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        self._parser = parser
+        self._prompt = [*request.token_ids]
+        self.template_kwargs = template_kwargs
+        self.is_over = bool(parser.is_reasoning_end(self._prompt))
+        asked = ChatCompletionRequest(
+            messages=[{"role": "user", "content": ""}],
+            skip_special_tokens=request.decoding.skip_special_tokens,
+            chat_template_kwargs=template_kwargs,
+        )
+        if not self.is_over:
+            asked = parser.adjust_request(asked)
+        self._asked = asked
+        self.skip_special_tokens = bool(asked.skip_special_tokens)
+        self.reasoning = self.text = ""
+        self._waiting: deque[tuple[int, int]] = (
+            deque()
+        )  # tokens, and where in what is written each ends
+        self._added = self._read = 0  # how many tokens, and characters of what is written
+
+    def split(self, token_ids: Sequence[int], written: str) -> tuple[str, str]:
+        """Return the reasoning and the text of all that is written.
+
+        Raises:
+            EngineFailed: vLLM's parser fails at it.
+        """
+        try:
+            self._parser.set_prompt_token_ids(self._prompt)
+            reasoning, text, _ = self._parser.parse(
+                written, self._asked, model_output_token_ids=token_ids
+            )
+        except Exception as error:
+            raise _failed(error) from error
+        return reasoning or "", text or ""
+
+    def add(self, token_ids: Sequence[int], written: str, held_back: int) -> None:
+        """Take the tokens of a step, with all that is written so far, whose last characters may yet go;
+        raises as ``split``."""
+        self._waiting.extend((token_id, len(written)) for token_id in token_ids)
+        self._added += len(token_ids)
+        certain = len(written) - held_back
+        # The newest token waits: the parser is to be told which one is the last.
+        while len(self._waiting) > 1 and self._waiting[0][1] <= certain:
+            self._parse(written, finished=False)
+
+    def end(self, token_ids: Sequence[int], written: str) -> tuple[str, str]:
+        """Return the reasoning and the text of all that is written, by those of the tokens that ``add``
+        has not taken; raises as ``split``."""
+        self._waiting.extend((token_id, len(written)) for token_id in token_ids[self._added :])
+        while self._waiting:
+            self._parse(written, finished=len(self._waiting) == 1)
+        return self.reasoning, self.text
+
+    def _parse(self, written: str, *, finished: bool) -> None:
+        token_id, end = self._waiting.popleft()
+        start, self._read = self._read, max(self._read, min(end, len(written)))
+        try:
+            found = self._parser.parse_delta(
+                written[start : self._read],
+                [token_id],
+                self._asked,
+                self._prompt,
+                finished=finished,
+            )
+        except Exception as error:
+            raise _failed(error) from error
+        if found is not None:
+            self.reasoning += found.reasoning or ""
+            self.text += found.content or ""
+
+
+def _failed(error: Exception) -> EngineFailed:
+    return EngineFailed(f"vLLM's reasoning parser failed: {type(error).__name__}: {error}")
