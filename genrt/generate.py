@@ -10,6 +10,7 @@ import contextlib
 import csv
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ import genrt
 from genrt.errors import GenrtError, InvalidRequest, JobRefused, ModelNotFound
 
 if TYPE_CHECKING:
+    from genrt.generation.reports import JobReport
     from genrt.lm import AsyncLM
 
 __all__ = ["add_arguments", "run"]
@@ -206,8 +208,19 @@ def _run(given: dict[str, Any]) -> int:
                     running.run_sync(lm)
         finally:
             report = running.report()
-            print(report)
+            _show(report)
     return 0 if report.complete else 3
+
+
+def _show(report: JobReport) -> None:
+    """Print the table. What it is printed to may be full, or gone: the job's end is another's to tell."""
+    try:
+        print(report, flush=True)
+    except OSError as error:
+        print(f"genrt generate: no table: {error.strerror or error}", file=sys.stderr)
+        # What is not written is written at the interpreter's end, and would fail again.
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def _decisive(engine: str, options: dict[str, Any], adapter: str | None) -> dict[str, Any]:

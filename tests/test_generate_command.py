@@ -276,6 +276,16 @@ def test_an_error_of_the_engine_ends_with_code_1_after_the_table(
     assert err.endswith("genrt generate: no memory\n")
 
 
+def test_a_table_that_nobody_can_be_shown_is_no_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert generate(folder) == 0
+    assert capsys.readouterr().err.endswith("genrt generate: no table: No space left on device\n")
+    assert len(lines_of(folder)) == 6
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_with_code_130_and_leaves_what_is_written(
     number: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

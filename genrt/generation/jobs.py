@@ -232,7 +232,14 @@ def _path(name: str, value: object) -> Path:
     path = os.fsdecode(os.fspath(value))
     if "\0" in path:
         raise InvalidRequest(f"{name} must be a path, got one with a null character in it")
-    return Path(path).expanduser()
+    try:
+        found = Path(path).expanduser()
+        os.fsencode(found)
+        found.exists()
+    except (OSError, UnicodeEncodeError, RuntimeError) as error:  # the last of nobody's home
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"{name} must be a path that a file can have: {reason}") from error
+    return found
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class Journal:
             ) from error
         except ValueError as error:
             raise JobRefused(f"{self.description} is damaged ({error}): {REMEDY}") from error
-        if not isinstance(read, dict) or read.get("format") != FORMAT or "parts" not in read:
+        if not isinstance(read, dict) or read.get("format") != FORMAT or not _has_parts(read):
             raise JobRefused(
                 f"{self.description} is not of this version of genrt: go on with the one that wrote it, "
                 f"or {REMEDY}"
@@ -230,6 +230,13 @@ class Journal:
                 with contextlib.suppress(OSError):
                     os.unlink(self._lock.lock_file)
                 self._lock.release()
+
+
+def _has_parts(described: dict[str, Any]) -> bool:
+    parts = described.get("parts")
+    return isinstance(parts, dict) and all(
+        isinstance(part, dict) and "digest" in part for part in parts.values()
+    )
 
 
 def as_line(entry: Mapping[str, Any]) -> bytes:

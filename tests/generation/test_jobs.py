@@ -433,7 +433,20 @@ def test_a_row_that_is_there_twice_is_refused(lm: AsyncLM, folder: Path) -> None
         job(folder).run_sync(lm)
 
 
-@pytest.mark.parametrize("described", ["", "{}", "[1]", '{"format": 2, "parts": {}}', "\xff"])
+@pytest.mark.parametrize(
+    "described",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"format": 2, "parts": {}}',
+        '{"format": 1, "parts": null}',
+        '{"format": 1, "parts": [1]}',
+        '{"format": 1, "parts": {"prompt_template": "say {text}"}}',
+        '{"format": 1, "parts": {"prompt_template": {"value": 1}}}',
+        "\xff",
+    ],
+)
 def test_a_damaged_description_is_refused_unless_nothing_was_written(
     described: str, lm: AsyncLM, folder: Path
 ) -> None:
@@ -466,6 +479,13 @@ def test_outputs_that_cannot_be_are_refused(lm: AsyncLM, folder: Path) -> None:
     ):
         with pytest.raises(InvalidRequest, match=said):
             Job(folder / "in.jsonl", folder / name, prompt_template="{text}").run_sync(lm)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\ud800", "~nobody-has-this-home/rows"])
+def test_paths_that_no_file_has_are_refused(name: str, lm: AsyncLM, folder: Path) -> None:
+    for files in ((name + ".jsonl", "out.jsonl"), (folder / "in.jsonl", name)):
+        with pytest.raises(InvalidRequest, match=r"put must be a path that a file can have"):
+            Job(*files, prompt_template="{text}")
 
 
 @pytest.mark.parametrize("wrong", ["column", "line"])

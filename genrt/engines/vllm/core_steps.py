@@ -35,10 +35,14 @@ class CoreSteps:
     Args:
         client: vLLM's, of the core.
         scheduler: the core's, if it is genrt's: only that one can be told when to schedule ahead.
+        runner: the model runner, if it is in this process.
     """
 
-    def __init__(self, client: EngineCoreClient, scheduler: OpenScheduler | None) -> None:
+    def __init__(
+        self, client: EngineCoreClient, scheduler: OpenScheduler | None, runner: Any = None
+    ) -> None:
         self._client: Any = client
+        self._runner = runner
         self._scheduler = scheduler
         self._core: Any = self._client.engine_core if scheduler is not None else None
         self._can_be_ahead = getattr(self._core, "batch_queue", None) is not None
@@ -66,6 +70,10 @@ class CoreSteps:
         """Forget what is under way, after a step that failed."""
         if self._can_be_ahead:
             self._core.batch_queue.clear()
+        if self._runner is not None:
+            # Of a forward whose tokens were not drawn, as where no mask could be made for them. With it,
+            # runner V1 refuses every later step.
+            self._runner.execute_model_state = None
 
     def _ahead(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
         """Schedule a step, and return the outputs of the one before it; of the first of many none are

@@ -57,9 +57,8 @@ class VLLMEngine:
     def __init__(
         self, llm_engine: LLMEngine, own: Globals, *, own_processors: bool = False
     ) -> None:
-        config = llm_engine.vllm_config
         self._llm_engine: LLMEngine | None = llm_engine
-        self._core = llm_engine.engine_core
+        self._core, config = llm_engine.engine_core, llm_engine.vllm_config
         self._core._finalizer.atexit = False  # the runtime closes it; a forked child must not
         self._config = config
         self._globals = own
@@ -80,6 +79,7 @@ class VLLMEngine:
                 model_runner = core.model_executor.driver_worker.worker.model_runner
                 self._store = install(model_runner, own_processors)
             else:
+                model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
         self._adapters = VLLMAdapters(
             self._core,
@@ -88,7 +88,7 @@ class VLLMEngine:
         )
         self._open: OpenRequests | None = None
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
-        self._steps = CoreSteps(self._core, core.scheduler if is_open else None)
+        self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)
         if is_open:
             steps = DecodeSteps(
                 core.scheduler,

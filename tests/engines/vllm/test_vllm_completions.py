@@ -302,6 +302,28 @@ async def test_nothing_is_left_of_completions_however_they_end(lm: AsyncLM) -> N
     assert lm.statistics().batcher.in_flight == 0
 
 
+async def test_a_mask_that_cannot_be_made_fails_its_step_alone(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward has run then, and no token is drawn: runner V1 waits for that."""
+    before = await lm.generate([1, 2, 3], max_tokens=5, seed=1)
+    engine: Any = lm._thread.engine
+    scheduler = engine._core.engine_core.scheduler
+    make = scheduler.get_grammar_bitmask
+
+    def made(output: Any) -> Any:
+        if output.total_num_scheduled_tokens:
+            raise RuntimeError("scripted")
+        return make(output)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "get_grammar_bitmask", made)
+        with pytest.raises(EngineFailed, match="scripted"):
+            await lm.generate([1, 2], regex="[0-9]{3}", seed=1)
+    assert (await lm.generate([1, 2], regex="[0-9]{3}", seed=1)).text.isdigit()
+    assert (await lm.generate([1, 2, 3], max_tokens=5, seed=1)).token_ids == before.token_ids
+
+
 async def test_a_completion_outlives_a_restart_of_its_runtime_as_a_new_question(
     llama: Path,
 ) -> None:
