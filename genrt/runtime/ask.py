@@ -148,23 +148,20 @@ class Asker:
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> Stream:
         """Return the deltas of a completion that is streamed, to be asked with the first of them; raises
         then, and withdraws, as ``ask``. The timeout is for all of it."""
-        seconds, flow = None if timeout is None else check_timeout(timeout), Flow()
-        return Stream(self._deltas(request, flow, seconds), flow, request)
+        flow = Flow(seconds=check_timeout(timeout))
+        return Stream(self._deltas(request, flow), flow, request)
 
     def stream_sync(
         self, request: CompletionRequest, *, timeout: float | None = None
     ) -> SyncStream:
         """Return the deltas as ``stream`` does, for a thread that blocks."""
-        seconds, flow = None if timeout is None else check_timeout(timeout), Flow()
-        return SyncStream(self._deltas_sync(request, flow, seconds), flow, request)
+        flow = Flow(seconds=check_timeout(timeout))
+        return SyncStream(self._deltas_sync(request, flow), flow, request)
 
-    async def _deltas(
-        self, request: Request, flow: Flow, seconds: float | None
-    ) -> AsyncGenerator[Delta, None]:
-        loop = flow.loop = asyncio.get_running_loop()
-        timer = None if seconds is None else loop.call_later(seconds, flow.time_out)
+    async def _deltas(self, request: Request, flow: Flow) -> AsyncGenerator[Delta, None]:
+        loop = asyncio.get_running_loop()
         requests: Sequence[Request] = (request,)
-        try:
+        with flow.under_way(loop):
             while flow.completion is None:
                 future: asyncio.Future[list[Result]] = loop.create_future()
                 future.add_done_callback(flow.wake)
@@ -176,7 +173,7 @@ class Asker:
                         if flow.is_left:
                             return
                         if flow.is_late:
-                            raise _timed_out(cast("float", seconds))
+                            raise _timed_out(cast("float", flow.seconds))
                         if (delta := flow.take()) is not None:
                             yield delta
                         else:
@@ -192,37 +189,33 @@ class Asker:
                     future.remove_done_callback(flow.wake)
                     if not future.cancel() and not future.cancelled():
                         future.exception()
-        finally:
-            if timer is not None:
-                timer.cancel()
 
-    def _deltas_sync(
-        self, request: Request, flow: Flow, seconds: float | None
-    ) -> Generator[Delta, None, None]:
-        until = None if seconds is None else time.monotonic() + seconds
+    def _deltas_sync(self, request: Request, flow: Flow) -> Generator[Delta, None, None]:
+        until = None if flow.seconds is None else time.monotonic() + flow.seconds
         requests: Sequence[Request] = (request,)
-        while flow.completion is None:
-            future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
-            future.add_done_callback(flow.wake)
-            waiter = Waiter(requests, None, future, False, {}, flow=flow)
-            batcher = self._batcher()
-            try:
-                batcher.join(waiter)
-                while not future.done():
-                    if flow.is_left:
-                        return
-                    if (left := _left(until)) == 0.0:
-                        raise _timed_out(cast("float", seconds))
-                    if (delta := flow.take()) is not None:
-                        yield delta
-                    else:
-                        flow.wait_sync(left)
-                yield flow.end(*future.result())
-            except UnknownAdapter as error:
-                requests = self._anew(requests, flow, error)
-            finally:
-                if waiter.missing:
-                    batcher.leave_soon(waiter)
+        with flow.under_way():
+            while flow.completion is None:
+                future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
+                future.add_done_callback(flow.wake)
+                waiter = Waiter(requests, None, future, False, {}, flow=flow)
+                batcher = self._batcher()
+                try:
+                    batcher.join(waiter)
+                    while not future.done():
+                        if flow.is_left:
+                            return
+                        if (left := _left(until)) == 0.0:
+                            raise _timed_out(cast("float", flow.seconds))
+                        if (delta := flow.take()) is not None:
+                            yield delta
+                        else:
+                            flow.wait_sync(left)
+                    yield flow.end(*future.result())
+                except UnknownAdapter as error:
+                    requests = self._anew(requests, flow, error)
+                finally:
+                    if waiter.missing:
+                        batcher.leave_soon(waiter)
 
     def _anew(
         self, requests: Sequence[Request], flow: Flow, error: UnknownAdapter

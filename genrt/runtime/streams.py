@@ -21,12 +21,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
-from genrt.errors import EngineFailed
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Delta
 
 __all__ = ["Flow", "Stream", "Streams", "SyncStream"]
@@ -47,10 +47,18 @@ class Flow:
 
     Args:
         loop: the reader's event loop; ``None`` for one that blocks a thread.
+        seconds: how long the text may take, if there is an end to that.
+
+    Attributes:
+        error: why the text was not read to its end, unless its reader left.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None = None, *, seconds: float | None = None
+    ) -> None:
         self.loop = loop
+        self.seconds = seconds
+        self.error: GenrtError | None = None
         self.token_ids: list[int] = []
         self.text = self.reasoning = ""
         self.logprobs: list[float] = []
@@ -96,6 +104,29 @@ class Flow:
         longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
         with contextlib.suppress(queue.Empty):
             self._signals.get(timeout=longest)
+
+    @contextlib.contextmanager
+    def under_way(self, loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
+        """Read on this loop, or blocking, in the time there is; note an error that ends the reading."""
+        self.loop = loop
+        timer = None
+        if loop is not None and self.seconds is not None:
+            timer = loop.call_later(self.seconds, self.time_out)
+        try:
+            yield
+        except GeneratorExit:  # closed, or collected
+            raise
+        except BaseException as error:
+            self.error = error.fresh() if isinstance(error, GenrtError) else _withdrawn(error)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def check(self) -> None:
+        """Raise the error that ended the reading, if one did."""
+        if self.error is not None:
+            raise self.error.fresh() from None
 
     def begin_anew(self) -> None:
         """Forget what has come and was not read: it is of another text, by other weights."""
@@ -168,6 +199,14 @@ def _differs() -> EngineFailed:
     )
 
 
+def _withdrawn(error: BaseException) -> InvalidRequest:
+    return InvalidRequest(
+        f"this stream was withdrawn by the {type(error).__name__} that ended an earlier read of it: ask "
+        "again. asyncio.wait_for and asyncio.timeout cancel a read that takes too long; "
+        "asyncio.wait({task}, timeout=…) does not"
+    )
+
+
 class _Reading:
     """A text that is being read, with what has come of it."""
 
@@ -211,6 +250,9 @@ class Stream(_Reading):
     The question is asked with the first ``anext``. Leaving the context, or cancelling the await,
     withdraws it: the engine's slot is free at its next step. Leaving a loop over it does too, unless the
     stream has a name: it can be read on, until it is closed or nothing refers to it any more.
+
+    A stream that an error has ended raises it again when it is read on; one that was cancelled raises
+    InvalidRequest then. It never looks as if the text had come to its end.
     """
 
     def __init__(
@@ -223,7 +265,11 @@ class Stream(_Reading):
         return self
 
     async def __anext__(self) -> Delta:
-        return await self._deltas.__anext__()
+        try:
+            return await self._deltas.__anext__()
+        except StopAsyncIteration:
+            self._flow.check()
+            raise
 
     async def aclose(self) -> None:
         """Withdraw the question if it has not ended; whoever waits for a delta in another task has read
@@ -249,7 +295,8 @@ class SyncStream(_Reading):
     """The deltas of one completion, as they are drawn: an iterator that blocks, and a context manager.
 
     The question is asked with the first ``next``. Leaving the context, or an interrupt, withdraws it.
-    Leaving a loop over it does too, unless the stream has a name, as of a ``Stream``.
+    Leaving a loop over it does too, unless the stream has a name, as of a ``Stream``. Read on after an
+    error or an interrupt, it raises as a ``Stream``.
     """
 
     def __init__(
@@ -262,7 +309,11 @@ class SyncStream(_Reading):
         return self
 
     def __next__(self) -> Delta:
-        return next(self._deltas)
+        try:
+            return next(self._deltas)
+        except StopIteration:
+            self._flow.check()
+            raise
 
     def close(self) -> None:
         """Withdraw the question if it has not ended; a thread that waits for a delta has read the last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import genrt
 import genrt.runtime.ask
 from genrt.engines.exact import NGram
-from genrt.errors import TimedOut
+from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.runtime.ask import Asker
 from genrt.runtime.streams import Flow, Streams
@@ -136,6 +137,76 @@ def test_another_thread_closes_a_stream_that_is_being_read(asker: Asker, batcher
     assert batcher.left == batcher.joined
     assert stream.completion is None
     assert next(stream, None) is None
+
+
+async def test_a_read_that_is_cancelled_does_not_look_like_the_texts_end(
+    asker: Asker, batcher: Batcher
+) -> None:
+    stream = asker.stream(REQUEST)
+    read = asyncio.create_task(anext(stream))
+    read.cancel()  # before it has begun, which loses nothing
+    await asyncio.wait([read])
+    assert await anext(stream) == FIRST
+    read = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="already running"):
+        await anext(stream)
+    assert batcher.left == []
+    read.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await read
+    assert batcher.left == batcher.joined
+    for _ in range(2):
+        with pytest.raises(
+            InvalidRequest, match=r"withdrawn by the CancelledError.*asyncio\.wait\("
+        ):
+            await anext(stream)
+    assert stream.partial.token_ids == FIRST.token_ids
+    await stream.aclose()
+
+
+def test_nor_does_one_that_is_interrupted(asker: Asker, batcher: Batcher) -> None:
+    stream = asker.stream_sync(REQUEST)
+    assert next(stream) == FIRST
+    interrupted: Any = SimpleNamespace(get=lambda timeout: signal.raise_signal(signal.SIGINT))
+    batcher.flow._signals = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert batcher.left == batcher.joined
+    with pytest.raises(InvalidRequest, match="withdrawn by the KeyboardInterrupt"):
+        list(stream)
+
+
+async def test_an_error_that_ends_a_stream_is_raised_again(
+    asker: Asker, batcher: Batcher, now: SimpleNamespace
+) -> None:
+    with pytest.raises(InvalidRequest, match="timeout"):
+        asker.stream_sync(REQUEST, timeout=-1.0)
+    blocking = asker.stream_sync(REQUEST, timeout=1.0)
+    assert next(blocking) == FIRST
+    now.seconds = 1.0
+    found = []
+    for _ in range(2):
+        with pytest.raises(TimedOut, match="within 1 s") as raised:
+            next(blocking)
+        found.append(raised.value)
+    assert found[0] is not found[1]
+    stream = asker.stream(REQUEST)
+    assert await anext(stream) == FIRST
+    batcher.joined[-1].future.set_exception(EngineFailed("scripted"))
+    for _ in range(2):
+        with pytest.raises(EngineFailed, match="scripted"):
+            await anext(stream)
+
+
+async def test_a_stream_that_its_reader_has_closed_has_ended(
+    asker: Asker, batcher: Batcher
+) -> None:
+    stream = asker.stream(REQUEST)
+    assert await anext(stream) == FIRST
+    await stream.aclose()
+    assert await anext(stream, None) is None
+    assert batcher.left == batcher.joined
 
 
 def test_a_stream_is_closed_whatever_locks_are_held() -> None:
