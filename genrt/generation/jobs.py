@@ -199,7 +199,10 @@ class Job:
             await aside(lambda: running.open(self._fingerprint(model_of(lm))))
             return await running.run(lm)
         finally:
-            running.close()
+            try:
+                await aside(running.close)  # it waits for the disk
+            finally:
+                running.close()  # where that was cancelled: by then the output is to be free
 
     run_sync = blocking_twin(run)
 

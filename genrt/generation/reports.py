@@ -154,20 +154,25 @@ def check_heartbeat(seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def heartbeat(seconds: float, beat: Callable[[], None]) -> Iterator[None]:
-    """Call ``beat`` every so many seconds, in a thread of its own, until the block ends; 0 is never."""
+def heartbeat(seconds: float, beat: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Call ``beat`` every so many seconds, in a thread of its own, until the block ends; 0 is never.
+
+    Yields what the block's end calls: it ends the beats, and blocks until the last one is over."""
     ended = threading.Event()
 
     def run() -> None:
         while not ended.wait(seconds):
             beat()
 
+    def end() -> None:
+        ended.set()
+        if seconds:
+            thread.join()
+
     thread = threading.Thread(target=run, name="genrt-heartbeat", daemon=True)
     if seconds:
         thread.start()
     try:
-        yield
+        yield end
     finally:
-        ended.set()
-        if seconds:
-            thread.join()
+        end()

@@ -36,6 +36,7 @@ from genrt.numbers import shown
 from genrt.questions.completions import Completion, GenerateOptions
 from genrt.questions.contexts import seed_at
 from genrt.runtime.blocking import blocking_twin
+from genrt.runtime.thread import aside
 
 __all__ = ["JobRun", "JobSettings"]
 
@@ -197,30 +198,11 @@ class JobRun:
         self._counting.restart_clock()
         options: Any = {**at.options, "concurrency": at.concurrency}
         asked = Asked(lm, options)
-        with heartbeat(at.heartbeat, self._beat):
-            await asked.check()
-
-            async def answer(number: int, item: Item) -> _Answer:
-                return await self._judged(await asked.ask(number, item))
-
-            walk: Walk[_Answer] = Walk(
-                self._items(),
-                answer,
-                concurrency=asked.concurrency,
-                most_ahead=AHEAD * asked.concurrency,
-            )
+        with heartbeat(at.heartbeat, self._beat) as end:
             try:
-                while not self._counting.stopped and (taken := await walk.take()) is not None:
-                    self._settle(*taken)
-            except OutputFailed:
-                await walk.close()
-                raise
-            except BaseException:
-                await self._end(walk)
-                raise
-            await self._end(walk)
-            if not self._counting.stopped:
-                self._write_held()
+                await self._ask_all(asked)
+            finally:
+                await aside(end)  # a beat may wait for the disk
         return self._counting.report()
 
     run_sync = blocking_twin(run)
@@ -228,6 +210,31 @@ class JobRun:
     def report(self) -> JobReport:
         """Return what has been done so far."""
         return self._counting.report()
+
+    async def _ask_all(self, asked: Asked) -> None:
+        await asked.check()
+
+        async def answer(number: int, item: Item) -> _Answer:
+            return await self._judged(await asked.ask(number, item))
+
+        walk: Walk[_Answer] = Walk(
+            self._items(),
+            answer,
+            concurrency=asked.concurrency,
+            most_ahead=AHEAD * asked.concurrency,
+        )
+        try:
+            while not self._counting.stopped and (taken := await walk.take()) is not None:
+                self._settle(*taken)
+        except OutputFailed:
+            await walk.close()
+            raise
+        except BaseException:
+            await self._end(walk)
+            raise
+        await self._end(walk)
+        if not self._counting.stopped:
+            self._write_held()
 
     async def _judged(self, result: Completion | Failed) -> _Answer:
         judge, values, faults = self._settings.judge, list[Any](), list[Fault]()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,65 @@ async def test_what_ends_with_a_cancellation_is_written_too(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert [line["index"] for line in lines_of(folder)] == [0, 1, 2, 3]
+
+
+class Disk:
+    """A disk that is done once the loop has gone round meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits = 0
+        self.meanwhile: Callable[[], object] = bool
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, number: int) -> None:
+        went_round = threading.Event()
+
+        def go_round() -> None:
+            self.meanwhile()
+            went_round.set()
+
+        self._loop.call_soon_threadsafe(go_round)
+        self.waits += 1
+        assert went_round.wait(5), "the loop stands still"
+
+
+async def test_the_loop_goes_on_while_a_job_waits_for_the_disk(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    assert (await job(folder).run(lm)).complete
+    waits = disk.waits
+    assert waits > 1
+
+    @contextlib.contextmanager
+    def beating(seconds: float, beat: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Beat once, at the end."""
+        with heartbeat(0, beat):
+            yield beat
+
+    monkeypatch.setattr(runs, "heartbeat", beating)
+    assert (await job(folder, overwrite=True).run(lm)).complete
+    assert disk.waits == 2 * waits + 1
+
+
+async def test_the_output_is_free_once_a_run_is_cancelled_while_it_waits_for_the_disk(
+    lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        disk = Disk(patched)
+        running = asyncio.create_task(job(folder).run(lm))
+        original = Journal.close
+
+        def close(journal: Journal) -> None:
+            disk.meanwhile = running.cancel
+            original(journal)
+
+        patched.setattr(Journal, "close", close)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert len(lines_of(folder)) == 12
+    assert (await job(folder).run(lm)).skipped == 12
 
 
 def test_rows_added_at_the_end_are_asked_and_no_others(
