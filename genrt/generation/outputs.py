@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
 from genrt.generation.tables import parse_json
 from genrt.numbers import shown
+from genrt.questions.completions import schema_text
 
 __all__ = ["Schema"]
 
@@ -33,12 +33,11 @@ class Schema:
             raise ExtraNotInstalled(
                 "judging texts by a schema needs jsonschema: pip install 'genrt[validation]'"
             ) from error
-        given: Any = schema
         try:
-            if isinstance(given, type) and hasattr(given, "model_json_schema"):
-                given = given.model_json_schema()
-            given = parse_json(given if isinstance(given, str) else json.dumps(given))
-        except (TypeError, ValueError) as error:
+            given = parse_json(schema_text(schema))
+        except InvalidRequest:
+            raise
+        except ValueError as error:
             raise InvalidRequest(f"json_schema is no JSON: {error}") from error
         if not isinstance(given, dict):
             raise InvalidRequest(f"json_schema must be an object, got {shown(schema)}")

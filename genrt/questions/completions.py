@@ -36,6 +36,7 @@ __all__ = [
     "GenerateOptions",
     "TurnOptions",
     "completion_requests",
+    "schema_text",
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -344,22 +345,31 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
             raise InvalidRequest("choice must have at least one text")
         return name, choices
     if name == "json_schema":
-        value = _json(value)
+        value = schema_text(value)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name} must be a non-empty str, got {shown(value)}")
     return name, value
 
 
-def _json(schema: Any) -> object:
-    """Return a JSON schema as its text: of a dict, or of a pydantic model."""
-    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
-    if not isinstance(schema, Mapping):
-        return schema
+def schema_text(schema: Mapping[str, Any] | str | type) -> str:
+    """Return a JSON schema as its text, whatever it is given as.
+
+    Raises:
+        InvalidRequest: it cannot be written as JSON, or is nothing that a schema is given as.
+    """
+    given: Any = schema
+    if isinstance(given, str) and given:
+        return given
     try:
-        return json.dumps(dict(schema))
-    except (TypeError, ValueError) as error:
+        if isinstance(given, type) and hasattr(given, "model_json_schema"):
+            given = given.model_json_schema()
+        if isinstance(given, Mapping):
+            return json.dumps(dict(given), allow_nan=False)
+    except Exception as error:  # a pydantic model's are of its own kinds
         raise InvalidRequest(f"json_schema is no JSON: {error}") from error
+    raise InvalidRequest(
+        f"json_schema must be a dict, a JSON text or a pydantic model, got {shown(schema)}"
+    )
 
 
 def _texts(_: Limits | None, name: str, value: object) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from genrt.generation import fingerprints, many, runs, tables
 from genrt.generation.jobs import Job
 from genrt.generation.journal import Journal
 from genrt.generation.many import Failed
+from genrt.generation.outputs import Schema
 from genrt.generation.reports import heartbeat
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
@@ -402,6 +404,42 @@ def test_a_schema_that_says_the_same_is_the_same(
     assert job(folder, json_schema=text).run_sync(lm).skipped == 3
     with pytest.raises(JobRefused, match="json_schema"):
         job(folder, json_schema=schema(a={"type": "integer"})).run_sync(lm)
+
+
+class Model:
+    """What pydantic's models look like."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return {"type": "array", "maxItems": 2}
+
+
+class NoSchema:
+    """A pydantic model that has no JSON schema."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        raise RuntimeError("Cannot generate a JsonSchema for core_schema.CallableSchema")
+
+
+def test_a_schema_is_judged_by_however_it_is_given() -> None:
+    schema = Model.model_json_schema()
+    for given in (schema, json.dumps(schema), types.MappingProxyType(schema), Model):
+        assert Schema(given).schema == schema
+        with pytest.raises(Exception, match="too long"):
+            Schema(given).check("[1, 2, 3]")
+    wrong: dict[str, Any] = {
+        "must be a dict, a JSON text or a pydantic model, got 5": 5,
+        "must be an object": "[]",
+        "is no JSON: Expecting": "{",
+        "is no JSON: it has NaN": '{"maximum": NaN}',
+        "is no JSON: Out of range float": {"maximum": float("nan")},
+        "is no JSON: Cannot generate a JsonSchema": NoSchema,
+        "is no JSON schema": {"type": "nothing"},
+    }
+    for message, given in wrong.items():
+        with pytest.raises(InvalidRequest, match=f"^json_schema {message}"):
+            Schema(given)
 
 
 @pytest.mark.parametrize(
