@@ -1,31 +1,23 @@
-"""AsyncLM: what users hold; asks its engine every kind of question and owns its lifetime.
-
-A request's way, from here down: a method here checks the question and makes its requests, by its kind
-in ``questions/``. In ``runtime/``, ``ask.py`` asks; ``batcher.py`` finds rows in the cache, joins equal
-requests or queues them; ``waiters.py`` waits until the loop has asked all it will; ``engine_loop.py``
-gives the batcher its turns; ``answers.py`` submits the flush, and reads from its rows; ``engines/``
-compute. Back: ``batcher.py`` ends the requests, ``waiters.py`` gives each caller results of its own.
-"""
+"""AsyncLM: what users hold; asks its engine every kind of question and owns its lifetime."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, Self, TypeAlias, Unpack, cast
+from typing import Any, NoReturn, Self, Unpack, cast
 
-import numpy as np
 import torch
 
 from genrt.engines.protocol import Engine
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
-from genrt.questions.contexts import Limits, check_contexts
+from genrt.questions.contexts import Limits, check_contexts, nonces_of
 from genrt.questions.draws import batch_draw, draw_request, draw_requests
-from genrt.questions.host_rows import host_row, must_move
+from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Mask, Masks
+from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions
 from genrt.questions.rows import row_request
 from genrt.questions.samples import SampleOptions
 from genrt.questions.scores import joined, score_requests
@@ -42,9 +34,6 @@ from genrt.tokens import encoding, vocabulary
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
 __all__ = ["AsyncLM"]
-
-Device: TypeAlias = str | torch.device
-"""A device or its name, as torch takes it."""
 
 
 class AsyncLM:
@@ -70,10 +59,7 @@ class AsyncLM:
         asker = Asker(lambda: thread.batcher, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
-        # What is asked without a seed is drawn from its nonce. Each of these sequences begins somewhere
-        # among 2**62 numbers, so that no two runtimes share one, nor one with the seeds that users give.
-        [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-        self._nonces = itertools.count(int(first) >> 2)
+        self._nonces = nonces_of(seed)
         self._texts = Texts(thread, self._limits, self._adapters, self._nonces)
         self._cache = cache
         thread.belong_to(self)
@@ -133,9 +119,8 @@ class AsyncLM:
     ) -> list[int]:
         """Return the token ids of a conversation, written by the tokenizer's own chat template.
 
-        The conversation is one such as ``[{"role": "user", "content": "Hello!"}]``. ``ChatOptions`` has
-        the options: ``add_generation_prompt`` (by default the assistant's turn is begun), ``tools``,
-        ``chat_template_kwargs``, ``lossy``.
+        The conversation is one such as ``[{"role": "user", "content": "Hello!"}]``. By default the
+        assistant's turn is begun; ``ChatOptions`` has the options.
 
         Raises:
             InvalidRequest: there is no chat template, it refuses the messages, or text would be lost.
@@ -382,6 +367,29 @@ class AsyncLM:
         request, timeout = self._texts.streamed(self._texts.turn(messages, options))
         return self._stream(request, timeout=timeout)
 
+    # -- prefixes -----------------------------------------------------------------------------
+
+    async def warm_up(self, prefix: Prefix, **options: Unpack[WarmUpOptions]) -> int:
+        """Compute what many questions begin with, once, and keep it; return how many tokens that is.
+
+        It is a text or token ids, or the messages that begin a conversation: then what all such chats
+        share. With vLLM, rows and texts that begin with it start from there until ``cool_down``, whatever
+        else is asked. What is given up, because a question could not go on without its memory, or lost
+        with an engine, is kept again once a question that begins with it has computed it. The newest 64
+        prefixes are kept, in half of the KV cache. Other engines compute the row, and keep only that.
+
+        Raises:
+            InvalidRequest: the prefix is empty, or chats share nothing; else as ``next_token_logprobs``.
+        """
+        request, timeout = self._texts.prefix(prefix, options)
+        await self._ask((request,), timeout=timeout)
+        return len(request.row)
+
+    def cool_down(self, prefix: Prefix | None = None, **options: Unpack[PrefixOptions]) -> None:
+        """Keep a prefix no more that was given to ``warm_up`` with these options; without one, none at
+        all. Other prefixes are ignored. Returns at once."""
+        self._texts.release(prefix, options)
+
     # -- the same, blocking a thread; an interrupt withdraws the question -----------------------
 
     next_token_logprobs_sync = blocking_question(next_token_logprobs)
@@ -396,6 +404,7 @@ class AsyncLM:
     generate_sync = blocking_question(generate)
     batch_generate_sync = blocking_question(batch_generate)
     chat_sync = blocking_question(chat)
+    warm_up_sync = blocking_question(warm_up)
     stream_sync = blocking_stream(stream)
     stream_chat_sync = blocking_stream(stream_chat)
 
@@ -437,11 +446,8 @@ class AsyncLM:
     def statistics(self) -> Statistics:
         """Return the counters at this moment, as a frozen value; ``later.since(earlier)`` has what was
         done in between."""
-        return Statistics(
-            batcher=self._thread.batcher.statistics(),
-            cache=self._cache.statistics(),
-            engine=self._thread.statistics(),
-        )
+        batcher, cache = self._thread.batcher.statistics(), self._cache.statistics()
+        return Statistics(batcher=batcher, cache=cache, engine=self._thread.statistics())
 
     def close(self) -> None:
         """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread.
@@ -465,13 +471,7 @@ class AsyncLM:
             Closed: in a forked child. Else what ``load`` raises; the runtime is then closed, as it is by
                 an interrupt.
         """
-        try:
-            opened = self._thread.restart()
-            self._thread.belong_to(self)
-            opened.result()
-        except BaseException:
-            self._thread.close(wait=False)
-            raise
+        self._thread.restart_for(self)
 
     async def arestart(self) -> None:
         """Restart as ``restart`` does, without holding up the event loop."""

@@ -39,6 +39,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "batch_generate": {"prompts": [[1], [2]], "max_tokens": 1},
     "chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "stream": {"prompt": [1], "max_tokens": 1},
+    "warm_up": {"prefix": [1]},
+    "cool_down": {"prefix": [1]},
     "stream_chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
 }
 """Arguments of each question that are right; the ``_sync`` twins take the same."""

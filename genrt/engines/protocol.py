@@ -22,6 +22,7 @@ __all__ = [
     "Engine",
     "EngineStatistics",
     "Finished",
+    "Keeping",
     "Speculating",
     "failure",
     "survived",
@@ -42,7 +43,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counters of an engine since it was opened; they only grow.
+    """Counters of an engine since it was opened; they only grow, but for what is said to be of this
+    moment.
 
     Attributes:
         steps: forwards that were run.
@@ -58,6 +60,7 @@ class EngineStatistics:
         forked: rows of a new sequence that shares the blocks of a resident one.
         evicted: resident sequences dropped to make room.
         resident: sequences that are resident at this moment.
+        kept_tokens: tokens of prefixes whose KV blocks are held at this moment.
         prepared: steps that were scheduled before their tokens were known.
         speculated: prepared steps that ran with tokens drawn on the device before anybody asked.
         seconds: how long the forwards took.
@@ -76,6 +79,7 @@ class EngineStatistics:
     forked: int = 0
     evicted: int = 0
     resident: int = 0
+    kept_tokens: int = 0
     prepared: int = 0
     speculated: int = 0
     seconds: float = 0.0
@@ -173,6 +177,29 @@ class Completing(Protocol):
     def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
         """Return what each of these, which are streamed, has drawn since it was asked last: ``None`` for
         nothing, or if it is not in progress. The completion has all of it too. Do not raise."""
+
+
+class Prefixes(Protocol):
+    """The contexts that an engine keeps, so that others which begin with them start from there."""
+
+    def __contains__(self, prefix: LogprobsRequest) -> bool:
+        """Return whether this one is kept, and nothing of it that can be kept is lacking."""
+
+    def keep(self, prefix: LogprobsRequest) -> None:
+        """Keep what is computed of this context, now and whenever it is computed again. Nothing is
+        refused for it, and nothing waits for ever: rather it is given up. Do not raise."""
+
+    def release(self, prefix: LogprobsRequest) -> None:
+        """Keep this context no more; ignore one that is not kept."""
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """An Engine that can keep what it has computed of a context."""
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """The contexts that it keeps."""
 
 
 def check_supported(engine: Engine, decoding: Decoding) -> None:

@@ -5,9 +5,10 @@ Nothing here touches an engine. A request that is made in this folder can be com
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ __all__ = [
     "abbreviated",
     "check_contexts",
     "check_seed",
+    "nonces_of",
     "seed_at",
     "seed_of",
 ]
@@ -114,6 +116,14 @@ class Drawn(Protocol):
 def check_seed(seed: int | None) -> int | None:
     """Return the seed of a question as an int, if there is one. Raises InvalidRequest otherwise."""
     return None if seed is None else check_int("seed", seed, 0, LAST_SEED)
+
+
+def nonces_of(seed: int | None) -> Iterator[int]:
+    """Return the nonces of a runtime with this seed, from which is drawn what is asked without a seed.
+    They begin somewhere among 2**62 numbers, so that no two runtimes share them, nor are they the seeds
+    that users give."""
+    [first] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    return itertools.count(int(first) >> 2)
 
 
 def seed_at(seed: int, place: int) -> int:

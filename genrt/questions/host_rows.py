@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of
 from genrt.questions.rows import LogprobsRequest, is_row
 from genrt.tokens.sampling import rows_at_once
 
-__all__ = ["HostRow", "host_row", "must_move"]
+__all__ = ["Device", "HostRow", "host_row", "must_move"]
+
+Device: TypeAlias = str | torch.device
+"""A device or its name, as torch takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def host_row(row: LogprobsRequest) -> ReadRequest:
     return ReadRequest(row, HostRow())
 
 
-def must_move(device: str | torch.device | None, own: torch.device) -> bool:
+def must_move(device: Device | None, own: torch.device) -> bool:
     """Return whether rows on ``own`` have to be moved to the host to be where they are wanted.
 
     Raises:

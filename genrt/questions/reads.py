@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class Wanted(Protocol):
     """The frozen value that says what is read from a row. The methods here are what most kinds do."""
 
     __slots__ = ()
+
+    computes: ClassVar[bool] = False
+    """Whether the engine is to compute the context even if its row is known."""
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +77,10 @@ class Answering(Protocol):
 
     def keep(self, read: Read) -> None:
         """Keep a copy of a read's row in the cache."""
+        ...
+
+    def keep_context(self, read: Read) -> None:
+        """Have the engine keep what it has computed of a read's context."""
         ...
 
 

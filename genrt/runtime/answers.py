@@ -29,6 +29,7 @@ from genrt.engines.protocol import (
     Engine,
     EngineStatistics,
     Finished,
+    Keeping,
     Speculating,
     survived,
 )
@@ -39,6 +40,7 @@ from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
+from genrt.runtime.prefixes import PrefixesToKeep
 
 __all__ = ["AnsweringEngine"]
 
@@ -50,11 +52,20 @@ class AnsweringEngine:
         engine: computes rows and samples; owned by whoever made it, as ``close`` passes through too.
         cache: rows that answer without the engine; rows on their way to the host are put there.
         adapters: those that are loaded, with the copies of them that the engine is given.
+        prefixes: those that the engine is to keep, if it can.
     """
 
-    def __init__(self, engine: Engine, cache: RowCache, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: RowCache,
+        adapters: Adapters | None = None,
+        prefixes: PrefixesToKeep | None = None,
+    ) -> None:
         self.engine = engine
         self._adapters = Adapters() if adapters is None else adapters
+        self._prefixes = PrefixesToKeep() if prefixes is None else prefixes
+        self._kept = engine.prefixes if isinstance(engine, Keeping) else None
         self._speculating = engine if isinstance(engine, Speculating) else None
         self._completing = engine if isinstance(engine, Completing) else None
         self._cache = cache
@@ -109,7 +120,10 @@ class AnsweringEngine:
                 sharing[request] = None
                 continue
             if row not in self._readers and row not in self._asked and row not in new:
-                borrowed = self._cache.borrow(row)
+                lacking = (
+                    request.wanted.computes and self._kept is not None and row not in self._kept
+                )
+                borrowed = None if lacking else self._cache.borrow(row)
                 if borrowed is not None:
                     cached[request] = borrowed
                     continue
@@ -220,19 +234,26 @@ class AnsweringEngine:
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter; one that is not loaded, as after a restart, is ignored. Raises
-        EngineDied alone: after any other error the weights may stay until the next restart."""
+        """Remove an adapter; one that is not loaded, as after a restart, is ignored. Its prefixes are
+        kept for the one that is loaded under its name now, if there is one. Raises EngineDied alone:
+        after any other error the weights may stay until the next restart."""
         if adapter not in self._adapters:
             return
         self._adapters.forget(adapter)
+        named = [each for each, _ in self._adapters if each.name == adapter.name]
+        for prefix in self._prefixes.bound_to(adapter):
+            self.release(prefix)
+            if named:
+                self._keep(prefix.bound_to(named[-1]))
         try:
             self.engine.remove_adapter(adapter)
         except Exception as error:  # nobody waits for this, and no question can name the adapter
             survived(error)
 
     def reload_adapters(self) -> dict[Adapter, GenrtError]:
-        """Load the adapters of the engine before into this one. One that it does not take is lost, with
-        its rows; return those, each with what who asks for it is told."""
+        """Load the adapters of the engine before into this one, and have it keep the same prefixes. An
+        adapter that it does not take is lost, with its rows and prefixes; return those, each with what
+        who asks for it is told."""
         lost: dict[Adapter, GenrtError] = {}
         for adapter, copy in self._adapters:
             try:
@@ -242,6 +263,11 @@ class AnsweringEngine:
             except Exception as error:
                 lost[adapter] = self._adapters.lose(adapter, error)
                 self._cache.forget(adapter)
+        for prefix in self._prefixes:
+            if prefix.adapter in lost:
+                self._prefixes.discard(prefix)
+            elif self._kept is not None:
+                self._kept.keep(prefix)
         return lost
 
     def statistics(self) -> EngineStatistics:
@@ -280,6 +306,23 @@ class AnsweringEngine:
         """Keep a copy of a read's row in the cache."""
         if read.request.row not in self._cache:
             self._cache.put(read.request.row, read.row)
+
+    def keep_context(self, read: Read) -> None:
+        """Have the engine keep what it has computed of a read's context, and every later one too."""
+        self._keep(read.request.row)
+
+    def _keep(self, prefix: LogprobsRequest) -> None:
+        if self._kept is None:
+            return
+        for over in self._prefixes.add(prefix):
+            self._kept.release(over)
+        self._kept.keep(prefix)
+
+    def release(self, prefix: LogprobsRequest) -> None:
+        """Have the engine keep a prefix no more; ignore one that it does not keep."""
+        self._prefixes.discard(prefix)
+        if self._kept is not None:
+            self._kept.release(prefix)
 
     def _answered(self, reads: Sequence[Read]) -> list[Finished]:
         """Return the ends of reads whose rows are there. A group that fails, as when it runs out of

@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
+from genrt.runtime.prefixes import PrefixesToKeep
 
 __all__ = ["EngineLoop"]
 
@@ -40,6 +42,7 @@ class EngineLoop:
             gets what that one had; once more only if something was answered since.
 
     ``opened`` resolves in the first round: to the engine, or to the error that opening it raised.
+    ``prefixes`` are those that every engine keeps.
     ``is_closing`` has the next round be the last; any thread sets it.
     """
 
@@ -52,6 +55,7 @@ class EngineLoop:
         restarts: bool,
     ) -> None:
         self.adapters = Adapters()
+        self.prefixes = PrefixesToKeep()
         self._open_engine = open_engine
         self._batcher = batcher
         self._cache = cache
@@ -94,6 +98,12 @@ class EngineLoop:
                 future.set_exception(self._ended.fresh())
         return future
 
+    def release(self, prefix: LogprobsRequest | None) -> None:
+        """Have this engine, and every later one, keep a prefix no more; with ``None`` all of them."""
+        for each in list(self.prefixes) if prefix is None else [prefix]:
+            self.prefixes.discard(each)
+            self.call(lambda _, each=each: self.answering.release(each))  # type: ignore[misc]
+
     def round(self) -> float | None:
         """Open the engine, the first time; then do the calls that wait and a turn that is due; replace an
         engine that died; or end.
@@ -134,8 +144,8 @@ class EngineLoop:
         return 0.0
 
     def _open(self) -> AnsweringEngine:
-        """Open an engine, with those adapters of the one before that it takes."""
-        answering = AnsweringEngine(self._open_engine(), self._cache, self.adapters)
+        """Open an engine, with those adapters of the one before that it takes, and its prefixes."""
+        answering = AnsweringEngine(self._open_engine(), self._cache, self.adapters, self.prefixes)
         try:
             self._batcher.fail(answering.reload_adapters())
         except BaseException:

@@ -15,6 +15,8 @@ from genrt.questions.completions import (
     completion_requests,
 )
 from genrt.questions.contexts import Limits
+from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions, prefix_request
+from genrt.questions.reads import ReadRequest
 from genrt.questions.samples import SampleOptions, SampleRequest, sample_requests
 from genrt.questions.token_ids import TokenIds
 from genrt.runtime.adapter_names import AdapterNames
@@ -103,6 +105,49 @@ class Texts:
         tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", None)
         ids = encoding.encode_turn(self.tokenizer, messages, tools, kwargs)
         return self.requests([ids], given, kwargs or {})
+
+    def prefix(self, prefix: Prefix, options: WarmUpOptions) -> tuple[ReadRequest, float | None]:
+        """Return the request to compute and keep a prefix, and the timeout.
+
+        Raises:
+            TypeError: an option is unknown.
+            InvalidRequest: the prefix is empty or none, or an option is wrong; ContextTooLong,
+                UnknownAdapter.
+        """
+        given: dict[str, Any] = {**options}
+        timeout = given.pop("timeout", None)
+        return self._kept(prefix, **given), timeout
+
+    def release(self, prefix: Prefix | None, options: PrefixOptions) -> None:
+        """Keep a prefix no more, or with ``None`` any; raises as ``prefix``."""
+        if prefix is not None:
+            self._thread.release(self._kept(prefix, **options).row)
+        elif options:
+            raise InvalidRequest(
+                f"{', '.join(options)} belong to a prefix: name the one to give up"
+            )
+        else:
+            self._thread.release(None)
+
+    def _kept(
+        self,
+        prefix: Prefix,
+        *,
+        adapter: str | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ReadRequest:
+        bound = self._adapters.bound(adapter)
+        given: Any = prefix
+        if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping):
+            given = encoding.encode_shared_turns(self.tokenizer, given, tools, chat_template_kwargs)
+        elif tools is not None or chat_template_kwargs is not None:
+            raise InvalidRequest(
+                "tools and chat_template_kwargs belong to a conversation: give its first messages"
+            )
+        elif isinstance(given, str):
+            given = encoding.encode_shared(self._thread.engine.tokenizer, given)
+        return prefix_request(self._limits, given, bound)
 
     def streamed(self, asked: Asked) -> tuple[CompletionRequest, float | None]:
         """Return a request that is asked for as one whose deltas are told, and the timeout."""

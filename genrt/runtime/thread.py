@@ -25,6 +25,7 @@ from typing import TypeVar
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine, EngineStatistics
 from genrt.errors import Closed, EngineFailed
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.engine_loop import EngineLoop
@@ -181,6 +182,16 @@ class EngineThread:
         self._wake()
         return future
 
+    def release(self, prefix: LogprobsRequest | None) -> None:
+        """Keep a prefix no more, or with ``None`` any: this engine soon, and later ones.
+
+        Raises:
+            Closed: in a forked child.
+        """
+        self._check_process()
+        self._loop.release(prefix)
+        self._wake()
+
     def belong_to(self, owner: object) -> None:
         """Have the thread end when its owner is garbage, unless it is closed before. An interpreter that
         exits waits for it too, but that is for the thread to see to."""
@@ -232,6 +243,17 @@ class EngineThread:
             self._batcher.reopen()
             self._thread.start()
             return self.opened
+
+    def restart_for(self, owner: object) -> None:
+        """Restart, and wait until another engine is open; the thread belongs to this owner again. What is
+        raised, an interrupt too, closes it."""
+        try:
+            opened = self.restart()
+            self.belong_to(owner)
+            opened.result()
+        except BaseException:
+            self.close(wait=False)
+            raise
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from genrt.engines.protocol import Keeping
 from genrt.questions.contexts import Adapter
 from genrt.questions.draws import DrawToken
 from genrt.questions.kinds import READ_KINDS
@@ -294,6 +295,30 @@ def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, R
     return results
 
 
+def prefixes(witness: Witness) -> None:
+    """Check that a context is kept from when it is to be until it is released, and that no row of one
+    that begins with it is changed."""
+    if not isinstance(witness.engine, Keeping):
+        return
+    kept = witness.engine.prefixes
+    prefix = LogprobsRequest(witness.context(witness.longest_prompt))
+    asked = [LogprobsRequest((*prefix.token_ids, token)) for token in (0, 1)]
+    before = witness.rows_of([prefix, *asked])
+    expect(prefix not in kept, f"{prefix} is said to be kept before it is to be")
+    for again in (False, True):
+        kept.keep(prefix)
+        expect(prefix in kept, f"{prefix}, computed and to be kept, is not (again: {again})")
+        for request, row, other in zip(
+            [prefix, *asked], witness.rows_of([prefix, *asked]), before, strict=True
+        ):
+            witness.expect_equal(row, other, f"{request}, which begins with a kept context")
+    for _ in range(2):
+        kept.release(prefix)
+        expect(prefix not in kept, f"{prefix} was released, and is said to be kept")
+    for request, row in zip(asked, witness.rows_of(asked), strict=True):
+        witness.expect_equal(row, before[1 + asked.index(request)], f"{request} after a release")
+
+
 def adapters(witness: Witness, paths: Sequence[Path]) -> None:
     """Check that an adapter's rows are its own, alone and mixed, until it is removed and unasked."""
     if not paths:
@@ -375,5 +400,6 @@ CHECKS: tuple[Callable[[Witness], None], ...] = (
     longest_context,
     counting,
     reads,
+    prefixes,
 )
 """All but ``adapters``, which needs directories to load."""

@@ -21,6 +21,9 @@ MOST_ASKED = 2000
 WHITE = r"[^\S\x1c-\x1f]*"
 """White space to the tokenizers library, in a regular expression."""
 
+FOLLOWING = ("a", "1")
+"""Texts that begin with tokens of different kinds: what follows a prefix may be either."""
+
 OURS = frozenset(
     (
         *("conversation", "tools", "add_generation_prompt", "tokenize", "return_dict"),
@@ -166,6 +169,67 @@ def encode_turn(
         tools=tools,
         chat_template_kwargs=chat_template_kwargs,
     )
+
+
+def encode_shared(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids that prompts share that begin with a text: those of the text, less any at its
+    end that depend on what follows. Raises InvalidRequest as ``encode_prompt``, and for an empty text."""
+    if not text:
+        raise InvalidRequest("a prefix must not be empty")
+    token_ids = encode_prompt(tokenizer, text)
+    longer = []
+    for more in FOLLOWING:
+        with contextlib.suppress(InvalidRequest):  # a tokenizer may not know these letters
+            longer.append(encode_prompt(tokenizer, f"{text}{more}"))
+    return _common([token_ids, *longer]) or token_ids
+
+
+def encode_shared_turns(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> list[int]:
+    """Return the token ids that chats share that begin with these messages: if the last one is a user's
+    or a tool's, up to the assistant's answer, and otherwise up to what the user says next.
+
+    Raises:
+        InvalidRequest: as ``encode_chat``, also for a template that takes no such message next; or the
+            chats share nothing.
+    """
+    _check_messages(messages)
+    answers = messages[-1]["role"] in ("user", "tool", "function")
+    role = "assistant" if answers else "user"
+    turns = [[*messages, {"role": role, "content": each}] for each in FOLLOWING]
+    turns += [list(messages)] if answers else []  # with the answer only begun
+    shared = _common(
+        [
+            encode_chat(
+                tokenizer,
+                turn,
+                add_generation_prompt=turn[-1]["role"] != "assistant",
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for turn in turns
+        ]
+    )
+    if not shared:
+        raise InvalidRequest(
+            "chats that begin with these messages share no tokens: the template puts what comes later "
+            "in front of them"
+        )
+    return shared
+
+
+def _common(sequences: Sequence[list[int]]) -> list[int]:
+    """Return the longest prefix of all of these."""
+    first, *others = sequences
+    length = min(map(len, sequences))
+    for other in others:
+        differ = (n for n in range(length) if first[n] != other[n])
+        length = next(differ, length)
+    return first[:length]
 
 
 def _check_messages(messages: object) -> None:

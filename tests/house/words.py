@@ -80,6 +80,8 @@ SYNONYMS = {
 FOREIGN = {
     "engines/process.py": {"backend", "backends"},  # PyTorch's, as torch.backends has them
     "inference/metropolis.py": {"warm_up", "_warm_up"},
+    "lm.py": {"warm_up", "warm_up_sync"},
+    "questions/prefixes.py": {"WarmUpOptions"},
     "interop/genlm.py": {"add_query", "batch_evaluate_queries", "query", "reset_async_queries"},
     "interop/llamppl.py": {"backend"},
     "testing/bets.py": {"bet", "bets"},  # those of statistics: testing by betting

@@ -22,7 +22,7 @@ from tokenizers import (
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidRequest
-from genrt.tokens.encoding import decode, encode, encode_chat
+from genrt.tokens.encoding import decode, encode, encode_chat, encode_shared, encode_shared_turns
 from genrt.tokens.vocabulary import BytesTokenizer
 from tests.tokens.test_vocabulary import CORPUS, EXACT, SPACE_IN_FRONT, WORDS, made, wrapped
 
@@ -432,3 +432,109 @@ def test_the_embedded_model_refuses_what_it_has_no_tokens_for_and_knows_chats() 
             encode(tokenizer, f"a{lost}b")
     text = decode(tokenizer, encode_chat(tokenizer, CHAT))
     assert text.endswith("<|im_start|>user\nnaïve 日本?<|im_end|>\n<|im_start|>assistant\n")
+
+
+# -- what prompts and chats share -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(EXACT | SPACE_IN_FRONT))
+@given(words=st.lists(st.sampled_from(WORDS), max_size=3), more=st.sampled_from(["a", "1", ""]))
+@settings(max_examples=60, deadline=None)
+def test_prompts_that_begin_with_a_text_begin_with_its_shared_tokens(
+    name: str, words: list[str], more: str
+) -> None:
+    tokenizer, _ = made(name)
+    text = "".join(["the cat the cat", *words])
+    try:
+        shared, prompt = encode_shared(tokenizer, text), encode(tokenizer, text + more)
+    except InvalidRequest:
+        return
+    assert prompt[: len(shared)] == shared
+    assert len(shared) > 0
+
+
+def merging(letters: str, *merges: tuple[str, str]) -> Any:
+    """A tokenizer of letters that merges these pairs."""
+    vocabulary = [*letters, *map("".join, merges)]
+    numbered = {token: number for number, token in enumerate(vocabulary)}
+    return wrapped(Tokenizer(models.BPE(vocab=numbered, merges=list(merges))), unknown=None)
+
+
+def test_a_token_that_what_follows_would_change_is_not_shared() -> None:
+    tokenizer = merging("hea1b", ("h", "e"), ("h", "a"))
+    assert tokenizer.convert_ids_to_tokens(encode_shared(tokenizer, "heh")) == ["he"]
+    assert tokenizer.convert_ids_to_tokens(encode_shared(tokenizer, "heb")) == ["he", "b"]
+    assert tokenizer.convert_ids_to_tokens(encode_shared(tokenizer, "h")) == [
+        "h"
+    ]  # rather than none
+
+
+def test_special_tokens_around_a_text_are_shared_only_in_front() -> None:
+    class Around:
+        """Puts a token in front of every text, and one behind it."""
+
+        def __init__(self) -> None:
+            self.own = merging("abc1<>")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.own, name)
+
+        def build_inputs_with_special_tokens(self, token_ids: list[int]) -> list[int]:
+            return [4, *token_ids, 5]
+
+    assert encode_shared(Around(), "cab") == [4, 2, 0, 1]
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+ASKED = [*SYSTEM, {"role": "user", "content": "Why?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "So."}]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "shared"),
+    [
+        (TURNS, SYSTEM, "<system>Be brief.<user>"),
+        (TURNS, ANSWERED, "<system>Be brief.<user>Why?<assistant>So.<user>"),
+        (TURNS, ASKED, "<system>Be brief.<user>Why?"),
+        (
+            TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}",
+            ASKED,
+            "<system>Be brief.<user>Why?<assistant>",
+        ),
+        (
+            TURNS + "{% if add_generation_prompt %}<assistant><think>{% endif %}",
+            ASKED,
+            "<system>Be brief.<user>Why?<assistant>",
+        ),
+        (TURNS + "{{ tools }}", SYSTEM, "<system>Be brief.<user>"),
+        ("{{ messages[0].content }}: {{ messages[-1].content }}", SYSTEM, "Be brief.:"),
+    ],
+)
+def test_chats_share_what_the_template_makes_of_any_next_message(
+    template: str, messages: list[dict[str, str]], shared: str
+) -> None:
+    tokenizer, _ = made("byte-level")
+    given = {"chat_template": template}
+    ids = encode_shared_turns(tokenizer, messages, None, given)
+    assert decode(tokenizer, ids) == shared
+    for more in ("Hello", "42", "a"):
+        role = "assistant" if messages is ASKED else "user"
+        turns = [*messages, {"role": role, "content": more}]
+        options: Any = {"chat_template_kwargs": given, "add_generation_prompt": role == "user"}
+        assert encode_chat(tokenizer, turns, **options)[: len(ids)] == ids
+
+
+def test_chats_that_share_nothing_and_none_at_all_are_refused() -> None:
+    tokenizer, _ = made("byte-level")
+    last = {"chat_template": "{{ messages[-1].content }}{{ messages[0].content }}"}
+    with pytest.raises(InvalidRequest, match="share no tokens"):
+        encode_shared_turns(tokenizer, SYSTEM, None, last)
+    with pytest.raises(InvalidRequest, match="got none"):
+        encode_shared_turns(tokenizer, [], None, None)
+    with pytest.raises(InvalidRequest, match="chat template does not take this"):
+        encode_shared_turns(
+            tokenizer, SYSTEM, None, {"chat_template": "{{ raise_exception('no') }}"}
+        )
+    with pytest.raises(InvalidRequest, match="empty"):
+        encode_shared(tokenizer, "")

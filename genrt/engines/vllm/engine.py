@@ -29,17 +29,18 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.capture import RemoteStore, RowStore, install
+from genrt.engines.vllm.capture import RemoteStore, RowStore, install, not_finite
 from genrt.engines.vllm.config import core_request, row_params, translated
 from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
+from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.runners import runner_of
 from genrt.engines.vllm.samples import Generated, Samples
 from genrt.engines.vllm.speculation import DecodeSteps
-from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite
+from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
@@ -81,11 +82,9 @@ class VLLMEngine:
             else:
                 model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
-        self._adapters = VLLMAdapters(
-            self._core,
-            enabled=config.lora_config is not None,
-            base_needs_twin=self.device.type == "cpu",
-        )
+        on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
+        self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
+        self.prefixes = KeptPrefixes(core, self._adapters.request)
         self._open: OpenRequests | None = None
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
         self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)
@@ -99,10 +98,11 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
+            core.scheduler.held_for = self.prefixes.shared
         self._decoded: list[tuple[Request, str]] = []  # what the last decode step computed
         self._tickets = itertools.count(1)
         self._in_progress: dict[str, Sent] = {}  # what vLLM has, by id
-        drawn_here = self.runner == "V1" and self.device.type == "cpu"
+        drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
@@ -127,8 +127,9 @@ class VLLMEngine:
         return self._samples.completions.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
-        resident = {} if self._open is None else self._open.counts()
-        return EngineStatistics(**self._counted.copy() | resident)
+        now = {"kept_tokens": self.prefixes.tokens}
+        now |= {} if self._open is None else self._open.counts()
+        return EngineStatistics(**self._counted.copy() | now)
 
     # -- submit, step, cancel -----------------------------------------------------------------
 
@@ -206,6 +207,7 @@ class VLLMEngine:
                 if finished is None:
                     only = self._samples.under_way == len(self._in_progress)
                     outputs = self._steps.run(only_texts=only)
+                    self.prefixes.look()
             if finished is None:
                 finished = self._collect(outputs)
         except Exception as error:
@@ -230,7 +232,7 @@ class VLLMEngine:
         finished = [Finished(*end) for end in zip(requests, step.rows.unbind(), strict=True)]
         bad = step.check.wait()
         for position in bad:
-            finished[position] = Finished(requests[position], error=_not_finite())
+            finished[position] = Finished(requests[position], error=not_finite())
         if bad:
             self._abort([step.request_ids[position] for position in bad])
         self._count(rows=len(finished) - len(bad), failed=len(bad))
@@ -285,7 +287,7 @@ class VLLMEngine:
         for request_id, row in zip(answered, rows, strict=True):
             request = cast("LogprobsRequest", self._end(request_id))
             if row is None:
-                finished.append(Finished(request, error=_not_finite()))
+                finished.append(Finished(request, error=not_finite()))
                 over.append(request_id)
             else:
                 finished.append(Finished(request, row))
@@ -335,6 +337,7 @@ class VLLMEngine:
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
             self._store.forget(map(int, self._in_progress))
+            self.prefixes.give_up()
             clean = self._core.reset_prefix_cache()
         except Exception as error:
             raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
@@ -356,6 +359,8 @@ class VLLMEngine:
         except BaseException:
             self.remove_adapter(adapter)
             raise
+        finally:
+            self.prefixes.begin_anew(None)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         self._abort(self._idle(adapter))
@@ -380,6 +385,7 @@ class VLLMEngine:
         if self._open is not None:
             resident = self._open.request_ids()
             self._abort([each for each in resident if each not in self._in_progress])
+        self.prefixes.give_up()
         self._core.reset_prefix_cache()
 
     def stop_keeping(self) -> None:
@@ -443,9 +449,3 @@ class VLLMEngine:
     def _count(self, **more: float) -> None:
         for name, number in more.items():
             self._counted[name] += number
-
-
-def _not_finite() -> NotFinite:
-    return NotFinite(
-        "the model's logits for this context are NaN, +inf or all -inf: check the weights and dtype"
-    )

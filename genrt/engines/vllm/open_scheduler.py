@@ -23,7 +23,7 @@ that come by these ways with rows that don't.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's ``scheduler_cls`` for engines with resident sequences.
 
     ``ahead`` is set by the engine: whether a step is scheduled as if every request of the step before,
-    which is still under way, went on with a token.
+    which is still under way, went on with a token. So is ``held_for``: how many
+    blocks of a request are certain to be there, without any that are free.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +63,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
         self.ahead = False
+        self.held_for: Callable[[Request], int] = lambda _: 0
         self.parked: dict[str, Request] = {}
         self.computed_tokens = 0
         self.forked = 0
@@ -385,12 +387,14 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def _make_room(self) -> None:
         """Finish parked requests, the longest unused first, until there are blocks (an upper bound: as if
-        nothing were shared) and slots in the runner for what is to run."""
+        nothing were shared but kept prefixes) and slots in the runner for what is to run."""
         pool = self.kv_cache_manager.block_pool
         places = self.max_num_running_reqs - len(self.running)
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), places))
         # Two more than a waiting request has full blocks: for its last tokens, and for a copied block.
-        blocks = len(self.running) + sum(r.num_tokens // self.block_size + 2 for r in waiting)
+        blocks = len(self.running) + sum(
+            r.num_tokens // self.block_size + 2 - self.held_for(r) for r in waiting
+        )
         known = len(self.running) + len(self.parked) + len(self._waking)
         slots = known + len(waiting) - self._max_known
         if blocks <= pool.get_num_free_blocks() and slots <= 0:

@@ -1,0 +1,177 @@
+"""Prefixes that stay in vLLM's KV cache: their blocks are referenced, as if a request went on using them.
+
+vLLM finds the full blocks of a new request's tokens by their hashes, whichever request has computed them,
+and reuses a block only once nobody refers to it. So a prefix needs no request of its own, and no slot of
+the runner, to stay: rows and texts, under any scheduler, start from its last full block.
+
+Rules:
+    Blocks are taken as they are found. What is lost, to a failed step or to a newer
+    prefix, is taken again once any question has computed it.
+    All prefixes together hold ``SHARE`` of the blocks at most.
+    No request waits for ever because of them: before vLLM does without a step, they are given up one by
+    one, the oldest first.
+
+What this touches of vLLM is listed in ``docs/new_vllm.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
+
+from genrt.engines.vllm.config import core_request, row_params
+from genrt.errors import UnknownAdapter
+from genrt.questions.contexts import Adapter
+from genrt.questions.rows import LogprobsRequest
+
+__all__ = ["KeptPrefixes"]
+
+SHARE = 0.5
+"""The part of the KV cache that prefixes may hold: the rest is for what goes on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """The hashes of a prefix's full blocks, and those blocks, from the first on, that are held."""
+
+    hashes: Sequence[Any] | None = None  # until the prefix is looked up
+    blocks: list[Any] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.hashes is not None and len(self.blocks) == len(self.hashes)
+
+
+class KeptPrefixes:
+    """The prefixes that one engine keeps.
+
+    Args:
+        core: vLLM's engine core, in this process.
+        lora_of: returns what a request for an adapter tells vLLM; raises UnknownAdapter.
+    """
+
+    def __init__(self, core: Any, lora_of: Callable[[Adapter | None], LoRARequest | None]) -> None:
+        self._scheduler = scheduler = core.scheduler
+        self._hasher = core.request_block_hasher
+        self._lora_of = lora_of
+        manager = scheduler.kv_cache_manager
+        self._pool = manager.block_pool
+        self._block_size = scheduler.hash_block_size
+        # Other models keep only some blocks of a sequence, or blocks of several kinds.
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        self._can_keep = (
+            self._hasher is not None
+            and len(groups) == 1
+            and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+            and groups[0].kv_cache_spec.block_size == scheduler.hash_block_size
+        )
+        self._most = int(self._pool.num_gpu_blocks * SHARE) if self._can_keep else 0
+        self._kept: dict[LogprobsRequest, _Kept] = {}
+        self._allocate_slots = manager.allocate_slots
+        manager.allocate_slots = self._allocated  # on the instance, in front of the class's own
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens' blocks are held."""
+        return int(self._held * self._block_size)
+
+    @property
+    def _held(self) -> int:
+        return sum(len(kept.blocks) for kept in [*self._kept.values()])
+
+    def __contains__(self, prefix: LogprobsRequest) -> bool:
+        kept = self._kept.get(prefix)
+        return kept is not None and kept.is_whole
+
+    def keep(self, prefix: LogprobsRequest) -> None:
+        """Hold what is computed of a prefix, now and later. Older ones make room for it."""
+        kept = self._kept.get(prefix, _Kept())
+        self.release(prefix)
+        self._kept[prefix] = kept  # the newest is the last
+        others = [each for each in self._kept.values() if each is not kept]
+        room = self._most - len(self._hashes(prefix, kept))
+        while others and sum(len(each.blocks) for each in others) > room:
+            self._give_up(others.pop(0))
+        self._take(prefix, kept)
+
+    def release(self, prefix: LogprobsRequest) -> None:
+        """Keep a prefix no more; ignore any other."""
+        if (kept := self._kept.pop(prefix, None)) is not None:
+            self._give_up(kept)
+
+    def look(self) -> None:
+        """Take what a step has computed of the prefixes of which something is lacking."""
+        for prefix, kept in self._kept.items():
+            if not kept.is_whole:
+                self._take(prefix, kept)
+
+    def give_up(self) -> None:
+        """Let go of all blocks; ``look`` takes those that are computed again."""
+        for kept in self._kept.values():
+            self._give_up(kept)
+
+    def begin_anew(self, adapter: Adapter | None) -> None:
+        """Look an adapter's prefixes up again: its requests tell vLLM something else from now on."""
+        for prefix, kept in self._kept.items():
+            if prefix.adapter == adapter:
+                self._give_up(kept)
+                kept.hashes = None
+        self.look()
+
+    def shared(self, request: Request) -> int:
+        """Return how many blocks of a request are held already, for a prefix with which it begins."""
+        most = 0
+        for kept in self._kept.values():
+            count = min(len(kept.blocks), len(request.block_hashes))
+            # Each hash is of all tokens up to there.
+            if kept.hashes is None or count <= most:
+                continue
+            if request.block_hashes[count - 1] == kept.hashes[count - 1]:
+                most = count
+        return most
+
+    def _hashes(self, prefix: LogprobsRequest, kept: _Kept) -> Sequence[Any]:
+        if kept.hashes is None:
+            if not self._can_keep:
+                kept.hashes = ()
+                return kept.hashes
+            try:
+                lora = self._lora_of(prefix.adapter)
+            except UnknownAdapter:
+                return ()
+            params = row_params(0, open_for=None)
+            request = core_request("", prefix.token_ids, params, lora)
+            kept.hashes = Request.from_engine_core_request(request, self._hasher).block_hashes
+        return kept.hashes
+
+    def _take(self, prefix: LogprobsRequest, kept: _Kept) -> None:
+        room = self._most - self._held
+        for block_hash in self._hashes(prefix, kept)[len(kept.blocks) :][: max(room, 0)]:
+            found = self._pool.get_cached_block(block_hash, [0])
+            if found is None:
+                return
+            self._pool.touch(found)
+            kept.blocks += found
+
+    def _give_up(self, kept: _Kept) -> None:
+        self._pool.free_blocks(reversed(kept.blocks))  # vLLM reuses the last of a sequence first
+        kept.blocks.clear()
+
+    def _allocated(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Do what ``KVCacheManager.allocate_slots`` does. Where it has no blocks for a request beside
+        which nothing runs, give up prefixes until it has."""
+        blocks = self._allocate_slots(request, *args, **kwargs)
+        if blocks is not None or any(each is not request for each in self._scheduler.running):
+            return blocks
+        for kept in [*self._kept.values()]:
+            if kept.blocks:
+                self._give_up(kept)
+                blocks = self._allocate_slots(request, *args, **kwargs)
+                if blocks is not None:
+                    break
+        return blocks

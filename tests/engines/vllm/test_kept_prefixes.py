@@ -1,0 +1,323 @@
+"""Prefixes that vLLM keeps: what questions compute that begin with one, counted in tokens, through
+everything that drops the rest. Every row is held against transformers'."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.errors import EngineDied, EngineFailed, TimedOut
+from genrt.lm import AsyncLM
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_BYTES = 2 * 2 * 32 * 2 * 4 * 32
+"""Layers, KV heads, head size, K and V, bytes of a float32, tokens of a block."""
+BLOCK, BLOCKS = 32, 24
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": BLOCK,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 400,
+    "kv_cache_memory_bytes": BLOCKS * BLOCK_BYTES,
+}
+TOLERANCE = 5e-4
+Oracle = Callable[[Sequence[int]], torch.Tensor]
+
+
+def load(model: Path, **arguments: Any) -> AsyncLM:
+    options = OPTIONS | arguments.pop("engine_options", {})
+    return genrt.load(str(model), engine_options=options, cache_bytes=0, **arguments)
+
+
+@pytest.fixture(scope="module")
+def tight(llama: Path) -> Iterator[AsyncLM]:
+    """A runtime with 24 blocks of 32 tokens, the first of which vLLM takes for itself."""
+    with load(llama) as lm:
+        yield lm
+
+
+@pytest.fixture
+def lm(tight: AsyncLM) -> AsyncLM:
+    """The same, that keeps nothing and has nothing computed."""
+    tight.cool_down()
+    engine: Any = tight._thread.engine
+    tight._thread.call(lambda _: engine.forget_residents()).result()
+    assert tight.statistics().engine.kept_tokens == 0
+    return tight
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(320) for _ in range(count)]
+
+
+PREFIX = tokens(100, seed=1)
+KEPT = 96
+"""How many of its tokens fill blocks."""
+
+
+def work(lm: AsyncLM, seed: int = 0) -> None:
+    """Put ten times as many tokens through the KV cache as it holds, by rows and by texts."""
+    for n in range(20):
+        lm.next_token_logprobs_sync(tokens(350, seed=1000 * (seed + 1) + n))
+        lm.generate_sync(tokens(350, seed=2000 * (seed + 1) + n), max_tokens=3, ignore_eos=True)
+
+
+def computed(lm: AsyncLM, ask: Callable[[], object]) -> int:
+    """How many tokens go through the model for a question."""
+    before = lm.statistics().engine.computed_tokens
+    ask()
+    return lm.statistics().engine.computed_tokens - before
+
+
+def right(row: torch.Tensor, context: Sequence[int], oracle: Oracle) -> bool:
+    return float((oracle(context) - row).abs().max()) < TOLERANCE
+
+
+def pool_of(lm: AsyncLM) -> Any:
+    engine: Any = lm._thread.engine
+    return engine._core.engine_core.scheduler.kv_cache_manager.block_pool
+
+
+def kept(lm: AsyncLM) -> int:
+    return lm.statistics().engine.kept_tokens
+
+
+def test_rows_and_texts_begin_after_the_prefix_whatever_else_was_computed(
+    lm: AsyncLM, oracle: Oracle
+) -> None:
+    assert pool_of(lm).num_gpu_blocks == BLOCKS
+    assert computed(lm, lambda: lm.warm_up_sync(PREFIX)) == len(PREFIX)
+    assert kept(lm) == KEPT
+    for seed in range(3):
+        work(lm, seed)
+        context, prompt = [*PREFIX, 5, seed], [*PREFIX, 6, seed]
+        assert computed(lm, partial(lm.next_token_logprobs_sync, context)) == 6
+        assert right(lm.next_token_logprobs_sync(context), context, oracle)
+        assert computed(lm, partial(lm.generate_sync, prompt, max_tokens=4, ignore_eos=True)) == 9
+    lm.cool_down()
+    work(lm)
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 7])) == 101
+
+
+def test_a_prefix_is_computed_once_however_often_it_is_warmed_up(lm: AsyncLM) -> None:
+    assert lm.warm_up_sync(PREFIX) == len(PREFIX)
+    assert computed(lm, lambda: lm.warm_up_sync(PREFIX)) <= len(PREFIX) - KEPT
+    assert kept(lm) == KEPT
+
+    async def at_once() -> list[int]:
+        return await asyncio.gather(*[lm.warm_up(tokens(100, seed=2)) for _ in range(5)])
+
+    assert computed(lm, lambda: asyncio.run(at_once())) == 100
+    assert kept(lm) == 2 * KEPT
+
+
+def test_one_that_is_given_up_is_there_until_its_memory_is_wanted(lm: AsyncLM) -> None:
+    other = tokens(100, seed=3)
+    lm.warm_up_sync(PREFIX)
+    lm.warm_up_sync(other)
+    lm.cool_down(PREFIX)
+    lm.cool_down([1, 2, 3])
+    work(lm)
+    assert kept(lm) == KEPT
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*other, 1])) == 5
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 101
+
+
+def test_all_together_hold_half_of_the_memory_and_the_oldest_make_room(lm: AsyncLM) -> None:
+    prefixes = [tokens(4 * BLOCK, seed=10 + n) for n in range(5)]
+    for prefix in prefixes:
+        lm.warm_up_sync(prefix)
+        assert kept(lm) <= BLOCKS // 2 * BLOCK
+    assert kept(lm) == 3 * 4 * BLOCK
+    work(lm)
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[4], 1])) == 1
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[0], 1])) == 4 * BLOCK + 1
+    lm.warm_up_sync(tokens(399, seed=20))  # as much of it as there is room for
+    assert kept(lm) == 12 * BLOCK
+    lm.cool_down()
+    lm.next_token_logprobs_sync([1])
+    assert kept(lm) == 0
+
+
+def test_a_question_that_needs_all_memory_gets_it_and_the_prefix_comes_back(
+    lm: AsyncLM, oracle: Oracle
+) -> None:
+    """A context of 399 tokens has 13 blocks; 12 are kept, 23 there are."""
+    for n in range(3):
+        lm.warm_up_sync(tokens(4 * BLOCK, seed=30 + n))
+    assert kept(lm) == 12 * BLOCK
+    long = tokens(399, seed=40)
+    assert right(lm.next_token_logprobs_sync(long), long, oracle)
+    assert kept(lm) < 12 * BLOCK
+    for n in range(3):
+        lm.next_token_logprobs_sync([*tokens(4 * BLOCK, seed=30 + n), 1])
+    assert kept(lm) == 12 * BLOCK
+
+
+async def test_texts_wait_for_each_other_rather_than_drop_the_prefix(
+    lm: AsyncLM, oracle: Oracle
+) -> None:
+    """Eight texts of up to 230 tokens need 64 blocks of their own; there are 20 beside the prefix."""
+    await lm.warm_up(PREFIX)
+    drawn = await lm.batch_generate(
+        [tokens(130, seed=50 + n) for n in range(8)], max_tokens=100, ignore_eos=True, seed=0
+    )
+    rows = await asyncio.gather(
+        *[lm.next_token_logprobs([*PREFIX, n, *tokens(90, seed=60 + n)]) for n in range(24)]
+    )
+    assert [len(each.token_ids) for each in drawn] == [100] * 8
+    for n, row in enumerate(rows):
+        assert right(row, [*PREFIX, n, *tokens(90, seed=60 + n)], oracle)
+    assert kept(lm) == KEPT
+
+
+async def test_residents_stay_while_texts_with_the_prefix_wait(lm: AsyncLM) -> None:
+    """Each of these texts would take four blocks if it did not share three."""
+    await lm.warm_up(PREFIX)
+    context = tokens(40, seed=70)
+    await lm.next_token_logprobs(context)
+    before = lm.statistics().engine
+    await lm.batch_generate([[*PREFIX, n] for n in range(6)], max_tokens=2, ignore_eos=True)
+    await lm.next_token_logprobs([*context, 1])
+    after = lm.statistics().engine
+    assert after.evicted == before.evicted
+    assert after.extended == before.extended + 1
+
+
+async def test_who_leaves_keeps_nothing(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TimedOut):
+        await lm.warm_up(PREFIX, timeout=0.0)
+    asked = asyncio.create_task(lm.warm_up(PREFIX))
+    other = asyncio.create_task(lm.warm_up(tokens(64, seed=80)))
+    await asyncio.sleep(0)
+    asked.cancel()
+    assert await other == 64
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert kept(lm) == 64
+    assert lm.statistics().batcher.in_flight == 0
+
+
+def test_a_failed_step_loses_it_until_it_is_computed_again(
+    lm: AsyncLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm.warm_up_sync(PREFIX)
+    engine: Any = lm._thread.engine
+    runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+    for error, raised in ((RuntimeError("no"), EngineFailed), (MemoryError(), genrt.OutOfMemory)):
+        with monkeypatch.context() as patch:
+
+            def fail(*_: Any, error: Exception = error, **__: Any) -> None:
+                raise error
+
+            patch.setattr(type(runner), "execute_model", fail)
+            with pytest.raises(raised):
+                lm.next_token_logprobs_sync([1, 2, 3])
+            with pytest.raises(raised):
+                lm.warm_up_sync(tokens(50, seed=4))
+        assert kept(lm) == 0
+        row = [*PREFIX, 9]
+        assert right(lm.next_token_logprobs_sync(row), row, oracle)
+        assert kept(lm) == KEPT
+    work(lm)
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 5
+
+
+@pytest.mark.parametrize("residency", [True, False])
+async def test_another_engine_keeps_it_once_a_question_has_computed_it(
+    llama: Path, residency: bool
+) -> None:
+    """After ``restart``, and after one that died is replaced; without residents too."""
+    async with await genrt.aload(
+        str(llama), engine_options=OPTIONS, cache_bytes=0, restart="auto", residency=residency
+    ) as lm:
+        await lm.warm_up(PREFIX)
+        await lm.warm_up(tokens(64, seed=5))
+        lm.cool_down(tokens(64, seed=5))
+        await lm.arestart()
+        assert kept(lm) == 0
+        await lm.generate([*PREFIX, 1], max_tokens=1)
+        assert kept(lm) == KEPT
+        engine: Any = lm._thread.engine
+
+        def die(**_: Any) -> Any:
+            raise EngineDied("scripted")
+
+        engine._steps.run = die
+        await lm.next_token_logprobs([*PREFIX, 2])
+        assert lm._thread.engine is not engine
+        assert kept(lm) == KEPT
+        await aside(work, lm)
+        assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 3])) == 5
+    assert lm.cool_down(PREFIX) is None  # type: ignore[func-returns-value]
+    with pytest.raises(genrt.Closed):
+        await lm.warm_up(PREFIX)
+
+
+async def aside(function: Callable[..., None], *args: Any) -> None:
+    await asyncio.to_thread(function, *args)
+
+
+def test_without_vllms_prefix_cache_rows_are_right_and_nothing_is_kept(
+    llama: Path, oracle: Oracle
+) -> None:
+    with load(llama, engine_options={"enable_prefix_caching": False}) as lm:
+        assert lm.warm_up_sync(PREFIX) == len(PREFIX)
+        assert kept(lm) == 0
+        assert right(lm.next_token_logprobs_sync([*PREFIX, 1]), [*PREFIX, 1], oracle)
+
+
+def test_adapters_have_prefixes_of_their_own_and_leave_the_base_its(
+    llama: Path, loras: tuple[Path, Path], oracle: Oracle
+) -> None:
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with load(llama, engine_options=options) as lm:
+        lm.warm_up_sync(PREFIX)
+        lm.add_adapter_sync("a", loras[0])
+        lm.next_token_logprobs_sync(
+            [*PREFIX, 1]
+        )  # on a CPU the base is computed otherwise from now on
+        assert lm.warm_up_sync(PREFIX, adapter="a") == len(PREFIX)
+        assert kept(lm) == 2 * KEPT
+        lm.add_adapter_sync("b", loras[1])
+        assert kept(lm) == 2 * KEPT
+        work(lm)
+        base = computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 2]))
+        adapted = computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 2], adapter="a"))
+        assert (base, adapted) == (5, 5)
+
+        lm.add_adapter_sync("a", loras[1])  # other weights: computed anew, and kept again
+        rows = [lm.next_token_logprobs_sync([*PREFIX, 3], adapter=name) for name in "ab"]
+        assert float((rows[0] - rows[1]).abs().max()) < TOLERANCE
+        assert not right(rows[0], [*PREFIX, 3], oracle)
+        assert kept(lm) == 2 * KEPT
+        work(lm)
+        assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 4], adapter="a")) == 5
+
+        lm.remove_adapter("a")
+        lm.next_token_logprobs_sync([4])
+        assert kept(lm) == KEPT
+        lm.restart()
+        lm.next_token_logprobs_sync([*PREFIX, 5], adapter="b")
+        lm.next_token_logprobs_sync([*PREFIX, 5])
+        assert kept(lm) == KEPT
+
+
+def test_two_runtimes_keep_their_own(lm: AsyncLM, llama: Path) -> None:
+    lm.warm_up_sync(PREFIX)
+    with load(llama) as other:
+        other.warm_up_sync(tokens(64, seed=6))
+        assert (kept(lm), kept(other)) == (KEPT, 64)
+        work(lm)
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 5

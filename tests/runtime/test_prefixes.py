@@ -1,0 +1,409 @@
+"""Prefixes that are warmed up: computed once, kept by every engine of the runtime until they are given
+up. What vLLM does is in test_kept_prefixes.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.engines.protocol import Finished, Keeping, Prefixes
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    EngineDied,
+    EngineFailed,
+    InvalidRequest,
+    OutOfMemory,
+    TimedOut,
+    UnknownAdapter,
+)
+from genrt.lm import AsyncLM
+from genrt.questions.contexts import Adapter
+from genrt.questions.prefixes import prefix_request
+from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.prefixes import MOST_PREFIXES
+from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, logprobs, passes
+
+
+class Kept:
+    """What an engine is told to keep; it has what was computed since the last ``lose``."""
+
+    def __init__(self) -> None:
+        self.asked: dict[LogprobsRequest, None] = {}
+        self.computed: set[LogprobsRequest] = set()
+
+    def __contains__(self, prefix: LogprobsRequest) -> bool:
+        return prefix in self.asked and prefix in self.computed
+
+    def keep(self, prefix: LogprobsRequest) -> None:
+        self.asked[prefix] = None
+
+    def release(self, prefix: LogprobsRequest) -> None:
+        self.asked.pop(prefix, None)
+
+    def lose(self) -> None:
+        self.computed.clear()
+
+
+class KeepingEngine(ScriptedEngine):
+    """A ScriptedEngine that keeps contexts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.kept = Kept()
+
+    @property
+    def prefixes(self) -> Prefixes:
+        return self.kept
+
+    def step(self) -> list[Finished]:
+        finished = super().step()
+        self.kept.computed |= {
+            end.request for end in finished if isinstance(end.request, LogprobsRequest)
+        }
+        return finished
+
+    def held(self) -> list[LogprobsRequest]:
+        return list(self.kept.asked)
+
+
+class Engines:
+    """Opens engines, and has them all."""
+
+    def __init__(self, *first: ScriptedEngine) -> None:
+        self.made: list[Any] = []
+        self._first = list(first)
+
+    def __call__(self) -> Any:
+        self.made.append(self._first.pop(0) if self._first else KeepingEngine())
+        return self.made[-1]
+
+
+def load(engines: Engines, **options: Any) -> AsyncLM:
+    return genrt.load(engine=engines, **options)
+
+
+def settled(lm: AsyncLM) -> None:
+    """Let the engine's thread do what it was told."""
+    lm._thread.call(lambda _: None).result(PATIENCE_SECONDS)
+
+
+def an_adapter(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(b"")
+    return directory
+
+
+# -- computed once, kept, given up ----------------------------------------------------------------
+
+
+async def test_a_prefix_is_computed_once_for_all_who_warm_it_up() -> None:
+    engines = Engines()
+    async with load(engines) as lm:
+        [engine] = engines.made
+        protocol: object = engine
+        assert isinstance(protocol, Keeping)
+        assert await asyncio.gather(*[lm.warm_up([1, 2, 3]) for _ in range(5)]) == [3] * 5
+        assert await lm.warm_up([1, 2, 3]) == 3
+        assert lm.warm_up_sync((1, 2, 3)) == 3
+        assert engine.submitted == [[logprobs(1, 2, 3)]]
+        assert engine.held() == [logprobs(1, 2, 3)]
+        await lm.next_token_logprobs([1, 2, 3])  # its row was kept too
+        assert len(engine.submitted) == 1
+
+
+def test_a_row_in_the_cache_does_not_stand_for_its_context() -> None:
+    engines = Engines()
+    with load(engines) as lm:
+        [engine] = engines.made
+        lm.next_token_logprobs_sync([1, 2])
+        for computed in (2, 3):
+            assert lm.warm_up_sync([1, 2]) == 2
+            assert lm.warm_up_sync([1, 2]) == 2
+            assert len(engine.submitted) == computed
+            engine.kept.lose()
+
+
+def test_without_room_for_rows_it_works_as_well() -> None:
+    engines = Engines()
+    with load(engines, cache_bytes=0) as lm:
+        assert lm.warm_up_sync([1, 2]) == lm.warm_up_sync([1, 2]) == 2
+        assert engines.made[0].held() == [logprobs(1, 2)]
+
+
+def test_one_is_given_up_or_all_and_others_are_ignored() -> None:
+    engines = Engines()
+    with load(engines) as lm:
+        [engine] = engines.made
+        for ids in ([1], [2], [3, 4]):
+            lm.warm_up_sync(ids)
+        lm.cool_down([1])
+        lm.cool_down([5])
+        settled(lm)
+        assert engine.held() == [logprobs(2), logprobs(3, 4)]
+        lm.cool_down()
+        lm.cool_down()
+        settled(lm)
+        assert engine.held() == []
+
+
+def test_the_oldest_of_too_many_goes() -> None:
+    engines = Engines()
+    with load(engines) as lm:
+        for n in range(MOST_PREFIXES):
+            lm.warm_up_sync([n % 8, n // 8])
+        lm.warm_up_sync([0, 0])  # the newest now
+        lm.warm_up_sync([7, 7, 7])
+        held = engines.made[0].held()
+        assert len(held) == MOST_PREFIXES
+        assert logprobs(0, 0) in held
+        assert logprobs(1, 0) not in held
+
+
+# -- who leaves, what fails -----------------------------------------------------------------------
+
+
+async def test_who_leaves_has_nothing_kept_and_disturbs_nobody() -> None:
+    gate = Gate()
+    engine = KeepingEngine(gate=gate, steps=lambda _: 2)
+    async with load(Engines(engine)) as lm:
+        left = asyncio.create_task(lm.warm_up([1]))
+        shared = [asyncio.create_task(lm.warm_up([2])) for _ in range(2)]
+        await asyncio.to_thread(gate.wait_until_held)
+        left.cancel()
+        shared[0].cancel()
+        await passes()
+        gate.open()
+        assert await shared[1] == 1
+        assert left.cancelled()
+        assert shared[0].cancelled()
+        await lm.next_token_logprobs([3])
+        assert engine.held() == [logprobs(2)]
+        assert lm.statistics().batcher.in_flight == 0
+
+
+async def test_a_timeout_withdraws_it() -> None:
+    engine = KeepingEngine(steps=lambda request: 1 if request.token_ids == (1,) else 10**9)
+    async with load(Engines(engine)) as lm:
+        with pytest.raises(TimedOut):
+            await lm.warm_up([2], timeout=0.01)
+        with pytest.raises(TimedOut):
+            await asyncio.to_thread(lm.warm_up_sync, [2], timeout=0.01)
+        assert await lm.warm_up([1], timeout=PATIENCE_SECONDS) == 1
+        assert engine.held() == [logprobs(1)]
+
+
+def test_a_loop_that_is_closed_takes_its_prefix_along() -> None:
+    gate = Gate()
+    engine = KeepingEngine(gate=gate, steps=lambda _: 2)
+    with load(Engines(engine)) as lm:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(lm.warm_up([1]))
+        loop.run_until_complete(passes())
+        gate.wait_until_held()
+        loop.close()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        gate.open()
+        lm.next_token_logprobs_sync([2])
+        lm.next_token_logprobs_sync([3])
+        assert engine.held() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RuntimeError("no"), EngineFailed), (MemoryError(), OutOfMemory)]
+)
+def test_a_step_that_fails_keeps_nothing(error: Exception, raised: type[Exception]) -> None:
+    engine = KeepingEngine(fail_at={1: error})
+    with load(Engines(engine)) as lm:
+        with pytest.raises(raised):
+            lm.warm_up_sync([1])
+        assert engine.held() == []
+        assert lm.warm_up_sync([1]) == 1
+        assert engine.held() == [logprobs(1)]
+
+
+async def test_out_of_memory_with_others_it_is_tried_again() -> None:
+    gate = Gate()
+    engine = KeepingEngine(gate=gate, fail_at={2: MemoryError()})
+    async with load(Engines(engine)) as lm:
+        first = asyncio.create_task(lm.next_token_logprobs([5]))
+        await asyncio.to_thread(gate.wait_until_held)
+        others = [asyncio.create_task(lm.warm_up([n])) for n in range(4)]
+        await passes()
+        gate.open()
+        await first
+        assert await asyncio.gather(*others) == [1] * 4
+        assert {*engine.held()} == {logprobs(n) for n in range(4)}
+
+
+# -- engines and adapters that come and go ---------------------------------------------------------
+
+
+def test_another_engine_is_told_to_keep_the_same() -> None:
+    engines = Engines()
+    with load(engines) as lm:
+        lm.warm_up_sync([1])
+        lm.warm_up_sync([2])
+        lm.restart()
+        assert engines.made[1].held() == [logprobs(1), logprobs(2)]
+        assert engines.made[1].submitted == []
+        assert lm.warm_up_sync([1]) == 1  # whose row is in the cache
+        assert engines.made[1].submitted == [[logprobs(1)]]
+        lm.close()
+        lm.cool_down([1])
+        lm.restart()
+        assert engines.made[2].held() == [logprobs(2)]
+
+
+async def test_one_that_takes_the_place_of_a_dead_one_too_and_who_waits_is_answered() -> None:
+    engines = Engines(KeepingEngine(fail_at={2: EngineDied("scripted")}))
+    async with load(engines, restart="auto") as lm:
+        await lm.warm_up([1])
+        assert await lm.warm_up([2]) == 1
+        assert engines.made[1].held() == [logprobs(1), logprobs(2)]
+
+
+async def test_after_close_it_raises_as_every_question() -> None:
+    lm = load(Engines())
+    lm.close()
+    for prefix in ([1], [9, 9, 9, 9]):
+        with pytest.raises((Closed, InvalidRequest)):
+            await lm.warm_up(prefix)
+    with pytest.raises(Closed):
+        lm.warm_up_sync([1])
+    lm.cool_down()
+
+
+def test_an_adapters_prefix_is_kept_for_what_its_name_stands_for(tmp_path: Path) -> None:
+    paths = [an_adapter(tmp_path / name) for name in "xy"]
+    engines = Engines()
+    with load(engines) as lm:
+        [engine] = engines.made
+        lm.add_adapter_sync("a", paths[0])
+        lm.warm_up_sync([1])
+        lm.warm_up_sync([1], adapter="a")
+        first = Adapter("a", 1)
+        assert engine.held() == [logprobs(1), logprobs(1, adapter=first)]
+        lm.add_adapter_sync("a", paths[1])
+        lm.next_token_logprobs_sync([2])
+        lm.next_token_logprobs_sync([3])
+        second = engine.adapters[-1]
+        assert second != first
+        assert engine.held() == [logprobs(1), logprobs(1, adapter=second)]
+        lm.add_adapter_sync("b", paths[1])
+        assert engine.held() == [logprobs(1), logprobs(1, adapter=second)]
+        lm.restart()
+        assert engines.made[1].held() == [logprobs(1), logprobs(1, adapter=second)]
+        lm.remove_adapter("a")
+        lm.next_token_logprobs_sync([2, 4])
+        lm.next_token_logprobs_sync([3, 4])
+        assert engines.made[1].held() == [logprobs(1)]
+        with pytest.raises(UnknownAdapter):
+            lm.warm_up_sync([1], adapter="a")
+        with pytest.raises(UnknownAdapter):
+            lm.cool_down([1], adapter="a")
+
+
+async def test_one_that_is_computed_while_its_adapter_is_loaded_anew_is_kept_for_the_new_one(
+    tmp_path: Path,
+) -> None:
+    paths = [an_adapter(tmp_path / name) for name in "xy"]
+    gate = Gate()
+    engine = KeepingEngine(gate=gate)
+    async with load(Engines(engine)) as lm:
+        await lm.add_adapter("a", paths[0])
+        asked = asyncio.create_task(lm.warm_up([1], adapter="a"))
+        await asyncio.to_thread(gate.wait_until_held)
+        loaded = asyncio.create_task(lm.add_adapter("a", paths[1]))
+        await passes()
+        gate.open()
+        assert await asked == 1
+        await loaded
+        for n in (2, 3):
+            await lm.next_token_logprobs([n])
+        assert engine.held() == [logprobs(1, adapter=engine.adapters[-1])]
+        assert engine.removed == [Adapter("a", 1)]
+
+
+def test_an_adapter_that_a_restart_loses_takes_its_prefixes_along(tmp_path: Path) -> None:
+    class Refusing(KeepingEngine):
+        def add_adapter(self, adapter: Adapter, path: Path) -> None:
+            raise genrt.InvalidAdapter("not this one")
+
+    engines = Engines(KeepingEngine(), Refusing())
+    with load(engines) as lm:
+        lm.add_adapter_sync("a", an_adapter(tmp_path / "x"))
+        lm.warm_up_sync([1], adapter="a")
+        lm.warm_up_sync([2])
+        lm.restart()
+        assert engines.made[1].held() == [logprobs(2)]
+
+
+# -- other engines, threads, arguments --------------------------------------------------------------
+
+
+def test_an_engine_that_keeps_nothing_computes_the_row_and_the_cache_has_it() -> None:
+    with genrt.load(NGram.random(7), engine="exact") as lm:
+        assert lm.warm_up_sync([1, 2]) == 2
+        before = lm.statistics().engine.rows
+        assert lm.warm_up_sync([1, 2]) == 2
+        lm.next_token_logprobs_sync([1, 2])
+        assert lm.statistics().engine.rows == before == 1
+        lm.cool_down()
+        lm.restart()
+        assert lm.statistics().engine.kept_tokens == 0
+
+
+def test_threads_may_warm_up_and_cool_down_at_once() -> None:
+    engines = Engines()
+    with load(engines) as lm:
+
+        def thread(number: int) -> None:
+            for n in range(30):
+                lm.warm_up_sync([number, n % 3])
+                lm.cool_down([number, (n + 1) % 3])
+                if n % 10 == 9:
+                    lm.cool_down()
+
+        threads = [threading.Thread(target=thread, args=(n,)) for n in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(PATIENCE_SECONDS)
+        lm.cool_down()
+        settled(lm)
+        assert engines.made[0].held() == list(lm._thread._loop.prefixes) == []
+
+
+def test_a_text_or_a_conversation_is_what_all_that_begin_with_it_share() -> None:
+    with genrt.load(NGram.random(256), engine="exact") as lm:
+        assert lm.warm_up_sync([5, 6]) == 2
+        of_chats: list[Any] = [{"tools": []}, {"chat_template_kwargs": {}}]
+        for options in of_chats:
+            for prefix in ("Once", [1, 2]):
+                with pytest.raises(InvalidRequest, match="belong to a conversation"):
+                    lm.warm_up_sync(prefix, **options)
+        with pytest.raises(InvalidRequest, match="belong to a prefix"):
+            lm.cool_down(adapter=None)
+        wrong: list[Any] = [[], "", None, {"role": "user"}, [[1]], [{"content": "no role"}]]
+        for given in wrong:
+            with pytest.raises(InvalidRequest):
+                lm.warm_up_sync(given)
+        with pytest.raises(ContextTooLong):
+            lm.warm_up_sync([1] * (lm.max_model_len + 1))
+        with pytest.raises(TypeError, match="unexpected"):
+            lm.warm_up_sync([1], device="cpu")  # type: ignore[call-arg]
+
+
+def test_equal_contexts_make_equal_requests_to_keep_them() -> None:
+    with genrt.load(NGram.random(7), engine="exact") as lm:
+        request = prefix_request(lm._limits, [1, 2], None)
+        assert request == prefix_request(lm._limits, (1, 2), None)
+        assert request.row == logprobs(1, 2)
