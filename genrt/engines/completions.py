@@ -72,6 +72,15 @@ class Writing:
         self._bad = [ids for word in decoding.bad_words for ids in _spellings(tokenizer, word)]
         structure = decoding.structure
         self._guide = None if structure is None else guides.begin(structure, self._ends)
+        # Nothing but min_tokens may change the law of a token.
+        self._is_plain = not (
+            self._guide is not None
+            or self._bad
+            or decoding.logit_bias
+            or decoding.repetition_penalty != 1.0
+            or decoding.frequency_penalty
+            or decoding.presence_penalty
+        )
         # The last row within the structure: vLLM's log-probabilities are taken from it too.
         self._guided: Tensor | None = None
         self._logprobs: list[float] = []
@@ -84,14 +93,17 @@ class Writing:
         self._began = time.perf_counter()
         self._first = self._began
 
-    def law(self, logits: Tensor) -> Tensor:
+    def law(self, logits: Tensor) -> Tensor | None:
         """Return the log-probabilities, before temperature and truncation, from which the next token is
-        drawn where the model says ``logits``, float32 ``[vocab_size]``.
+        drawn where the model says ``logits``, float32 ``[vocab_size]``; ``None`` if no option changes
+        the model's own.
 
         Raises:
             InvalidRequest: the structure is too complex to tell which tokens follow.
         """
         decoding, drawn = self._request.decoding, self.drawn
+        if self._is_plain and len(drawn) >= decoding.min_tokens:
+            return None
         logits = logits.clone()
         if self._guide is not None:
             logits[~self._guide.mask().to(logits.device)] = -math.inf
@@ -107,9 +119,10 @@ class Writing:
             seen = torch.tensor(sorted({*self._request.token_ids, *drawn}), device=logits.device)
             penalty, there = decoding.repetition_penalty, logits[seen]
             logits[seen] = torch.where(there > 0, there / penalty, there * penalty)
-        for token_id, count in Counter(drawn).items():
-            penalty = decoding.frequency_penalty * count + decoding.presence_penalty
-            logits[token_id] -= penalty
+        if decoding.frequency_penalty or decoding.presence_penalty:
+            for token_id, count in Counter(drawn).items():
+                penalty = decoding.frequency_penalty * count + decoding.presence_penalty
+                logits[token_id] -= penalty
         return logits.log_softmax(-1)
 
     def add(self, token_id: int, row: Tensor) -> Completion | None:

@@ -83,9 +83,10 @@ class _Progress:
     def context(self) -> Sequence[int]:
         return (*self.request.token_ids, *self.drawn) if self.drawn else self.request.token_ids
 
-    def law(self, logits: Tensor, row: Tensor) -> Tensor:
-        """Return what the next token is drawn from, before temperature and truncation."""
-        return row if self.writing is None else self.writing.law(logits)
+    def law(self, logits: Tensor) -> Tensor | None:
+        """Return what the next token is drawn from, before temperature and truncation, unless that is the
+        row."""
+        return None if self.writing is None else self.writing.law(logits)
 
 
 class SteppedEngine:
@@ -290,7 +291,7 @@ class SteppedEngine:
         self._count(computed_tokens=sum(map(len, contexts)))
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
-        laws: dict[int, Tensor] = {}
+        laws: dict[int, Tensor | None] = {}
         rows = logits.log_softmax(-1)
         for index, (progress, is_sound) in enumerate(zip(group, self._to_host(sound), strict=True)):
             if not is_sound:
@@ -298,7 +299,7 @@ class SteppedEngine:
                 finished.append(Finished(progress.request, error=error))
             elif isinstance(progress.request, SampleRequest | CompletionRequest):
                 try:
-                    laws[index] = progress.law(logits[index], rows[index])
+                    laws[index] = progress.law(logits[index])
                 except GenrtError as failed:
                     finished.append(Finished(progress.request, error=failed))
             else:
@@ -309,9 +310,13 @@ class SteppedEngine:
         return finished
 
     def _sample(
-        self, laws: dict[int, Tensor], rows: Tensor, group: Sequence[_Progress]
+        self, laws: dict[int, Tensor | None], rows: Tensor, group: Sequence[_Progress]
     ) -> list[Finished]:
         """Draw one token for each that has a law, by its index; return those that it ends."""
+        if len(laws) == len(rows) and all(law is None for law in laws.values()):
+            drawn_from = rows  # copies would take longer than the draws
+        else:
+            drawn_from = torch.stack([rows[i] if law is None else law for i, law in laws.items()])
         drawing = [group[index] for index in laws]
         parameters = [
             each.request.decoding if isinstance(each.request, CompletionRequest) else each.request
@@ -324,7 +329,7 @@ class SteppedEngine:
         temperature, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).unbind(1)
         top_k = torch.tensor([min(each.top_k, self.vocab_size) for each in asked])
         kept = truncate(
-            torch.stack([*laws.values()]),
+            drawn_from,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,

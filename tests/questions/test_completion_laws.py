@@ -255,8 +255,9 @@ def begun(model: NGram, prompt: list[int], options: dict[str, Any]) -> tuple[Wri
 
 
 def next_law(writing: Writing, decoding: Any, row: torch.Tensor) -> dict[int, float]:
+    law = writing.law(row)
     kept = truncate(
-        writing.law(row),
+        row.log_softmax(-1) if law is None else law,
         temperature=decoding.temperature,
         top_k=decoding.top_k,
         top_p=decoding.top_p,
@@ -264,6 +265,31 @@ def next_law(writing: Writing, decoding: Any, row: torch.Tensor) -> dict[int, fl
     )
     shares = kept.double().exp().tolist()
     return {token: share for token, share in enumerate(shares) if share > 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.1, "logprobs": 1}, False),
+        ({"stop": "a", "stop_token_ids": [1], "ignore_eos": True, "min_tokens": 0}, False),
+        ({"min_tokens": 1}, True),
+        ({"logit_bias": {0: 1.0}}, True),
+        ({"bad_words": ["ab"]}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"regex": "a+"}, True),
+    ],
+)
+def test_the_models_law_is_not_copied_where_no_option_changes_it(
+    options: dict[str, Any], changes: bool
+) -> None:
+    logits = torch.zeros(MODEL.vocab_size)
+    writing, _ = begun(MODEL, [0], options)
+    assert (writing.law(logits) is not None) == changes
+    writing.add(0, logits.log_softmax(-1))
+    assert (writing.law(logits) is not None) == (changes and "min_tokens" not in options)
 
 
 @settings(deadline=None, max_examples=400)
