@@ -31,6 +31,9 @@ __all__ = [
     "sample_requests",
 ]
 
+HIGHEST_TEMPERATURE = 2.0**100
+"""A higher one has the same law in float32, in which vLLM computes: every token is as likely. One beyond
+float32 would make the logits of masked tokens NaN."""
 LEAST_TOP_P = 2.0**-126
 """The least positive normal float32, in which vLLM computes. A smaller ``top_p`` has the same law: below
 the likeliest token's probability, which is at least 1 / vocab_size, any keeps that token alone."""
@@ -132,6 +135,10 @@ def _top_p(_: Limits, name: str, value: object) -> float:
     return max(top_p, LEAST_TOP_P)
 
 
+def _temperature(_: Limits, name: str, value: float) -> float:
+    return min(check_float(name, value, 0.0), HIGHEST_TEMPERATURE)
+
+
 def _top_k(limits: Limits, name: str, value: int) -> int:
     top_k = check_int(name, value, 0)
     return top_k if top_k < limits.vocab_size else 0
@@ -143,7 +150,7 @@ def _stop_token_ids(limits: Limits, name: str, value: Any) -> tuple[int, ...]:
 
 
 DECODING_CHECKS: dict[str, Check] = {
-    "temperature": check_number(0.0),
+    "temperature": _temperature,
     "top_p": _top_p,
     "top_k": _top_k,
     "min_p": check_number(0.0, 1.0),

@@ -65,7 +65,7 @@ def closed(schema: object) -> Schema:
         InvalidConstraint: not a schema, or without a JSON form.
     """
     root = _object_of(schema)
-    found = [*_schemas_in(root)]
+    found = [*schemas_in(root)]
     if any(
         "allOf" in each or ("properties" in each and each.keys() & {"$ref", "anyOf", "oneOf"})
         for each in found
@@ -90,7 +90,7 @@ def with_required_named(schema: object) -> Schema:
         InvalidConstraint: not a schema, without a JSON form, or one requires what it forbids.
     """
     root = _object_of(schema)
-    for each in _schemas_in(root):
+    for each in schemas_in(root):
         others, names = each.get("additionalProperties", True), each.get("properties", {})
         # Where patterns speak of other names too, only what says nothing can be said of a name.
         is_known = not each.get("patternProperties") or others is True or others == {}
@@ -104,7 +104,7 @@ def with_required_named(schema: object) -> Schema:
     return root
 
 
-def _schemas_in(root: Schema) -> Iterator[Schema]:
+def schemas_in(root: Schema) -> Iterator[Schema]:
     """Yield a schema and all schemas inside of it."""
     left: list[Any] = [root]
     while left:

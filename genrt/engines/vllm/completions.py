@@ -6,6 +6,7 @@ strings.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from genrt.questions.completions import (
 )
 from genrt.questions.contexts import seed_of
 from genrt.structures.schemas import with_required_named
+from genrt.structures.unheeded import unheeded
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = ["COOLEST", "HOTTEST", "Completions"]
@@ -47,6 +49,7 @@ class _Course:
     logprobs: int | None
     nonce: int | None  # of one that is streamed
     reasoning: Reasoning | None
+    structure: str | None  # its name
     first: float | None = None
     told: int = 0  # how many tokens, and characters of text and reasoning, progress has returned
     told_text: int = 0
@@ -111,11 +114,13 @@ class Completions:
         if self._is_v2:
             _check_v2(params)
         if params.structured_outputs is not None:
+            _check_heeded(decoding, params.structured_outputs._backend)
             self._check_compiler(decoding, params.structured_outputs._backend)
         self._outputs.add_request(made, None)
         nonce = request.nonce if request.streamed else None
+        structure = decoding.structure and decoding.structure[0]
         self._courses[request_id] = _Course(
-            time.perf_counter(), decoding.logprobs, nonce, reasoning
+            time.perf_counter(), decoding.logprobs, nonce, reasoning, structure
         )
         self._unbegun.add(request_id)
         if nonce is not None:
@@ -171,6 +176,10 @@ class Completions:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._courses
+
+    def structure(self, request_id: str) -> str | None:
+        """Return the name of the structure that this is to have, if any."""
+        return self._courses[request_id].structure if request_id in self._courses else None
 
     def take(
         self, outputs: Sequence[EngineCoreOutput]
@@ -272,6 +281,17 @@ def _schema(text: object) -> Any:
         return with_required_named(text)
     except InvalidConstraint as error:
         raise InvalidRequest(f"json_schema: {error}") from error
+
+
+def _check_heeded(decoding: Decoding, compiler: str | None) -> None:
+    """Raise InvalidRequest for a JSON schema of which vLLM's xgrammar passes something over."""
+    if decoding.of_text != "json_schema" or compiler != "xgrammar":
+        return
+    if (what := unheeded(json.loads(cast("str", cast("Any", decoding.structure)[1])))) is not None:
+        raise InvalidRequest(
+            f"json_schema: vLLM's backend xgrammar passes over {what}: write the schema without it, or "
+            "load with engine_options={'structured_outputs_config': {'backend': 'guidance'}}"
+        )
 
 
 def _check_v2(params: SamplingParams) -> None:

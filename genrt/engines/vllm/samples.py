@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from genrt.engines.vllm.capture import SEED
 from genrt.engines.vllm.completions import COOLEST, HOTTEST, Completions
 from genrt.engines.vllm.config import core_request
-from genrt.errors import EngineFailed, GenrtError
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import seed_of
 from genrt.questions.request import Request, Result
@@ -98,8 +98,7 @@ class Samples:
         texts: list[EngineCoreOutput] = []
         for output in outputs:
             if output.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
-                reason = f"vLLM ended the request with {output.finish_reason}"
-                ended.append((output.request_id, EngineFailed(reason)))
+                ended.append((output.request_id, self._failure(output)))
             elif output.request_id in self.completions:
                 texts.append(output)
             else:
@@ -112,6 +111,15 @@ class Samples:
             return ended, []
         completed, over = self.completions.take(texts)
         return ended + completed, over
+
+    def _failure(self, output: EngineCoreOutput) -> GenrtError:
+        name = self.completions.structure(output.request_id)
+        if name is None:
+            return EngineFailed(f"vLLM ended the request with {output.finish_reason}")
+        return InvalidRequest(
+            f"{name}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or bad_words "
+            "and stop_token_ids leave nothing of what does: change them"
+        )
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Forget what vLLM had or has ended; requests for rows are ignored."""

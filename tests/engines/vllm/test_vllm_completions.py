@@ -146,8 +146,15 @@ def test_a_texts_logprobs_are_what_its_tokens_score(lm: AsyncLM) -> None:
     assert list(completion.top_logprobs[0]) == likeliest.token_ids.tolist()
 
 
-def test_a_temperature_that_vllm_refuses_is_taken(lm: AsyncLM) -> None:
-    assert lm.generate_sync([1, 2], max_tokens=3, temperature=7.0, seed=1).finish_reason == "length"
+@pytest.mark.parametrize("temperature", [7.0, 1e308])
+def test_a_temperature_that_vllm_refuses_is_taken(lm: AsyncLM, temperature: float) -> None:
+    options: dict[str, Any] = {"temperature": temperature, "max_tokens": 3, "seed": 1}
+    assert lm.generate_sync([1, 2], **options).finish_reason == "length"
+    for seed in range(10):
+        assert (
+            lm.generate_sync([1, 2], regex="[ab]{2}", **options | {"seed": seed}).text.strip("ab")
+            == ""
+        )
 
 
 SCHEMA = {
@@ -221,6 +228,10 @@ async def test_texts_of_drawn_schemas_validate_unless_they_are_truncated(lm: Asy
             {"json_schema": {"required": ["b"], "additionalProperties": False}},
             "json_schema: 'b' is required, and forbidden",
         ),
+        ({"json_schema": {"not": {"type": "null"}}}, "xgrammar passes over 'not'"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no token can follow"),
+        ({"grammar": 'root ::= root "a"'}, "grammar: no token can follow"),
+        ({"regex": "[ab]{3}", "bad_words": ["a", "b"]}, "regex: no token can follow"),
     ],
 )
 async def test_a_structure_that_vllm_would_take_wrongly_fails_alone(
