@@ -209,13 +209,15 @@ class EngineThread:
             self._finalizer.detach()
         if os.getpid() != self._process:
             return
+        thread = self._thread  # a restart may put another one in its place meanwhile
         self._loop.is_closing = True
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is thread:
             return  # to the turn in progress, after which it tells everyone and ends
         told = self._batcher.close()
         self._wake()
-        if wait and told:
-            self._thread.join(CLOSE_SECONDS)
+        # One that has not started cannot be waited for. It ends after its first round.
+        if wait and told and thread.is_alive():
+            thread.join(CLOSE_SECONDS)
 
     def abandon(self) -> None:
         """Have the thread do what ``close`` does, after the step in progress, and return at once."""

@@ -529,6 +529,32 @@ def test_a_close_that_overlaps_with_a_restart_leaves_no_thread_behind(start: Sta
     assert right([A], asking(thread.batcher).ask_sync([A]))
 
 
+def test_a_close_before_the_thread_of_a_restart_has_started_ends_that(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[ScriptedEngine] = []
+
+    def open_engine() -> Engine:
+        engines.append(ScriptedEngine())
+        return engines[-1]
+
+    thread = start(open_engine)
+    opened(thread)
+    begin = engine_thread.Rounds.start
+
+    def start_closed(rounds: engine_thread.Rounds) -> None:
+        thread.close()
+        begin(rounds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_thread.Rounds, "start", start_closed)
+        thread.restart().result(PATIENCE_SECONDS)
+    joined(thread)
+    assert [engine.closed for engine in engines] == [1, 1]
+    thread.restart().result(PATIENCE_SECONDS)
+    assert right([A], asking(thread.batcher).ask_sync([A]))
+
+
 def test_calls_that_keep_coming_hold_up_no_turn(start: Start) -> None:
     engine = ScriptedEngine()
     thread = start(lambda: engine)
