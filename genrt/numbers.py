@@ -88,7 +88,9 @@ def shown(value: object) -> str:
     it may be a prompt in the wrong place."""
     if isinstance(value, int) and abs(value) >= _LONG:
         return f"an int of {value.bit_length()} bits"
-    if value is None or isinstance(value, int | float | np.number | np.bool_):
+    if isinstance(value, np.bool_):
+        return repr(value)
+    if value is None or isinstance(value, int | float | np.number):
         return str(value)
     return f"a value of type {type(value).__name__}"
 

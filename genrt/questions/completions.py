@@ -348,6 +348,7 @@ def _structure(given: dict[str, Any]) -> tuple[str, str | tuple[str, ...]] | Non
         value = schema_text(value)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name} must be a non-empty str, got {shown(value)}")
+    _check_encodable(name, value)
     return name, value
 
 
@@ -373,14 +374,25 @@ def schema_text(schema: Mapping[str, Any] | str | type) -> str:
 
 
 def _texts(_: Limits | None, name: str, value: object) -> tuple[str, ...]:
-    """Return a text, or texts, as a tuple; raise InvalidRequest if one is empty or no str."""
+    """Return a text, or texts, as a tuple; raise InvalidRequest if one is empty or no text."""
     texts = (value,) if isinstance(value, str) and name == "stop" else value
     if not isinstance(texts, list | tuple | set | frozenset):
         raise InvalidRequest(f"{name} must be a list of texts, got {shown(value)}")
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"{name} must be of non-empty texts, got {shown(text)}")
+        _check_encodable(name, text)
     return tuple(texts)
+
+
+def _check_encodable(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name}: there is a lone surrogate at character {error.start}, which no text that is drawn "
+            "can have: take it out"
+        ) from error
 
 
 def _bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], ...]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -246,11 +247,16 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 3.0}, "presence_penalty must be from -2 to 2"),
     ({"frequency_penalty": "1"}, "frequency_penalty must be a number"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01 to 100"),
+    ({"stop": ["a", "\ud800"]}, "stop: .* lone surrogate at character 0"),
+    ({"bad_words": ["a\udfff"]}, "bad_words: .* lone surrogate at character 1"),
     ({"bad_words": "ab"}, "bad_words must be a list"),
+    ({"grammar": "root ::= '\ud800'"}, "grammar: .* lone surrogate"),
+    ({"json_schema": '{"const": "\ud800"}'}, "json_schema: .* lone surrogate"),
     ({"logit_bias": [1]}, "logit_bias must map"),
     ({"logit_bias": {9: 1.0}}, "logit_bias"),
     ({"logit_bias": {1: 101.0}}, "from -100 to 100"),
     ({"ignore_eos": 1}, "ignore_eos must be True or False"),
+    ({"ignore_eos": np.True_}, r"ignore_eos must be True or False, got np\.True_"),
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": 6}, "logprobs must be from 0 to 5"),
     ({"seed": -1}, "seed"),
