@@ -83,17 +83,18 @@ class AsyncLM:
         return self._limits.max_model_len
 
     @property
+    def max_batch_size(self) -> int:
+        """How many requests the engine takes to one step at most, however many a flush has."""
+        return self._thread.engine.max_batch_size
+
+    @property
     def device(self) -> torch.device:
         """Where rows are computed, cached and returned."""
         return self._thread.engine.device
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer (transformers' for checkpoints).
-
-        Raises:
-            InvalidRequest: the model was loaded without one.
-        """
+        """The model's tokenizer (transformers' for checkpoints). Raises InvalidRequest if it has none."""
         return self._texts.tokenizer
 
     @cached_property

@@ -635,8 +635,21 @@ def test_an_adapter_that_does_not_fit_is_refused_and_not_bound(
 # -- the model --------------------------------------------------------------------------------
 
 
+def test_the_size_of_steps_is_the_engines_whatever_a_flush_may_have() -> None:
+    sizes = iter([3, 5])
+
+    def engine() -> ExactEngine:
+        return ExactEngine(MODEL, max_model_len=MAX_MODEL_LEN, max_batch_size=next(sizes))
+
+    with genrt.load(engine=engine, max_batch_size=2) as lm:
+        assert lm.max_batch_size == 3
+        lm.restart()
+        assert lm.max_batch_size == 5
+
+
 def test_what_a_runtime_says_of_its_model(lm: AsyncLM) -> None:
     assert (lm.vocab_size, lm.max_model_len) == (VOCAB_SIZE, MAX_MODEL_LEN)
+    assert lm.max_batch_size == 64
     assert lm.byte_vocab == list(MODEL.vocabulary)
     assert lm.str_vocab == [token.decode() for token in MODEL.vocabulary]
     text = lm.str_vocab[3] + lm.str_vocab[1]

@@ -95,8 +95,8 @@ class AskOptions(TurnOptions, total=False):
     Attributes:
         timeout: seconds for each text, from when it is asked; what waits in the engine for its first step
             has been asked.
-        concurrency: how many texts are under way at once; by default twice as many as the engine takes
-            to a step, which keeps every step full, or as many if there is a ``timeout``.
+        concurrency: how many texts are under way at once; by default twice ``lm.max_batch_size``, which
+            keeps every step full, or as many as that if there is a ``timeout``.
         progress: whether a bar shows how far it is.
     """
 
@@ -228,7 +228,7 @@ class Asked:
         concurrency = given.pop("concurrency", None)
         if concurrency is None:
             times = FULL if given.get("timeout") is None else 1
-            concurrency = times * lm._thread.engine.max_batch_size
+            concurrency = times * lm.max_batch_size
         self.concurrency = check_int("concurrency", concurrency, 1)
         self._chat = {name: given.pop(name, None) for name in ("tools", "chat_template_kwargs")}
         self._seed = check_seed(given.pop("seed", None))
