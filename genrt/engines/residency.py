@@ -104,11 +104,14 @@ class Residents:
 
     def parent(self, adapter: Adapter | None, context: bytes) -> str | None:
         """Return the sequence, of several the last put, whose context is this one less its last token."""
+        return self.of_context(adapter, context[:-TOKEN_BYTES])
+
+    def of_context(self, adapter: Adapter | None, context: bytes) -> str | None:
+        """Return the sequence, of several the last put, whose context is this one."""
         self._digest_all()
-        before = context[:-TOKEN_BYTES]
-        for request_id in reversed(self._by_digest.get(_digest(adapter, before), {})):
+        for request_id in reversed(self._by_digest.get(_digest(adapter, context), {})):
             resident = self._by_id[request_id]
-            if resident.context == before and resident.adapter == adapter:
+            if resident.context == context and resident.adapter == adapter:
                 return request_id
         return None
 

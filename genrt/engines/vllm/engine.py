@@ -98,7 +98,7 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
-            core.scheduler.held_for = self.prefixes.shared
+            core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
         self._decoded: list[tuple[Request, str]] = []  # what the last decode step computed
         self._tickets = itertools.count(1)
         self._in_progress: dict[str, Sent] = {}  # what vLLM has, by id

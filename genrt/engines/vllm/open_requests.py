@@ -122,6 +122,10 @@ class OpenRequests:
         if nearest is not None:
             self._scheduler.share(request_id, *nearest)
 
+    def request_of(self, row: LogprobsRequest) -> str | None:
+        """Return the id of a request that is resident with this question's context, if there is one."""
+        return self._residents.of_context(row.adapter, row.packed)
+
     def remember(self, request_ids: Sequence[str]) -> None:
         """Take these, which go on as the questions of one flush, for one population."""
         self._asked_in.update(dict.fromkeys(request_ids, self._flush))

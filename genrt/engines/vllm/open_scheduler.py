@@ -23,9 +23,9 @@ that come by these ways with rows that don't.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -49,12 +49,23 @@ OPEN = "genrt_open"
 """The key in ``extra_args`` that marks a request as one to keep open."""
 
 
+class Held(Protocol):
+    """Blocks that stay without a request."""
+
+    def shared(self, request: Request) -> int:
+        """Return how many of a request's blocks are held already."""
+        ...
+
+    def start_of(self, request: Request) -> tuple[list[Any], int] | None:
+        """Return blocks with which a request can start, and how many of its tokens they have."""
+        ...
+
+
 class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's ``scheduler_cls`` for engines with resident sequences.
 
     ``ahead`` is set by the engine: whether a step is scheduled as if every request of the step before,
-    which is still under way, went on with a token. So is ``held_for``: how many
-    blocks of a request are certain to be there, without any that are free.
+    which is still under way, went on with a token. So is ``prefixes``: what is kept, and by no request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +74,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
         self.ahead = False
-        self.held_for: Callable[[Request], int] = lambda _: 0
+        self.prefixes: Held | None = None
         self.parked: dict[str, Request] = {}
         self.computed_tokens = 0
         self.forked = 0
@@ -370,6 +381,11 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def _get_local_prefix_cache_hit(self, request: Request) -> Any:
         found = super()._get_local_prefix_cache_hit(request)
+        manager = self.kv_cache_manager
+        if self.prefixes is not None and manager.prefix_cache_lookup_enabled(request):
+            start = self.prefixes.start_of(request)
+            if start is not None and start[1] > found[1]:
+                found = manager.create_kv_cache_blocks((start[0],)), start[1], 0, False
         donor_id, tokens = self._donors.get(request.request_id, ("", 0))
         donor = self.requests.get(donor_id)
         if donor is None:
@@ -377,7 +393,6 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         tokens = min(tokens, donor.num_computed_tokens, request.num_tokens - 1)
         if tokens <= found[1]:
             return found
-        manager = self.kv_cache_manager
         count = -(-tokens // self.block_size)
         blocks = manager.get_blocks(donor_id).blocks[0][:count]
         if len(blocks) < count:
@@ -392,9 +407,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         places = self.max_num_running_reqs - len(self.running)
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), places))
         # Two more than a waiting request has full blocks: for its last tokens, and for a copied block.
-        blocks = len(self.running) + sum(
-            r.num_tokens // self.block_size + 2 - self.held_for(r) for r in waiting
-        )
+        blocks = len(self.running) + sum(r.num_tokens // self.block_size + 2 for r in waiting)
+        if self.prefixes is not None:
+            blocks -= sum(map(self.prefixes.shared, waiting))
         known = len(self.running) + len(self.parked) + len(self._waking)
         slots = known + len(waiting) - self._max_known
         if blocks <= pool.get_num_free_blocks() and slots <= 0:

@@ -2,7 +2,9 @@
 
 vLLM finds the full blocks of a new request's tokens by their hashes, whichever request has computed them,
 and reuses a block only once nobody refers to it. So a prefix needs no request of its own, and no slot of
-the runner, to stay: rows and texts, under any scheduler, start from its last full block.
+the runner, to stay: rows and texts, under any scheduler, start from its last full block. The tokens after
+that are in a block of the open request that computed them, if there is one; under ``OpenScheduler`` new
+requests start with a copy of it.
 
 Rules:
     Blocks are taken as they are found. What is lost, to a failed step or to a newer
@@ -41,6 +43,11 @@ class _Kept:
 
     hashes: Sequence[Any] | None = None  # until the prefix is looked up
     blocks: list[Any] = field(default_factory=list)
+    lora: LoRARequest | None = None
+    tail: list[Any] = field(
+        default_factory=list
+    )  # the block that is filled in part, if it is held,
+    tail_ids: list[int] = field(default_factory=list)  # and the prefix's tokens there
 
     @property
     def is_whole(self) -> bool:
@@ -53,9 +60,12 @@ class KeptPrefixes:
     Args:
         core: vLLM's engine core, in this process.
         lora_of: returns what a request for an adapter tells vLLM; raises UnknownAdapter.
+
+    ``request_of`` is set by the engine, if it has open requests: it returns the id of one with a context.
     """
 
     def __init__(self, core: Any, lora_of: Callable[[Adapter | None], LoRARequest | None]) -> None:
+        self.request_of: Callable[[LogprobsRequest], str | None] = lambda _: None
         self._scheduler = scheduler = core.scheduler
         self._hasher = core.request_block_hasher
         self._lora_of = lora_of
@@ -77,12 +87,15 @@ class KeptPrefixes:
 
     @property
     def tokens(self) -> int:
-        """How many tokens' blocks are held."""
-        return int(self._held * self._block_size)
+        """How many tokens are held."""
+        return sum(
+            len(prefix) if kept.tail else len(kept.blocks) * self._block_size
+            for prefix, kept in [*self._kept.items()]
+        )
 
     @property
     def _held(self) -> int:
-        return sum(len(kept.blocks) for kept in [*self._kept.values()])
+        return sum(len(kept.blocks) + len(kept.tail) for kept in self._kept.values())
 
     def __contains__(self, prefix: LogprobsRequest) -> bool:
         kept = self._kept.get(prefix)
@@ -91,13 +104,15 @@ class KeptPrefixes:
     def keep(self, prefix: LogprobsRequest) -> None:
         """Hold what is computed of a prefix, now and later. Older ones make room for it."""
         kept = self._kept.get(prefix, _Kept())
-        self.release(prefix)
-        self._kept[prefix] = kept  # the newest is the last
-        others = [each for each in self._kept.values() if each is not kept]
-        room = self._most - len(self._hashes(prefix, kept))
-        while others and sum(len(each.blocks) for each in others) > room:
+        self._kept.pop(prefix, None)
+        others = [*self._kept.values()]
+        self._hashes(prefix, kept)
+        needed = -(-len(prefix) // self._block_size)
+        while others and self._held + needed > self._most:
             self._give_up(others.pop(0))
+        self._kept[prefix] = kept  # the newest is the last
         self._take(prefix, kept)
+        self._take_tail(prefix, kept)
 
     def release(self, prefix: LogprobsRequest) -> None:
         """Keep a prefix no more; ignore any other."""
@@ -135,13 +150,31 @@ class KeptPrefixes:
                 most = count
         return most
 
+    def start_of(self, request: Request) -> tuple[list[Any], int] | None:
+        """Return the blocks with which a request can start, and how many of its tokens they have, where
+        it begins with a prefix that fills the last one in part."""
+        token_ids, found = request._all_token_ids, None
+        for prefix, kept in self._kept.items():
+            full = len(kept.blocks)
+            begin, end = full * self._block_size, min(len(prefix), len(token_ids) - 1)
+            if (
+                kept.tail
+                and kept.hashes is not None
+                and end > (begin if found is None else found[1])
+                and request.lora_request == kept.lora
+                and list(request.block_hashes[:full][-1:]) == list(kept.hashes[:full][-1:])
+                and token_ids[begin:end] == kept.tail_ids[: end - begin]
+            ):
+                found = [*kept.blocks, *kept.tail], end
+        return found
+
     def _hashes(self, prefix: LogprobsRequest, kept: _Kept) -> Sequence[Any]:
         if kept.hashes is None:
             if not self._can_keep:
                 kept.hashes = ()
                 return kept.hashes
             try:
-                lora = self._lora_of(prefix.adapter)
+                kept.lora = lora = self._lora_of(prefix.adapter)
             except UnknownAdapter:
                 return ()
             params = row_params(0, open_for=None)
@@ -158,9 +191,24 @@ class KeptPrefixes:
             self._pool.touch(found)
             kept.blocks += found
 
+    def _take_tail(self, prefix: LogprobsRequest, kept: _Kept) -> None:
+        """Hold the block that the prefix fills in part, of an open request that has just computed it.
+        Nobody writes to its places there: the request goes on behind them, and others copy the block."""
+        full, request_id = len(kept.blocks), self.request_of(prefix)
+        if request_id is None or kept.tail or not kept.is_whole or self._held >= self._most:
+            return
+        blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).blocks[0]
+        computed = self._scheduler.requests[request_id].num_computed_tokens
+        if len(prefix) > full * self._block_size and full < len(blocks) and computed >= len(prefix):
+            kept.tail.append(blocks[full])
+            kept.tail_ids = list(prefix.token_ids[full * self._block_size :])
+            self._pool.touch(kept.tail)
+
     def _give_up(self, kept: _Kept) -> None:
-        self._pool.free_blocks(reversed(kept.blocks))  # vLLM reuses the last of a sequence first
+        # vLLM reuses the last of a sequence first.
+        self._pool.free_blocks([*kept.tail, *reversed(kept.blocks)])
         kept.blocks.clear()
+        kept.tail.clear()
 
     def _allocated(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Do what ``KVCacheManager.allocate_slots`` does. Where it has no blocks for a request beside
