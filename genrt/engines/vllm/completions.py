@@ -6,7 +6,6 @@ strings.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from typing import Any, cast
 from vllm import envs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
-from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest
+from genrt.engines.vllm.structures import StructureCompilers
+from genrt.errors import GenrtError, InvalidRequest
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -30,17 +30,12 @@ from genrt.questions.completions import (
     FinishReason,
 )
 from genrt.questions.contexts import seed_of
-from genrt.structures.schemas import with_required_named
-from genrt.structures.unheeded import unheeded
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = ["COOLEST", "HOTTEST", "Completions"]
 
 COOLEST, HOTTEST = 0.01, 2.0
 """The temperatures that vLLM lets users give; its runners take any that is not greedy."""
-
-STRUCTURES = {"json_schema": "json"}
-"""The names of structures that are others in vLLM."""
 
 
 @dataclass(slots=True)
@@ -70,7 +65,7 @@ class Completions:
         self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
         self._unbegun: set[str] = set()  # those without a token
-        self._compiler: str | None = None  # that vLLM opens with the first structured text
+        self._compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
         self._parsed: dict[str, Reasoning] = {}  # of those streamed
 
@@ -91,6 +86,11 @@ class Completions:
         if self._parsers.splits(decoding):
             reasoning = self._parsers.begin(request)
             params.skip_special_tokens = reasoning.skip_special_tokens
+        asked = None
+        if decoding.structure is not None and self._compilers is not None:
+            asked = self._compilers.asked(decoding.structure)
+            if asked._backend is None:  # else vLLM does not see it yet: it would choose another
+                params.structured_outputs = asked
         made = self._inputs.process_inputs(
             request_id,
             tokens_input(list(request.token_ids)),
@@ -113,9 +113,9 @@ class Completions:
                 params.seed = None
         if self._is_v2:
             _check_v2(params)
-        if params.structured_outputs is not None:
-            _check_heeded(decoding, params.structured_outputs._backend)
-            self._check_compiler(decoding, params.structured_outputs._backend)
+        if asked is not None and self._compilers is not None:
+            params.structured_outputs = params.structured_outputs or asked
+            self._compilers.open(params.structured_outputs._backend)
         self._outputs.add_request(made, None)
         nonce = request.nonce if request.streamed else None
         structure = decoding.structure and decoding.structure[0]
@@ -129,27 +129,9 @@ class Completions:
                 self._parsed[request_id] = reasoning
         return made
 
-    def _check_compiler(self, decoding: Decoding, compiler: str | None) -> None:
-        """Raise InvalidRequest for a structure that needs another of vLLM's backends than the only one
-        it opens, which would leave out what it does not know."""
-        self._compiler = self._compiler or compiler
-        if compiler != self._compiler:
-            raise InvalidRequest(
-                f"{decoding.of_text}: this needs vLLM's backend {compiler}, and its first structured "
-                f"text was {self._compiler}'s: load with engine_options="
-                f"{{'structured_outputs_config': {{'backend': {compiler!r}}}}}"
-            )
-
     def _params(self, request: CompletionRequest) -> SamplingParams:
         decoding = request.decoding
         greedy = decoding.temperature < GREEDY_BELOW
-        structure: StructuredOutputsParams | None = None
-        if decoding.structure is not None:
-            name, value = decoding.structure
-            wanted = list(value) if isinstance(value, tuple) else value
-            if name == "json_schema":
-                wanted = _schema(value)
-            structure = StructuredOutputsParams(**{STRUCTURES.get(name, name): cast("Any", wanted)})
         return SamplingParams(
             max_tokens=decoding.max_tokens,
             min_tokens=decoding.min_tokens,
@@ -170,7 +152,6 @@ class Completions:
             ignore_eos=decoding.ignore_eos,
             logprobs=decoding.logprobs,
             detokenize=self._has_tokenizer,
-            structured_outputs=structure,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -273,25 +254,6 @@ class Completions:
         for request_id in known:
             self._ended(request_id)
         self._outputs.abort_requests(known, internal=True)
-
-
-def _schema(text: object) -> Any:
-    """Return a JSON schema as vLLM is to have it. Raises InvalidRequest if it is none."""
-    try:
-        return with_required_named(text)
-    except InvalidConstraint as error:
-        raise InvalidRequest(f"json_schema: {error}") from error
-
-
-def _check_heeded(decoding: Decoding, compiler: str | None) -> None:
-    """Raise InvalidRequest for a JSON schema of which vLLM's xgrammar passes something over."""
-    if decoding.of_text != "json_schema" or compiler != "xgrammar":
-        return
-    if (what := unheeded(json.loads(cast("str", cast("Any", decoding.structure)[1])))) is not None:
-        raise InvalidRequest(
-            f"json_schema: vLLM's backend xgrammar passes over {what}: write the schema without it, or "
-            "load with engine_options={'structured_outputs_config': {'backend': 'guidance'}}"
-        )
 
 
 def _check_v2(params: SamplingParams) -> None:

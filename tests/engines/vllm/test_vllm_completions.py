@@ -195,7 +195,6 @@ def drawn_schemas(count: int) -> list[Any]:
 
 
 async def test_texts_of_drawn_schemas_validate_unless_they_are_truncated(lm: AsyncLM) -> None:
-    """xgrammar lets control characters into strings that have a length, which strict JSON has not."""
     defined = {"$defs": {"n": {"enum": [1, "a"]}, "m": {"type": "null"}}}
     schemas = [
         defined | (schema if isinstance(schema, dict) else {"allOf": [schema]})
@@ -213,16 +212,71 @@ async def test_texts_of_drawn_schemas_validate_unless_they_are_truncated(lm: Asy
         if isinstance(text, BaseException):
             assert isinstance(text, InvalidRequest), text
         elif not text.truncated:
-            value = json.loads(text.text, strict=False)
+            value = json.loads(text.text)
             jsonschema.Draft202012Validator(schema).validate(value)
             whole += 1
-    assert whole >= 80
+    assert whole >= 140
+
+
+ODD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "multipleOf": 7, "minimum": 10, "maximum": 30},
+        "s": {"type": "string", "minLength": 2, "maxLength": 3},
+        "l": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2},
+    },
+    "patternProperties": {"^x": {"type": "null"}},
+    "required": ["n", "s", "l"],
+}
+
+
+@pytest.mark.parametrize("first", ["odd", "plain"])
+async def test_structures_of_all_backends_are_drawn_whoever_comes_first(
+    llama: Path, first: str
+) -> None:
+    async def check(lm: AsyncLM, schema: dict[str, Any], seed: int) -> int:
+        text = await lm.generate([1, 2], json_schema=schema, max_tokens=150, seed=seed)
+        if not text.truncated:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text.text))
+        return not text.truncated
+
+    with genrt.load(str(llama), engine_options=OPTIONS) as lm:
+        await check(lm, ODD if first == "odd" else SCHEMA, seed=0)
+        both = [ODD, SCHEMA] * 8
+        whole = await asyncio.gather(*(check(lm, each, i) for i, each in enumerate(both)))
+        assert sum(whole[::2]) > 2
+        assert sum(whole[1::2]) > 2
+        opened = lm._thread.engine._samples.completions._compilers._opened  # type: ignore[attr-defined]
+        assert set(opened) == {"xgrammar", "guidance"}
+
+
+async def test_masks_of_different_widths_are_never_mixed(tmp_path: Path) -> None:
+    """The tokenizer may have more tokens than the model, and llguidance counts those."""
+    from tests.small_models import make_llama, make_tokenizer
+
+    made = make_llama(tmp_path / "model", vocab_size=300, tokenizer=False)
+    tokenizer = make_tokenizer(300)
+    tokenizer.add_tokens([f"<{n}>" for n in range(40)])
+    tokenizer.save_pretrained(made)
+    with genrt.load(str(made), engine_options=OPTIONS) as lm:
+        good = lm.generate([1, 2], regex="ab", max_tokens=9)
+        assert (await good).text == "ab"
+        good, odd, plain = await asyncio.gather(
+            lm.generate([1, 2], regex="ab", max_tokens=9),
+            lm.generate([1, 2], json_schema=ODD, max_tokens=9),
+            lm.generate([1, 2], max_tokens=2, seed=1),
+            return_exceptions=True,
+        )
+        assert isinstance(good, Completion)
+        assert good.text == "ab"
+        assert isinstance(plain, Completion)
+        assert isinstance(odd, InvalidRequest)
+        assert "more tokens than the model" in str(odd)
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"json_schema": {"type": "integer", "multipleOf": 3}}, "needs vLLM's backend guidance"),
         ({"json_schema": {"enum": []}}, "vLLM does not take this request"),
         (
             {"json_schema": {"required": ["b"], "additionalProperties": False}},
