@@ -78,7 +78,7 @@ SYNONYMS = {
 """Words of the word list, and what identifiers never say instead."""
 
 FOREIGN = {
-    "engines/vllm/structures.py": {"backend"},  # vLLM's manager of structures has it
+    "engines/vllm/structures.py": {"_backend", "backend"},  # vLLM's manager of structures has it
     "engines/process.py": {"backend", "backends"},  # PyTorch's, as torch.backends has them
     "inference/metropolis.py": {"warm_up", "_warm_up"},
     "lm.py": {"warm_up", "warm_up_sync"},
