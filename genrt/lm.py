@@ -1,4 +1,4 @@
-"""AsyncLM: what users hold; asks its engine every kind of question and owns its lifetime."""
+"""AsyncLM: what users hold. ``runtime/__init__.py`` tells a request's way from here down."""
 
 from __future__ import annotations
 
