@@ -29,9 +29,8 @@ def simulate(
         seed=abs(seed),
         **any_options(chance),
     )
-    again = (
-        f"replay with simulate({seed}, operations={operations}{'' if texts else ', texts=False'})"
-    )
+    more = ("" if faults is None else f", faults={faults}") + ("" if texts else ", texts=False")
+    again = f"replay with simulate({seed}, operations={operations}{more})"
     with adapter_directory() as directory, reporting(runtime, f"seed {seed}", again):
         clients = SimulatedClients(runtime, operations, directory, texts=texts)
         clients.run()

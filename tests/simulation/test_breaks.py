@@ -32,12 +32,16 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.queue import Bindings
 from genrt.runtime.streams import Flow, Streams
 from genrt.runtime.waiters import Gatherings
+from genrt.testing.simulated_engine import Faults
 from genrt.tokens.rows import together
 from tests.simulation import soak
 from tests.simulation.simulation import simulate
 
 RUNS = 300
 """How many runs a break may take to be found."""
+
+UNFORGETTING = Faults(cancel=0.6)
+"""An engine that refuses to forget more often than ``any_faults`` has it."""
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Patch], None]
@@ -47,6 +51,7 @@ def simulate_many() -> None:
     for seed in range(RUNS):
         simulate(seed)
         simulate(seed, texts=False)
+        simulate(seed, faults=UNFORGETTING)  # it takes two refusals in a row for one request
 
 
 def a_waiter_that_leaves_is_forgotten(patch: Patch) -> None:
