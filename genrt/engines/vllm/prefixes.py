@@ -44,10 +44,9 @@ class _Kept:
     hashes: Sequence[Any] | None = None  # until the prefix is looked up
     blocks: list[Any] = field(default_factory=list)
     lora: LoRARequest | None = None
-    tail: list[Any] = field(
-        default_factory=list
-    )  # the block that is filled in part, if it is held,
-    tail_ids: list[int] = field(default_factory=list)  # and the prefix's tokens there
+    # The block that is filled in part, if it is held, and the prefix's tokens there.
+    tail: list[Any] = field(default_factory=list)
+    tail_ids: list[int] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
