@@ -9,7 +9,7 @@ are sizes that it would work on for many seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from itertools import chain
 from typing import Any, TypeAlias
@@ -102,11 +102,6 @@ def with_required_named(schema: object) -> Schema:
                     raise InvalidConstraint(f"{name!r} is required, and forbidden: change it")
                 names = each["properties"] = {**names, name: others}
     return root
-
-
-def uses(schema: Schema, keywords: Collection[str]) -> bool:
-    """Return whether a schema, or one inside of it, has any of these keywords."""
-    return any(not each.keys().isdisjoint(keywords) for each in schemas_in(schema))
 
 
 def schemas_in(root: Schema) -> Iterator[Schema]:

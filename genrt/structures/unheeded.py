@@ -1,4 +1,5 @@
-"""Keywords of JSON schemas that vLLM's xgrammar passes over: texts would come out that break them."""
+"""Keywords of JSON schemas that vLLM's xgrammar passes over, or takes wrongly: texts would come out that
+break them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any, TypeAlias
 
 from genrt.structures.schemas import schemas_in
 
-__all__ = ["unheeded"]
+__all__ = ["mistaken", "unheeded"]
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -21,6 +22,7 @@ _WITH_TYPE = (
 )
 _UNIONS = ("anyOf", "oneOf", "allOf")
 _ALONE = ("$ref", "const", "enum", *_UNIONS)
+_MISTAKEN = {"minLength", "maxLength", "patternProperties"}
 _ASSERTING = ("type", *_ALONE, *_OF_OBJECTS, *_OF_ARRAYS, *_WITH_TYPE)
 
 
@@ -28,6 +30,12 @@ def unheeded(schema: object) -> str | None:
     """Return what of a schema xgrammar passes over, in words; ``None`` if that is nothing known."""
     root = schema if isinstance(schema, dict) else {}
     return next((what for each in schemas_in(root) for what in _unheeded(each)), None)
+
+
+def mistaken(schema: Schema) -> bool:
+    """Return whether xgrammar takes a schema, and gets it wrong: strings of some length may have control
+    characters, which JSON has not; properties that are required beside patterns may be missing."""
+    return any(not each.keys().isdisjoint(_MISTAKEN) for each in schemas_in(schema))
 
 
 def _unheeded(schema: Schema) -> Iterator[str]:

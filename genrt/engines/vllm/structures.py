@@ -8,9 +8,11 @@ engine.
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from cachetools import LRUCache
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.structured_output.backend_types import (
@@ -22,8 +24,8 @@ from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_
 
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.structures.guides import Guides, Structure
-from genrt.structures.schemas import uses, with_required_named
-from genrt.structures.unheeded import unheeded
+from genrt.structures.schemas import with_required_named
+from genrt.structures.unheeded import mistaken, unheeded
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -40,9 +42,15 @@ COMPILERS = {
 }
 """The modules and classes of vLLM's backends, by the names that it calls them by."""
 
-MISTAKEN = {"minLength", "maxLength", "patternProperties"}
-"""Keywords that xgrammar takes, and gets wrong: strings of some length may have control characters, which
-JSON has not; properties that are required beside patterns may be missing."""
+MOST_READ = 64
+"""How many schemas stay read, the last ones that were asked for."""
+
+
+class _Schema(NamedTuple):
+    """A JSON schema's text for vLLM, and whether the backend that vLLM chooses does all of it."""
+
+    text: str
+    is_heeded: bool
 
 
 class StructureCompilers(StructuredOutputBackend):  # type: ignore[misc]
@@ -54,6 +62,7 @@ class StructureCompilers(StructuredOutputBackend):  # type: ignore[misc]
         super().__init__(config, manager.tokenizer, config.model_config.get_vocab_size())
         self._named = config.structured_outputs_config.backend
         self._guides = Guides(self.tokenizer, self.vocab_size)
+        self._schemas: LRUCache[object, _Schema] = LRUCache(MOST_READ)
         self._opened: dict[str, StructuredOutputBackend] = {}
         manager.backend, manager._create_grammar = self, self._compiled
 
@@ -64,28 +73,35 @@ class StructureCompilers(StructuredOutputBackend):  # type: ignore[misc]
             InvalidRequest: a schema is none, or no text has it.
         """
         name, value = structure
-        if name == "json_schema":
-            try:
-                schema = with_required_named(value)
-            except InvalidConstraint as error:
-                raise InvalidRequest(f"json_schema: {error}") from error
-            passed_over = unheeded(schema)
-            if self._named.startswith("xgrammar") and passed_over is not None:
-                raise InvalidRequest(
-                    f"json_schema: xgrammar passes over {passed_over}: write the schema without it, or "
-                    "load without this structured_outputs_config"
-                )
-            if self._named == "auto" and (
-                passed_over is not None
-                or has_xgrammar_unsupported_json_features(schema)
-                or uses(schema, MISTAKEN)
-            ):
-                prepared = StructuredOutputsParams(grammar=self._guides.check(structure))
-                prepared._backend = "guidance"
-                return prepared
-            return StructuredOutputsParams(json=schema)
-        wanted: Any = list(value) if isinstance(value, tuple) else value
-        return StructuredOutputsParams(**{name: wanted})
+        if name != "json_schema":
+            wanted: Any = list(value) if isinstance(value, tuple) else value
+            return StructuredOutputsParams(**{name: wanted})
+        schema = self._schemas.get(value)
+        if schema is None:
+            schema = self._schemas[value] = self._read(value)
+        if schema.is_heeded:
+            return StructuredOutputsParams(json=schema.text)
+        prepared = StructuredOutputsParams(grammar=self._guides.check(structure))
+        prepared._backend = "guidance"
+        return prepared
+
+    def _read(self, text: object) -> _Schema:
+        try:
+            schema = with_required_named(text)
+        except InvalidConstraint as error:
+            raise InvalidRequest(f"json_schema: {error}") from error
+        passed_over = unheeded(schema)
+        if self._named.startswith("xgrammar") and passed_over is not None:
+            raise InvalidRequest(
+                f"json_schema: xgrammar passes over {passed_over}: write the schema without it, or "
+                "load without this structured_outputs_config"
+            )
+        is_heeded = self._named != "auto" or not (
+            passed_over is not None
+            or has_xgrammar_unsupported_json_features(schema)
+            or mistaken(schema)
+        )
+        return _Schema(json.dumps(schema), is_heeded)
 
     def open(self, name: str) -> None:
         """Have this backend for the requests that come. Raises InvalidRequest if it is not installed, or
