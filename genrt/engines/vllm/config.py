@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
@@ -24,7 +25,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.protocol import failure
 from genrt.engines.vllm.capture import TICKET, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
-from genrt.engines.vllm.reasoning import ReasoningParsers
+from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.errors import (
     EngineDied,
     EngineUnsupported,
@@ -114,10 +115,10 @@ def configure(
     if options.get("reasoning_parser"):  # there is none, or its marks are no tokens of the model
         mistakes += (KeyError, RuntimeError)
         if options.get("skip_tokenizer_init"):
-            raise InvalidRequest(
-                "reasoning_parser needs a tokenizer: leave out skip_tokenizer_init"
-            )
+            raise InvalidRequest(NO_TOKENIZER)
     try:
+        if plugin := options.get("reasoning_parser_plugin"):  # vLLM looks for the name before
+            ReasoningParserManager.import_reasoning_parser(plugin)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
     except mistakes as error:
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error

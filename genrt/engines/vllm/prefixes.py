@@ -7,8 +7,8 @@ that are in a block of the open request that computed them, if there is one; und
 requests start with a copy of it.
 
 Rules:
-    Blocks are taken as they are found. What is lost, to a failed step or to a newer
-    prefix, is taken again once any question has computed it.
+    Blocks are taken as they are found. What is lost, to a failed step or to a newer prefix, is taken
+    again once any question has computed it.
     All prefixes together hold ``SHARE`` of the blocks at most.
     No request waits for ever because of them: before vLLM does without a step, they are given up one by
     one, the oldest first.

@@ -14,12 +14,14 @@ from genrt.questions.completions import CompletionRequest, Decoding
 if TYPE_CHECKING:
     from vllm.parser import Parser
 
-__all__ = ["NO_PARSER", "Reasoning", "ReasoningParsers"]
+__all__ = ["NO_PARSER", "NO_TOKENIZER", "Reasoning", "ReasoningParsers"]
 
 NO_PARSER = (
     "split_reasoning needs to know how the model marks its reasoning: load with engine_options="
     "{'reasoning_parser': …}, which vLLM has for each kind of model"
 )
+
+NO_TOKENIZER = "reasoning_parser needs a tokenizer: leave out skip_tokenizer_init"
 
 
 class ReasoningParsers:
@@ -36,9 +38,7 @@ class ReasoningParsers:
         if not named.reasoning_parser:
             return
         if self._config.skip_tokenizer_init:
-            raise InvalidRequest(
-                "reasoning_parser needs a tokenizer: leave out skip_tokenizer_init"
-            )
+            raise InvalidRequest(NO_TOKENIZER)
         # Imported here, as it brings vLLM's server along.
         from vllm.parser import ParserManager
         from vllm.reasoning import ReasoningParserManager
@@ -111,9 +111,8 @@ class Reasoning:
         self._asked = asked
         self.skip_special_tokens = bool(asked.skip_special_tokens)
         self.reasoning = self.text = ""
-        self._waiting: deque[tuple[int, int]] = (
-            deque()
-        )  # tokens, and where in what is written each ends
+        # Tokens, and where in what is written each ends.
+        self._waiting: deque[tuple[int, int]] = deque()
         self._added = self._read = 0  # how many tokens, and characters of what is written
 
     def split(self, token_ids: Sequence[int], written: str) -> tuple[str, str]:

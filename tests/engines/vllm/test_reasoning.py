@@ -241,6 +241,26 @@ def test_a_parser_that_does_not_fit_is_refused_before_the_model_is_loaded(
         genrt.load(str(llama), engine_options=options)
 
 
+PLUGIN = """
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
+
+@ReasoningParserManager.register_module("of_ones_own")
+class OfOnesOwn(DeepSeekR1ReasoningParser):
+    pass
+"""
+
+
+def test_a_parser_may_be_a_plugin_in_a_file(thinker: Path, tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    named = {
+        "reasoning_parser": "of_ones_own",
+        "reasoning_parser_plugin": str(tmp_path / "plugin.py"),
+    }
+    with genrt.load(str(thinker), engine_options=OPTIONS | named) as lm:
+        assert lm.chat_sync(ASKED, seed=1, **ENDS_SOON).reasoning
+
+
 TEXTS = (
     "<think>a b\nc</think>\n\nhello",
     "a b\nc</think>hello",
