@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -180,15 +180,15 @@ class _SeededText:
 
     generator: torch.Generator
     output_token_ids: list[int]
-    drawn: int = 0
-    last: int = 0
+    numbers: list[int] = field(default_factory=list)
 
     def number(self) -> int:
         """Return what the request's next token is drawn from: 31 bits."""
-        while self.drawn <= len(self.output_token_ids):
-            self.last = int(torch.randint(0, 2**31, (1,), generator=self.generator))
-            self.drawn += 1
-        return self.last
+        place = len(self.output_token_ids)
+        while place >= len(self.numbers):
+            drawn = torch.randint(0, 2**31, (32,), generator=self.generator)
+            self.numbers += drawn.tolist()
+        return self.numbers[place]
 
 
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
@@ -223,11 +223,11 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, None]:
         """Draw token ids ``[n]``, as the ``forward`` of vLLM's sampler on a CPU does, with each request's
         own randomness. Those of requests that are not sampled are not read."""
-        seeds = torch.zeros(len(logits), dtype=torch.int64)
+        seeds = [0] * len(logits)
         for index, request in self._seeded.at.items():
             seeds[index] = request.number()
         logits = apply_top_k_top_p(logits, k, p)
-        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), None
+        return torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds)), None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         tickets = self._tickets.at

@@ -2,26 +2,33 @@
 
 vLLM's own input and output processors check the options, compile structures, detokenize and look for stop
 strings.
+
+Rules:
+    The output processor reads ``READ_EVERY`` tokens of a text at once, for it costs more than all else
+    that is done for a token. It reads each as it comes where a stop string may end the text there, where
+    vLLM keeps log-probabilities, and where a parser takes one at a time. A stream's are read before it
+    is told of them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
 
 from vllm import envs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
 from genrt.engines.vllm.structures import StructureCompilers
-from genrt.errors import GenrtError, InvalidRequest
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import (
     Completion,
     CompletionRequest,
@@ -32,10 +39,27 @@ from genrt.questions.completions import (
 from genrt.questions.contexts import seed_of
 from genrt.tokens.sampling import GREEDY_BELOW
 
-__all__ = ["COOLEST", "HOTTEST", "Completions"]
+__all__ = ["COOLEST", "HOTTEST", "ORDERLY", "Completions", "Ended"]
+
+Ended: TypeAlias = tuple[str, Completion | GenrtError]
+"""The id of a request with its text, or its error."""
 
 COOLEST, HOTTEST = 0.01, 2.0
 """The temperatures that vLLM lets users give; its runners take any that is not greedy."""
+
+ORDERLY = (None, CoreFinishReason.STOP, CoreFinishReason.LENGTH)
+"""How an output's text goes on, or ends."""
+
+READ_EVERY = 16
+"""How many tokens of a text are read at once, if nobody asks before."""
+
+
+class _OwnParams(SamplingParams):  # type: ignore[misc]
+    """Parameters of one request alone, which vLLM would copy before it changes them: half of what it
+    takes to begin a request."""
+
+    def clone(self) -> SamplingParams:
+        return self
 
 
 @dataclass(slots=True)
@@ -45,6 +69,8 @@ class _Course:
     nonce: int | None  # of one that is streamed
     reasoning: Reasoning | None
     structure: str | None  # its name
+    unread_at_most: int
+    unread: list[int] = field(default_factory=list)
     first: float | None = None
     told: int = 0  # how many tokens, and characters of text and reasoning, progress has returned
     told_text: int = 0
@@ -64,7 +90,6 @@ class Completions:
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
-        self._unbegun: set[str] = set()  # those without a token
         self._compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
         self._parsed: dict[str, Reasoning] = {}  # of those streamed
@@ -119,10 +144,14 @@ class Completions:
         self._outputs.add_request(made, None)
         nonce = request.nonce if request.streamed else None
         structure = decoding.structure and decoding.structure[0]
-        self._courses[request_id] = _Course(
-            time.perf_counter(), decoding.logprobs, nonce, reasoning, structure
+        at_once = (
+            decoding.stop or decoding.logprobs is not None or (reasoning and nonce is not None)
         )
-        self._unbegun.add(request_id)
+        # Texts that begin together are read in different steps.
+        most = 0 if at_once else 1 + len(self._courses) % (READ_EVERY - 1)
+        self._courses[request_id] = _Course(
+            time.perf_counter(), decoding.logprobs, nonce, reasoning, structure, most
+        )
         if nonce is not None:
             self._streamed[nonce] = request_id
             if reasoning is not None:
@@ -132,7 +161,7 @@ class Completions:
     def _params(self, request: CompletionRequest) -> SamplingParams:
         decoding = request.decoding
         greedy = decoding.temperature < GREEDY_BELOW
-        return SamplingParams(
+        return _OwnParams(
             max_tokens=decoding.max_tokens,
             min_tokens=decoding.min_tokens,
             temperature=0.0 if greedy else min(max(decoding.temperature, COOLEST), HOTTEST),
@@ -155,39 +184,54 @@ class Completions:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._courses
-
-    def structure(self, request_id: str) -> str | None:
-        """Return the name of the structure that this is to have, if any."""
-        return self._courses[request_id].structure if request_id in self._courses else None
-
     def take(
         self, outputs: Sequence[EngineCoreOutput]
-    ) -> tuple[list[tuple[str, Completion | GenrtError]], list[str]]:
-        """Return what a step's outputs of completions end, by request id; and those among them that vLLM
-        goes on with, as it does not look for stop strings: they are to be aborted."""
-        now = time.perf_counter()
-        if self._unbegun:
-            begun = {output.request_id for output in outputs if output.new_token_ids}
-            for request_id in begun & self._unbegun:
-                self._courses[request_id].first = now
-            self._unbegun -= begun
-        processed = self._outputs.process_outputs(list(outputs))
-        over, ended = processed.reqs_to_abort, list[tuple[str, Completion | GenrtError]]()
+    ) -> tuple[list[Ended], list[str], list[EngineCoreOutput]]:
+        """Return what a step's outputs end, by request id; those among them that vLLM goes on with, as it
+        does not look for stop strings: they are to be aborted; and the outputs of others."""
+        now, courses = time.perf_counter(), self._courses
+        ended: list[Ended] = []
+        read: list[EngineCoreOutput] = []
+        others: list[EngineCoreOutput] = []
+        for output in outputs:  # of which there is one for each text and step: little is done here
+            course = courses.get(output.request_id)
+            if course is None:
+                others.append(output)
+                continue
+            unread = course.unread
+            unread += output.new_token_ids
+            if course.first is None and unread:
+                course.first = now
+            if output.finish_reason is None and len(unread) <= course.unread_at_most:
+                continue
+            output.new_token_ids, course.unread = unread, []
+            course.unread_at_most = course.unread_at_most and READ_EVERY - 1
+            if output.finish_reason in ORDERLY:
+                read.append(output)
+            else:
+                ended.append((output.request_id, _failure(output, course)))
+        over = self._read(read, ended, now) if read else []
+        return ended, over, others
+
+    def _read(
+        self, outputs: Sequence[EngineCoreOutput], ended: list[Ended], now: float
+    ) -> list[str]:
+        """Have vLLM's output processor read these; add what ended, and return what is to be aborted."""
+        processed = self._outputs.process_outputs(outputs)
+        over: list[str] = processed.reqs_to_abort
         for done in processed.request_outputs:
             try:
                 ended.append((done.request_id, self._completion(done, now)))
             except GenrtError as error:
                 ended.append((done.request_id, error))
-        for output in outputs:
+        for output in outputs if self._parsed else ():
             if output.request_id in self._parsed:
                 try:
                     self._parse(output)
                 except GenrtError as error:
                     ended.append((output.request_id, error))
                     over.append(output.request_id)
-        return ended, over
+        return over
 
     def _parse(self, output: EngineCoreOutput) -> None:
         """Tell the reasoning of a stream's new tokens apart from its text."""
@@ -219,7 +263,14 @@ class Completions:
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
         """Return what each of these has drawn since the last call; ``None`` if that is nothing."""
-        return [self._progress(self._streamed.get(request.nonce)) for request in streamed]
+        known = [self._streamed.get(request.nonce) for request in streamed]
+        unread: list[EngineCoreOutput] = []
+        for request_id in known:
+            if request_id is not None and (course := self._courses[request_id]).unread:
+                unread.append(EngineCoreOutput(request_id=request_id, new_token_ids=course.unread))
+                course.unread = []
+        self._outputs.process_outputs(unread)
+        return [self._progress(request_id) for request_id in known]
 
     def _progress(self, request_id: str | None) -> Delta | None:
         if request_id is None:
@@ -242,7 +293,6 @@ class Completions:
 
     def _ended(self, request_id: str) -> _Course:
         course = self._courses.pop(request_id)
-        self._unbegun.discard(request_id)
         self._parsed.pop(request_id, None)
         if course.nonce is not None:
             self._streamed.pop(course.nonce, None)
@@ -254,6 +304,15 @@ class Completions:
         for request_id in known:
             self._ended(request_id)
         self._outputs.abort_requests(known, internal=True)
+
+
+def _failure(output: EngineCoreOutput, course: _Course) -> GenrtError:
+    if course.structure is None:
+        return EngineFailed(f"vLLM ended the request with {output.finish_reason}")
+    return InvalidRequest(
+        f"{course.structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
+        "bad_words and stop_token_ids leave nothing of what does: change them"
+    )
 
 
 def _check_v2(params: SamplingParams) -> None:

@@ -38,7 +38,7 @@ from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.runners import runner_of
-from genrt.engines.vllm.samples import Generated, Samples
+from genrt.engines.vllm.samples import Generated, Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
@@ -262,23 +262,17 @@ class VLLMEngine:
         finished: list[Finished] = []
         # Rows of open requests are not in the outputs: their scheduler drops the token that ends a step.
         answered = self._open.take_answered() if self._open is not None else []
-        generated: list[EngineCoreOutput] = []
-        computed = sampled = 0
-        for output in outputs:
+        computed, new = computed_tokens(outputs), new_tokens(outputs)
+        ended, over, others = self._samples.take(outputs)
+        for output in others:
             request_id = output.request_id
             if request_id not in self._in_progress:
                 continue
-            prefill, new = output.prefill_stats, output.new_token_ids
-            computed += len(new) if prefill is None else prefill.num_computed_tokens
-            if request_id in self._samples:
-                generated.append(output)
-                sampled += len(new)
-            elif output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 answered.append(request_id)
             elif output.finish_reason is not None:
                 reason = f"vLLM ended the request with {output.finish_reason}"
                 finished.append(Finished(self._end(request_id), error=EngineFailed(reason)))
-        ended, over = self._samples.take(generated)
         for request_id, result in ended:
             error = result if isinstance(result, GenrtError) else None
             finished.append(Finished(self._end(request_id), None if error else result, error))
@@ -299,7 +293,7 @@ class VLLMEngine:
         self._count(
             rows=len(kept),
             failed=sum(end.error is not None for end in finished),
-            sampled_tokens=sampled,
+            sampled_tokens=new - new_tokens(others),
             computed_tokens=computed,
             bytes_to_host=0
             if isinstance(self._store, RowStore)

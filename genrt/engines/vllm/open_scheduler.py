@@ -238,6 +238,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or self.waiting
             or self.kv_holding_waiting
             or not self._decodes_plainly
+            or requests[0].request_id not in self._open  # so that texts alone cost nothing here
             or len(requests) > self.max_num_scheduled_tokens
             or self._pause_state != PauseState.UNPAUSED
             or not self._open.issuperset([request.request_id for request in requests])

@@ -81,8 +81,7 @@ class KeptPrefixes:
         )
         self._most = int(self._pool.num_gpu_blocks * SHARE) if self._can_keep else 0
         self._kept: dict[LogprobsRequest, _Kept] = {}
-        self._allocate_slots = manager.allocate_slots
-        manager.allocate_slots = self._allocated  # on the instance, in front of the class's own
+        self._manager = manager
 
     @property
     def tokens(self) -> int:
@@ -110,6 +109,8 @@ class KeptPrefixes:
         while others and self._held + needed > self._most:
             self._give_up(others.pop(0))
         self._kept[prefix] = kept  # the newest is the last
+        # On the instance, in front of the class's own, which every token of every text calls.
+        self._manager.allocate_slots = self._allocated
         self._take(prefix, kept)
         self._take_tail(prefix, kept)
 
@@ -117,6 +118,8 @@ class KeptPrefixes:
         """Keep a prefix no more; ignore any other."""
         if (kept := self._kept.pop(prefix, None)) is not None:
             self._give_up(kept)
+            if not self._kept:
+                del self._manager.allocate_slots
 
     def look(self) -> None:
         """Take what a step has computed of the prefixes of which something is lacking."""
@@ -212,13 +215,14 @@ class KeptPrefixes:
     def _allocated(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Do what ``KVCacheManager.allocate_slots`` does. Where it has no blocks for a request beside
         which nothing runs, give up prefixes until it has."""
-        blocks = self._allocate_slots(request, *args, **kwargs)
+        allocate = type(self._manager).allocate_slots
+        blocks = allocate(self._manager, request, *args, **kwargs)
         if blocks is not None or any(each is not request for each in self._scheduler.running):
             return blocks
         for kept in [*self._kept.values()]:
             if kept.blocks:
                 self._give_up(kept)
-                blocks = self._allocate_slots(request, *args, **kwargs)
+                blocks = allocate(self._manager, request, *args, **kwargs)
                 if blocks is not None:
                     break
         return blocks

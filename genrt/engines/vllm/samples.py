@@ -16,16 +16,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import SEED
-from genrt.engines.vllm.completions import COOLEST, HOTTEST, Completions
+from genrt.engines.vllm.completions import COOLEST, HOTTEST, ORDERLY, Completions
 from genrt.engines.vllm.config import core_request
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.errors import EngineFailed, GenrtError
 from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import seed_of
 from genrt.questions.request import Request, Result
 from genrt.questions.samples import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW
 
-__all__ = ["Generated", "Samples", "sample_params"]
+__all__ = ["Generated", "Samples", "computed_tokens", "new_tokens", "sample_params"]
 
 Generated: TypeAlias = SampleRequest | CompletionRequest
 """What takes a slot of vLLM for many steps."""
@@ -53,9 +53,6 @@ class Samples:
     def __len__(self) -> int:
         """Return how many wait for a slot."""
         return len(self._waiting)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._drawn
 
     @property
     def under_way(self) -> int:
@@ -91,35 +88,28 @@ class Samples:
         self._drawn[request_id] = []
         return made
 
-    def take(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[Ended], list[str]]:
-        """Return what a step's outputs end; and the ids of those that vLLM is to abort: it goes on where
-        a stop string has ended a text."""
+    def take(
+        self, outputs: Sequence[EngineCoreOutput]
+    ) -> tuple[list[Ended], list[str], list[EngineCoreOutput]]:
+        """Return what a step's outputs end; the ids of those that vLLM is to abort: it goes on where a
+        stop string has ended a text; and the outputs of other requests."""
         ended: list[Ended] = []
-        texts: list[EngineCoreOutput] = []
-        for output in outputs:
-            if output.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
-                ended.append((output.request_id, self._failure(output)))
-            elif output.request_id in self.completions:
-                texts.append(output)
-            else:
-                drawn = self._drawn[output.request_id]
-                drawn += output.new_token_ids
-                if output.finish_reason is not None:
-                    stopped = output.finish_reason == FinishReason.STOP
-                    ended.append((output.request_id, tuple(drawn[:-1] if stopped else drawn)))
-        if not texts:
-            return ended, []
-        completed, over = self.completions.take(texts)
-        return ended + completed, over
-
-    def _failure(self, output: EngineCoreOutput) -> GenrtError:
-        name = self.completions.structure(output.request_id)
-        if name is None:
-            return EngineFailed(f"vLLM ended the request with {output.finish_reason}")
-        return InvalidRequest(
-            f"{name}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or bad_words "
-            "and stop_token_ids leave nothing of what does: change them"
-        )
+        others: list[EngineCoreOutput] = []
+        texts, over, rest = self.completions.take(outputs)
+        ended += texts
+        for output in rest:
+            drawn = self._drawn.get(output.request_id)
+            if drawn is None:
+                others.append(output)
+                continue
+            drawn += output.new_token_ids
+            if output.finish_reason not in ORDERLY:
+                reason = f"vLLM ended the request with {output.finish_reason}"
+                ended.append((output.request_id, EngineFailed(reason)))
+            elif output.finish_reason is not None:
+                stopped = output.finish_reason == FinishReason.STOP
+                ended.append((output.request_id, tuple(drawn[:-1] if stopped else drawn)))
+        return ended, over, others
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Forget what vLLM had or has ended; requests for rows are ignored."""
@@ -137,6 +127,18 @@ class Samples:
     def clear(self) -> None:
         """Forget those that wait."""
         self._waiting.clear()
+
+
+def new_tokens(outputs: Sequence[EngineCoreOutput]) -> int:
+    """Return how many tokens a step drew."""
+    return sum([len(output.new_token_ids) for output in outputs])
+
+
+def computed_tokens(outputs: Sequence[EngineCoreOutput]) -> int:
+    """Return how many tokens a step put through the model: one for each that it drew, or a prompt's."""
+    begun = [output for output in outputs if output.prefill_stats is not None]
+    of_prompts: int = sum([output.prefill_stats.num_computed_tokens for output in begun])
+    return new_tokens(outputs) - new_tokens(begun) + of_prompts
 
 
 def sample_params(request: SampleRequest, *, drawn_here: bool) -> SamplingParams:

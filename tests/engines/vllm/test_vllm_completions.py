@@ -498,6 +498,42 @@ async def test_streams_bring_the_texts_that_generate_gives(lm: AsyncLM) -> None:
     assert sum(map(len, found)) > 2 * len(found), "most come in parts"
 
 
+async def test_a_text_is_the_same_however_its_tokens_are_read(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many at once; a stream's as it is told; one by one where a stop string may come."""
+    engine: Any = lm._thread.engine
+    processor = engine._samples.completions._outputs
+    read: list[str] = []
+
+    def counted(several: Any, process: Any = processor.process_outputs) -> Any:
+        read.extend(output.request_id for output in several)
+        return process(several)
+
+    monkeypatch.setattr(processor, "process_outputs", counted)
+
+    async def drawn(**options: Any) -> list[tuple[str, tuple[int, ...]]]:
+        read.clear()
+        done = await asyncio.gather(
+            *[
+                lm.generate(PROMPTS[n % 4], max_tokens=n, seed=n, ignore_eos=True, **options)
+                for n in range(1, 50)
+            ]
+        )
+        return [(each.text, each.token_ids) for each in done]
+
+    async def streamed(n: int) -> tuple[str, tuple[int, ...]]:
+        deltas = lm.stream(PROMPTS[n % 4], max_tokens=n, seed=n, ignore_eos=True)
+        told = [delta async for delta in deltas]
+        return "".join(d.text for d in told), tuple(i for d in told for i in d.token_ids)
+
+    plain = await drawn()
+    assert len(read) < 49 * 50 / 2 / 8
+    assert plain == await drawn(stop=["no text has this"])
+    assert len(read) == 49 * 50 / 2
+    assert plain == await asyncio.gather(*map(streamed, range(1, 50)))
+
+
 async def test_streams_that_are_left_free_their_slots(lm: AsyncLM) -> None:
     for _ in range(3):
         async for _ in lm.stream([3], max_tokens=200, ignore_eos=True):
