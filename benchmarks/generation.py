@@ -5,9 +5,10 @@
 Every mode completes prompts of one length, never the same twice, with residents on. ``vllm`` is
 ``LLM.generate``, ``generate`` one ``batch_generate``, ``each`` a ``generate`` for each prompt, ``many``
 is ``generate_many``, ``stream`` reads every text as it is drawn. ``ratio`` is vLLM's time over the
-mode's: 1.0 is as fast. With ``--rows``, rows are asked one after the other while texts are drawn:
-``steps_a_row`` is how many engine steps the slowest waited, ``lost`` how many of the sequences that were
-resident before are not after. Each result is one JSON object, appended to ``--json``.
+mode's: 1.0 is as fast; it is the median over the repeats, with its first and third quartiles. With
+``--rows``, rows are asked one after the other while texts are drawn: ``steps_a_row`` is how many engine
+steps the slowest waited, ``lost`` how many of the sequences that were resident before are not after.
+Each result is one JSON object, appended to ``--json``.
 """
 
 from __future__ import annotations
@@ -203,11 +204,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 common = {"prompts": count, "model": arguments.model, **setup.surroundings}
                 theirs = samples["vllm"][1:]
                 for mode, taken in samples.items():
-                    pairs = zip(theirs, taken[1:], strict=True)
+                    ratios = [a / b for a, b in zip(theirs, taken[1:], strict=True)]
+                    quartiles = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
                     yield {
                         "mode": mode,
                         "tokens_per_second": round(1 / statistics.median(taken[1:]), 1),
-                        "ratio": round(statistics.median(a / b for a, b in pairs), 3),
+                        "ratio": round(quartiles[1], 3),
+                        "ratio_quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
                         "schema": arguments.schema,
                     } | common
                 if arguments.rows:
