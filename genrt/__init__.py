@@ -38,6 +38,7 @@ from genrt.errors import (
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
     from genrt.loading import aload, load
+    from genrt.populations import Population
     from genrt.runtime.statistics import Statistics
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ __all__ = [
     "NotFinite",
     "OutOfMemory",
     "OutputFailed",
+    "Population",
     "Statistics",
     "TimedOut",
     "UnknownAdapter",
@@ -75,6 +77,7 @@ __all__ = [
 _MODULES = frozenset({"constraints", "inference", "testing"})
 _FROM = {
     "AsyncLM": "genrt.lm",
+    "Population": "genrt.populations",
     "Statistics": "genrt.runtime.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",

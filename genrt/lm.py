@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self, Unpack, cast
 import torch
 
 from genrt.engines.protocol import Engine
+from genrt.populations import Population, Populations, Prompts
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import Limits, check_contexts, nonces_of
@@ -60,7 +61,8 @@ class AsyncLM:
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
         self._nonces = nonces_of(seed)
-        self._texts = Texts(thread, self._limits, self._adapters, self._nonces)
+        own = self._limits, self._adapters, self._nonces
+        self._texts, self._populations = Texts(thread, *own), Populations(thread, asker, *own)
         self._cache = cache
         thread.belong_to(self)
 
@@ -118,10 +120,9 @@ class AsyncLM:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[encoding.ChatOptions]
     ) -> list[int]:
-        """Return the token ids of a conversation, written by the tokenizer's own chat template.
-
-        The conversation is one such as ``[{"role": "user", "content": "Hello!"}]``. By default the
-        assistant's turn is begun; ``ChatOptions`` has the options.
+        """Return the token ids of a conversation such as ``[{"role": "user", "content": "Hello!"}]``,
+        written by the tokenizer's own chat template. By default the assistant's turn is begun;
+        ``ChatOptions`` has the options.
 
         Raises:
             InvalidRequest: there is no chat template, it refuses the messages, or text would be lost.
@@ -145,9 +146,8 @@ class AsyncLM:
         """Return the row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
 
         It is on ``self.device``, or on the host with ``device="cpu"``: from a GPU, the rows of a step
-        are moved there together, through pinned memory.
-
-        The tensor is the caller's own. Concurrent questions are answered together, equal ones once.
+        are moved there together, through pinned memory. The tensor is the caller's own. Concurrent
+        questions are answered together, equal ones once.
 
         Raises:
             InvalidRequest: token ids that are no ints in range, or none; ContextTooLong, UnknownAdapter.
@@ -272,16 +272,22 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> torch.Tensor:
         """Return each token's log-probability in ``continuation``, given those before it: float32
-        ``[len(continuation)]`` on the host; their sum is the continuation's.
-
-        It takes a row for each token, all in one question; the engine's prefix cache makes each cost
-        little more than its own token.
-        """
+        ``[len(continuation)]`` on the host; their sum is the continuation's. It takes a row for each
+        token, all in one question; a prefix cache makes each cost little more than its own token."""
         bound = self._adapters.bound(adapter)
         requests = score_requests(self._limits, token_ids, continuation, bound)
         return joined(await self._ask(requests, timeout=timeout))
 
-    # -- samples ------------------------------------------------------------------------------
+    def population(
+        self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None
+    ) -> Population:
+        """Return ``n`` sequences that begin with a prompt, or one for each of several prompts, to go on
+        together as arrays; nothing is computed yet. Raises InvalidRequest if these are no prompts, or
+        ``n`` is missing for one or given for several; UnknownAdapter.
+        """
+        return self._populations.begin(prompt, n, adapter)
+
+    # -- samples and texts --------------------------------------------------------------------
 
     async def sample(
         self,
@@ -308,15 +314,10 @@ class AsyncLM:
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[list[int]]:
-        """Sample after each of ``contexts``, in order, as one question; options as ``sample``'s.
-
-        With a ``seed``, context ``i`` is drawn with seed ``seed + i``: equal contexts give independent
-        samples, and each equals ``sample`` with that seed.
-        """
+        """Sample after each of ``contexts``, in order, as one question; options as ``sample``'s. With a
+        ``seed``, context ``i`` is drawn with seed ``seed + i``, as ``sample`` would with that seed."""
         requests = self._texts.samples(check_contexts(contexts), options, method="batch_sample")
         return [list(each) for each in await self._ask(requests, timeout=timeout)]
-
-    # -- texts --------------------------------------------------------------------------------
 
     async def generate(
         self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]
@@ -336,10 +337,8 @@ class AsyncLM:
         self, prompts: Sequence[str | TokenIds], **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """Draw the text after each of ``prompts``, in order, as one question; options as ``generate``'s.
-
         With a ``seed``, prompt ``i`` is drawn with seed ``seed + i``: ``[prompt] * n`` gives ``n``
-        independent texts.
-        """
+        independent texts."""
         requests, timeout = self._texts.requests(prompts, options)
         return list(await self._ask(requests, timeout=timeout))
 

@@ -524,9 +524,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.rows",
         "test_arguments.py test_lm.py",
         (
-            "row_request",
+            "packed_row_request",
             "the longest context is refused",
-            Swap("len(ids) > limits.max_model_len", "len(ids) >= limits.max_model_len"),
+            Swap("count > limits.max_model_len", "count >= limits.max_model_len"),
         ),
     ),
     *breaks(

@@ -35,6 +35,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "encode": {"text": "a"},
     "encode_chat": {"messages": [{"role": "user", "content": "a"}]},
     "decode": CONTEXT,
+    "population": {"prompt": [1], "n": 2},
     "generate": {"prompt": [1], "max_tokens": 1},
     "batch_generate": {"prompts": [[1], [2]], "max_tokens": 1},
     "chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},

@@ -38,6 +38,7 @@ ROOMS = (
     "interop",
     "loading.py",
     "lm.py",
+    "populations.py",
     "runtime",
     "engines",
     "questions",

@@ -14,7 +14,7 @@ from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated
 from genrt.questions.token_ids import TokenIds, id_words
 
-__all__ = ["LogprobsRequest", "is_row", "row_request"]
+__all__ = ["LogprobsRequest", "is_row", "packed_row_request", "row_request"]
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
@@ -95,13 +95,19 @@ _set_packed, _set_adapter, _set_hash = (
 def row_request(limits: Limits, token_ids: TokenIds, adapter: Adapter | None) -> LogprobsRequest:
     """Return the request for a row. Raises InvalidRequest for bad token ids, ContextTooLong for too
     many."""
-    ids = id_words(token_ids, limits.vocab_size)
-    if len(ids) > limits.max_model_len:
+    return packed_row_request(limits, id_words(token_ids, limits.vocab_size).tobytes(), adapter)
+
+
+def packed_row_request(limits: Limits, packed: bytes, adapter: Adapter | None) -> LogprobsRequest:
+    """Return the request for a row after token ids that are checked. Raises ContextTooLong for too
+    many."""
+    count = len(packed) // TOKEN_BYTES
+    if count > limits.max_model_len:
         raise ContextTooLong(
-            f"a context of {len(ids)} tokens is over max_model_len={limits.max_model_len}: shorten "
+            f"a context of {count} tokens is over max_model_len={limits.max_model_len}: shorten "
             'it, or load with engine_options={"max_model_len": …} if the model can take more'
         )
-    return LogprobsRequest(ids, adapter)
+    return LogprobsRequest(packed=packed, adapter=adapter)
 
 
 def is_row(row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:

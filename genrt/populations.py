@@ -1,0 +1,341 @@
+"""Populations: the particles of a sampler as arrays, asked about by one question a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from genrt.errors import Closed, InvalidRequest
+from genrt.numbers import check_int, shown
+from genrt.questions.contexts import Limits, check_contexts
+from genrt.questions.draws import batch_draw, draw_of_row
+from genrt.questions.host_rows import Device, host_row, must_move
+from genrt.questions.masks import Masks, check_masks
+from genrt.questions.rows import LogprobsRequest, packed_row_request
+from genrt.questions.sequences import (
+    MOST_SEQUENCES,
+    Flags,
+    Integers,
+    Sequences,
+    check_flags,
+    check_integers,
+)
+from genrt.questions.token_ids import TokenIds
+from genrt.runtime.adapter_names import AdapterNames
+from genrt.runtime.ask import Asker, blocking_question
+from genrt.runtime.thread import EngineThread
+from genrt.tokens.encoding import encode_prompt
+from genrt.tokens.sampling import BatchDraw
+
+__all__ = ["Population", "Populations", "Prompts"]
+
+Prompts: TypeAlias = str | TokenIds | Sequence[str | TokenIds]
+"""One prompt, a text or token ids, or several."""
+
+LAST_INT64 = 2**63 - 1
+
+
+class Population:
+    """Sequences that go on together, held as arrays: the particles of a sampler.
+
+    Made by ``AsyncLM.population``. ``draw`` and ``logprobs`` ask about all of them at once; ``append``,
+    ``resample`` and ``cut`` change them, and ask nobody. A question is about the sequences as they were
+    when it was asked. It is answered, cancelled, timed out and refused as any other, and a restart or an
+    eviction between two of them is not noticed: what the engine has lost is computed again.
+
+    One task or thread at a time may change a population. It is a context manager: leaving it closes it.
+    """
+
+    def __init__(self, home: Populations, sequences: Sequences, adapter: str | None) -> None:
+        self._home = home
+        self._sequences = sequences
+        self._adapter = adapter
+        self._is_closed = False
+        self._ask, self._ask_sync = home.asker.ask, home.asker.ask_sync
+
+    # -- what it holds ------------------------------------------------------------------------
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that questions are bound to, by its name."""
+        return self._adapter
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """How many tokens each sequence has: int64 ``[n]``, a copy."""
+        return torch.from_numpy(self._sequences.lengths.copy())
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """The sequences: int64 ``[n, longest]``, with -1 behind each one's end; a copy."""
+        return torch.from_numpy(self._sequences.padded())
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, place: SupportsIndex) -> list[int]:
+        """Return the token ids of one sequence."""
+        return self._sequences.token_ids(range(len(self._sequences))[place])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(self._sequences.token_ids, range(len(self)))
+
+    def __repr__(self) -> str:
+        lengths = self._sequences.lengths
+        spread = f" of {lengths.min()} to {lengths.max()} tokens" if len(self) else ""
+        closed = ", closed" if self._is_closed else ""
+        return f"Population({len(self)} sequences{spread}, adapter={self._adapter}{closed})"
+
+    # -- questions ----------------------------------------------------------------------------
+
+    async def draw(
+        self,
+        *,
+        masks: Masks | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        where: Flags | None = None,
+        timeout: float | None = None,
+    ) -> BatchDraw:
+        """Draw a token after each sequence, with its weight, as ``AsyncLM.batch_draw`` does; nothing is
+        appended. Equal sequences share a row.
+
+        Args:
+            masks: what may be drawn after each sequence; those where nothing is asked may be ``None``.
+            temperature: 0 is greedy.
+            seed: sequence ``i`` is drawn with seed ``seed + i``, whatever ``where`` leaves out.
+            where: after which sequences; the others, as those that have ended, get token -1, logprob 0
+                and log mass 0, which leave a sequence and its weight as they are.
+
+        Raises:
+            InvalidRequest: an argument that fits nothing; ContextTooLong, UnknownAdapter.
+            EngineFailed: as ``AsyncLM.next_token_logprobs``, and so are TimedOut and Closed.
+        """
+        home, count = self._home, len(self._sequences)
+        given = check_masks(masks, count)
+        places = self._places(where)
+        rows = self._rows(places)
+        if not rows:
+            places = np.arange(0)
+            draw_of_row(home.limits, LogprobsRequest([0]), 0, None, temperature, seed, place=0)
+        requests = [
+            draw_of_row(
+                home.limits, row, next(home.nonces), given[place], temperature, seed, place=place
+            )
+            for place, row in zip(places.tolist(), rows, strict=True)
+        ]
+        draws = batch_draw(await self._ask(requests, timeout=timeout))
+        if len(rows) == count:
+            return draws
+        token_ids = torch.full((count,), -1)
+        logprobs, log_mass = torch.zeros(count), torch.zeros(count)
+        for whole, part in zip((token_ids, logprobs, log_mass), draws, strict=True):
+            whole[torch.from_numpy(places)] = part
+        return BatchDraw(token_ids, logprobs, log_mass)
+
+    async def logprobs(
+        self,
+        *,
+        where: Flags | None = None,
+        device: Device | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Return the row after each sequence, or of those in ``where`` alone, in order: float32
+        ``[n, vocab_size]``, as ``AsyncLM.batch_next_token_logprobs`` does.
+
+        Raises:
+            InvalidRequest: an argument that fits nothing; else as ``draw``.
+        """
+        moves = must_move(device, self._home.device)
+        rows = self._rows(self._places(where))
+        requests = [host_row(row) for row in rows] if moves else rows
+        found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
+        if found:
+            return cast("torch.Tensor", found[0])
+        home = self._home
+        return torch.empty(0, home.limits.vocab_size, device="cpu" if moves else home.device)
+
+    draw_sync = blocking_question(draw)
+    logprobs_sync = blocking_question(logprobs)
+
+    # -- changes ------------------------------------------------------------------------------
+
+    def append(self, token_ids: Integers) -> None:
+        """Add a token to each sequence: ids ``[n]``, -1 for those that stay as they are.
+
+        Raises:
+            InvalidRequest: no integers, not one for each sequence, or not in the vocabulary.
+            Closed: the population is closed; so for every other change.
+        """
+        self._check_open()
+        most = self._home.limits.vocab_size - 1
+        self._sequences.append(check_integers("token_ids", token_ids, -1, most, len(self)))
+
+    def resample(self, ancestors: Integers) -> None:
+        """Have sequence ``i`` go on as a copy of sequence ``ancestors[i]``; there may be more of them, or
+        fewer, than before.
+
+        Raises:
+            InvalidRequest: no integers, or not places of sequences.
+        """
+        self._sequences = self._taken("ancestors", ancestors)
+
+    def cut(self, lengths: int | Integers) -> None:
+        """Drop what each sequence has beyond ``lengths``, one for all or ``[n]``, each at least 1.
+
+        Raises:
+            InvalidRequest: no integers, too small, or not one for each sequence.
+        """
+        self._check_open()
+        given: Any = lengths
+        if isinstance(given, int | np.integer) or getattr(given, "ndim", None) == 0:
+            found = np.full(len(self), check_int("lengths", given, 1, LAST_INT64))
+        else:
+            found = check_integers("lengths", given, 1, LAST_INT64, len(self))
+        self._sequences.cut(found)
+
+    def take(self, indices: Integers) -> Self:
+        """Return a population of copies of the sequences at these places, any number of times each. This
+        one stays as it is.
+
+        Raises:
+            InvalidRequest: no integers, or not places of sequences.
+        """
+        return type(self)(self._home, self._taken("indices", indices), self._adapter)
+
+    def split(self, sizes: Integers) -> list[Self]:
+        """Return populations of these sizes, which this one's sequences make up, in order.
+
+        Raises:
+            InvalidRequest: no integers, negative, or their sum is not the number of sequences.
+        """
+        self._check_open()
+        found = check_integers("sizes", sizes, 0, MOST_SEQUENCES)
+        if found.sum() != len(self):
+            raise InvalidRequest(f"sizes sum to {found.sum()}, of {len(self)} sequences")
+        ends = found.cumsum().tolist()
+        return [
+            self.take(np.arange(end - size, end)) for size, end in zip(found, ends, strict=True)
+        ]
+
+    def join(self, *others: Population) -> Self:
+        """Return a population of this one's sequences and those of others, in order, of the same runtime
+        and adapter.
+
+        Raises:
+            InvalidRequest: others that are no populations, or of another runtime or adapter.
+        """
+        several: tuple[Population, ...] = (self, *others)
+        for each in several:
+            given: Any = each
+            if not isinstance(given, Population):
+                raise InvalidRequest(f"others must be populations, got {shown(given)}")
+            each._check_open()
+            if each._home is not self._home or each._adapter != self._adapter:
+                raise InvalidRequest("populations of different runtimes or adapters do not join")
+        _check_count(sum(map(len, several)))
+        joined = Sequences.joined([each._sequences for each in several])
+        return type(self)(self._home, joined, self._adapter)
+
+    def close(self) -> None:
+        """Close the population: questions and changes raise ``Closed`` from now on. Idempotent."""
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __copy__(self) -> Self:
+        return self.take(range(len(self)))
+
+    def __deepcopy__(self, _: object) -> Self:
+        return self.__copy__()
+
+    # -- how ----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed("this population is closed: take it with a new one, lm.population(…)")
+
+    def _places(self, where: Flags | None) -> np.ndarray:
+        """Return the places that are asked about."""
+        self._check_open()
+        count = len(self._sequences)
+        if where is None:
+            return np.arange(count)
+        return np.flatnonzero(check_flags("where", where, count))
+
+    def _rows(self, places: np.ndarray) -> list[LogprobsRequest]:
+        """Return the questions for the rows after these sequences."""
+        limits, bound = self._home.limits, self._home.adapters.bound(self._adapter)
+        packed = self._sequences.packed
+        return [packed_row_request(limits, packed(place), bound) for place in places.tolist()]
+
+    def _taken(self, name: str, places: Integers) -> Sequences:
+        self._check_open()
+        found = check_integers(name, places, 0, len(self) - 1)
+        _check_count(len(found))
+        return self._sequences.take(found)
+
+
+class Populations:
+    """Makes the populations of one runtime, and has what they ask with."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        asker: Asker,
+        limits: Limits,
+        adapters: AdapterNames,
+        nonces: Iterator[int],
+    ) -> None:
+        self._thread = thread
+        self.asker = asker
+        self.limits = limits
+        self.adapters = adapters
+        self.nonces = nonces
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are computed."""
+        return self._thread.engine.device
+
+    def begin(self, prompt: Prompts, n: int | None, adapter: str | None) -> Population:
+        """Return a population that begins with a prompt, ``n`` times, or with prompts of its own each.
+
+        Raises:
+            InvalidRequest: no prompt or contexts, or no number for one prompt, or one for contexts;
+                UnknownAdapter.
+        """
+        self.adapters.bound(adapter)
+        given: Any = prompt
+        if n is not None:
+            count = check_int("n", n, 0, MOST_SEQUENCES)
+            sequences = Sequences.copies(self.limits, self._encoded(given), count)
+        elif isinstance(given, str) or _is_one(given):
+            raise InvalidRequest("one prompt begins n sequences: give n, or a list of contexts")
+        else:
+            contexts = [self._encoded(each) for each in check_contexts(given)]
+            sequences = Sequences.of(self.limits, contexts)
+        return Population(self, sequences, adapter)
+
+    def _encoded(self, prompt: str | TokenIds) -> TokenIds:
+        if isinstance(prompt, str):
+            return encode_prompt(self._thread.engine.tokenizer, prompt)
+        return prompt
+
+
+def _is_one(given: Any) -> bool:
+    """Return whether this is one context, rather than several."""
+    if isinstance(given, torch.Tensor | np.ndarray):
+        return given.ndim == 1
+    return isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], int | np.integer)
+
+
+def _check_count(count: int) -> None:
+    check_int("the number of sequences", count, 0, MOST_SEQUENCES)

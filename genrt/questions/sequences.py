@@ -1,0 +1,149 @@
+"""Sequences of token ids that grow together, as arrays; and the numbers by which callers change them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, TypeAlias
+
+import numpy as np
+import torch
+
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_int, shown
+from genrt.questions.contexts import Limits
+from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
+
+__all__ = ["MOST_SEQUENCES", "Flags", "Integers", "Sequences", "check_flags", "check_integers"]
+
+Integers: TypeAlias = Sequence[int] | np.ndarray | torch.Tensor
+"""An integer for each sequence."""
+
+Flags: TypeAlias = Sequence[bool] | np.ndarray | torch.Tensor
+"""A bool for each sequence."""
+
+MOST_SEQUENCES = 2**20
+"""How many sequences are held together at most."""
+
+
+class Sequences:
+    """Sequences of at least one token each, in a table that has room for the longest.
+
+    ``lengths`` is int64 ``[n]``. Whoever holds this changes it; nobody else has its arrays.
+    """
+
+    def __init__(self, table: np.ndarray, lengths: np.ndarray) -> None:
+        self._table = table  # uint32 [n, room]; what is beyond a sequence's length means nothing
+        self.lengths = lengths
+
+    @classmethod
+    def copies(cls, limits: Limits, prompt: TokenIds, count: int) -> Self:
+        """Return ``count`` times the same sequence. Raises InvalidRequest for bad token ids."""
+        words = np.frombuffer(id_words(prompt, limits.vocab_size), np.uint32)
+        return cls(np.tile(words, (count, 1)), np.full(count, len(words)))
+
+    @classmethod
+    def of(cls, limits: Limits, contexts: Sequence[TokenIds]) -> Self:
+        """Return these sequences. Raises InvalidRequest for bad token ids, or too many sequences."""
+        check_int("the number of contexts", len(contexts), 0, MOST_SEQUENCES)
+        words = [np.frombuffer(id_words(each, limits.vocab_size), np.uint32) for each in contexts]
+        lengths = np.array([len(each) for each in words], np.int64)
+        table = np.zeros((len(words), int(lengths.max(initial=0))), np.uint32)
+        for row, each in zip(table, words, strict=True):
+            row[: len(each)] = each
+        return cls(table, lengths)
+
+    @classmethod
+    def joined(cls, several: Sequence[Sequences]) -> Self:
+        """Return all sequences of several, in order."""
+        room = max(each._table.shape[1] for each in several)
+        tables = [
+            np.pad(each._table, ((0, 0), (0, room - each._table.shape[1]))) for each in several
+        ]
+        return cls(np.concatenate(tables), np.concatenate([each.lengths for each in several]))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def packed(self, place: int) -> bytes:
+        """Return one sequence as a request has its context."""
+        return self._table[place, : self.lengths[place]].tobytes()
+
+    def token_ids(self, place: int) -> list[int]:
+        """Return one sequence."""
+        found: list[int] = self._table[place, : self.lengths[place]].tolist()
+        return found
+
+    def padded(self) -> np.ndarray:
+        """Return all of them, int64 ``[n, longest]``, with -1 behind each one's end."""
+        longest = int(self.lengths.max(initial=0))
+        behind = np.arange(longest) >= self.lengths[:, None]
+        return np.where(behind, -1, self._table[:, :longest].astype(np.int64))
+
+    def append(self, token_ids: np.ndarray) -> None:
+        """Add a token to each sequence, int64 ``[n]``; none where it is -1."""
+        places = np.flatnonzero(token_ids >= 0)
+        lengths = self.lengths[places]
+        needed, room = int(lengths.max(initial=-1)) + 1, self._table.shape[1]
+        if needed > room:
+            self._table = np.pad(self._table, ((0, 0), (0, max(room, 16))))
+        self._table[places, lengths] = token_ids[places]
+        self.lengths[places] += 1
+
+    def take(self, places: np.ndarray) -> Self:
+        """Return a copy of the sequences at these places, any number of times each."""
+        return type(self)(self._table[places], self.lengths[places])
+
+    def cut(self, lengths: np.ndarray) -> None:
+        """Drop what is beyond these lengths, int64 ``[n]``."""
+        self.lengths = np.minimum(self.lengths, lengths)
+
+
+def check_integers(
+    name: str, given: Integers, low: int, high: int, count: int | None = None
+) -> np.ndarray:
+    """Return integers as int64 ``[count]``, of any number without a ``count``.
+
+    Raises:
+        InvalidRequest: these are no integers from ``low`` to ``high`` in a flat sequence, or not as many.
+    """
+    found = _flat(name, given)
+    if found.dtype == bool or not np.issubdtype(found.dtype, np.integer):
+        if len(found):
+            raise InvalidRequest(f"{name} must be integers, got {shown(given)}")
+        found = found.astype(np.int64)
+    _check_count(name, found, count)
+    wrong = np.flatnonzero((found < low) | (found > high))
+    if len(wrong):
+        raise InvalidRequest(
+            f"{name} must be from {low} to {high}, but at place {wrong[0]} there is {found[wrong[0]]}"
+        )
+    return found.astype(np.int64)
+
+
+def check_flags(name: str, given: Flags, count: int) -> np.ndarray:
+    """Return bools as an array ``[count]``. Raises InvalidRequest if they are none, or not as many."""
+    found = _flat(name, given)
+    if found.dtype != bool and len(found):
+        raise InvalidRequest(f"{name} must be bools, got {shown(given)}")
+    _check_count(name, found, count)
+    return found.astype(bool)
+
+
+def _flat(name: str, given: Table | Sequence[object]) -> np.ndarray:
+    if isinstance(given, torch.Tensor | np.ndarray):
+        found = host_array(given, name)
+    elif isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
+        raise InvalidRequest(f"{name} must be a sequence, got {shown(given)}{advice_for(given)}")
+    else:
+        try:
+            found = np.array(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise InvalidRequest(f"{name} must be a flat sequence, got {shown(given)}") from None
+    if found.ndim != 1:
+        raise InvalidRequest(f"{name} must be one flat sequence, got shape {list(found.shape)}")
+    return found
+
+
+def _check_count(name: str, found: np.ndarray, count: int | None) -> None:
+    if count is not None and len(found) != count:
+        raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")

@@ -1,0 +1,351 @@
+"""Populations: arrays that say what lists would, and questions about them that say what questions about
+each sequence would."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import genrt
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut, UnknownAdapter
+from genrt.lm import AsyncLM
+from genrt.populations import Population
+from tests.test_every_argument import WRONG
+
+SIZE = 7
+MODEL = NGram.random(SIZE, order=2, seed=3, zeros=0.2)
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact") as opened:
+        yield opened
+
+
+def masks_for(chance: random.Random, count: int) -> list[list[int] | None]:
+    return [
+        None if chance.random() < 0.3 else chance.sample(range(SIZE), chance.randint(0, 4))
+        for _ in range(count)
+    ]
+
+
+class AsLists(RuleBasedStateMachine):
+    """Every change, beside the same change of a list of lists; every question, beside the same one about
+    the lists."""
+
+    @initialize(prompt=st.lists(st.integers(0, SIZE - 1), min_size=1), n=st.integers(0, 6))
+    def begin(self, prompt: list[int], n: int) -> None:
+        self.lm = genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 40})
+        self.population = self.lm.population(prompt[:10], n)
+        self.lists = [prompt[:10] for _ in range(n)]
+        self.kept: list[tuple[Population, list[list[int]]]] = []
+
+    def teardown(self) -> None:
+        if hasattr(self, "lm"):
+            for population, lists in self.kept:
+                assert [*population] == lists
+            self.lm.close()
+
+    @rule(chance=st.randoms(use_true_random=False))
+    def append(self, chance: random.Random) -> None:
+        tokens = [chance.randint(-1, SIZE - 1) for _ in self.lists]
+        made: list[Any] = [list, np.array, torch.tensor]
+        self.population.append(chance.choice(made)(tokens))
+        self.lists = [
+            each if token < 0 else [*each, token]
+            for each, token in zip(self.lists, tokens, strict=True)
+        ]
+
+    @precondition(lambda self: self.lists)
+    @rule(chance=st.randoms(use_true_random=False), count=st.integers(0, 6))
+    def resample(self, chance: random.Random, count: int) -> None:
+        ancestors = [chance.randrange(len(self.lists)) for _ in range(count)]
+        self.population.resample(ancestors)
+        self.lists = [self.lists[ancestor] for ancestor in ancestors]
+
+    @rule(chance=st.randoms(use_true_random=False), same=st.booleans())
+    def cut(self, chance: random.Random, same: bool) -> None:
+        lengths = [chance.randint(1, 12) for _ in self.lists]
+        if same:
+            lengths = [5] * len(lengths)
+        self.population.cut(5 if same else lengths)
+        self.lists = [each[:length] for each, length in zip(self.lists, lengths, strict=True)]
+
+    @rule(chance=st.randoms(use_true_random=False))
+    def split_and_join(self, chance: random.Random) -> None:
+        size = chance.randint(0, len(self.lists))
+        left, right = self.population.split([size, len(self.lists) - size])
+        self.kept.append((left, self.lists[:size]))
+        self.population = right.join(left)
+        self.lists = self.lists[size:] + self.lists[:size]
+
+    @precondition(lambda self: self.lists)
+    @rule(chance=st.randoms(use_true_random=False))
+    def take(self, chance: random.Random) -> None:
+        places = [chance.randrange(len(self.lists)) for _ in range(chance.randint(0, 3))]
+        taken = self.population.take(places)
+        assert [*taken] == [self.lists[place] for place in places]
+        if places:
+            taken.append([0] * len(places))
+        self.kept.append((copy.copy(self.population), self.lists))
+
+    @precondition(lambda self: all(len(each) <= 40 for each in self.lists))
+    @rule(
+        chance=st.randoms(use_true_random=False),
+        seed=st.integers(0, 5),
+        temperature=st.sampled_from([0.0, 0.5, 1.0]),
+    )
+    def draw(self, chance: random.Random, seed: int, temperature: float) -> None:
+        masks, where = (
+            masks_for(chance, len(self.lists)),
+            [chance.random() < 0.7 for _ in self.lists],
+        )
+        options: dict[str, Any] = {"masks": masks, "temperature": temperature, "seed": seed}
+        expected = self.lm.batch_draw_sync(self.lists, **options)
+        for got, wanted in zip(self.population.draw_sync(**options), expected, strict=True):
+            assert torch.equal(got, wanted)
+        some = self.population.draw_sync(**options, where=where)
+        left_out = -1, 0.0, 0.0
+        for got, wanted, otherwise in zip(some, expected, left_out, strict=True):
+            assert torch.equal(got, torch.where(torch.tensor(where).bool(), wanted, otherwise))
+
+    @precondition(lambda self: all(len(each) <= 40 for each in self.lists))
+    @rule(chance=st.randoms(use_true_random=False))
+    def logprobs(self, chance: random.Random) -> None:
+        where = [chance.random() < 0.7 for _ in self.lists]
+        asked = [each for each, is_asked in zip(self.lists, where, strict=True) if is_asked]
+        rows = self.population.logprobs_sync(where=where)
+        assert torch.equal(rows, self.lm.batch_next_token_logprobs_sync(asked))
+
+    @invariant()
+    def says_the_same(self) -> None:
+        if not hasattr(self, "lists"):
+            return
+        population, lists = self.population, self.lists
+        assert len(population) == len(lists)
+        assert [*population] == lists
+        assert population.lengths.tolist() == [len(each) for each in lists]
+        longest = max(map(len, lists), default=0)
+        padded = [each + [-1] * (longest - len(each)) for each in lists]
+        assert population.token_ids.tolist() == padded
+
+
+TestAsLists = AsLists.TestCase
+TestAsLists.settings = settings(deadline=None, stateful_step_count=30)
+
+
+async def test_equal_sequences_share_a_row_and_a_population_is_one_question(lm: AsyncLM) -> None:
+    before = lm.statistics()
+    with lm.population([1, 2], 50) as population:
+        draws = await population.draw(seed=3)
+        assert len(set(draws.token_ids.tolist())) > 1
+        now = lm.statistics().since(before)
+        assert now.engine.rows <= 1
+        assert now.batcher.flushes == 1
+
+
+async def test_a_sampler_on_a_population_is_one_of_single_questions(lm: AsyncLM) -> None:
+    """Five steps with resampling: the same tokens, weights and ancestors for the same seeds."""
+    contexts, weights = [[1]] * 8, torch.zeros(8)
+    population, own = lm.population([1], 8), torch.zeros(8)
+    generator = torch.Generator().manual_seed(5)
+    for step in range(5):
+        masks = [list(range(1 + (place + step) % SIZE)) for place in range(8)]
+        draws = await population.draw(masks=masks, seed=100 * step)
+        single = await asyncio.gather(
+            *[
+                lm.draw(context, mask=mask, seed=100 * step + place)
+                for place, (context, mask) in enumerate(zip(contexts, masks, strict=True))
+            ]
+        )
+        population.append(draws.token_ids)
+        contexts = [
+            context if each.token_id < 0 else [*context, each.token_id]
+            for context, each in zip(contexts, single, strict=True)
+        ]
+        own += draws.log_mass
+        weights += torch.tensor([each.log_mass for each in single])
+        assert torch.equal(own, weights)
+        ancestors = torch.randint(8, (8,), generator=generator)
+        population.resample(ancestors)
+        contexts = [contexts[ancestor] for ancestor in ancestors]
+        own, weights = own[ancestors], weights[ancestors]
+        assert [*population] == contexts
+
+
+async def test_a_question_is_about_the_sequences_as_they_were(lm: AsyncLM) -> None:
+    population = lm.population([1, 2], 3)
+    asked = asyncio.ensure_future(population.logprobs())
+    await asyncio.sleep(0)
+    population.append([0, 1, 2])
+    expected = lm.batch_next_token_logprobs_sync([[1, 2]] * 3)
+    assert torch.equal(await asked, expected)
+
+
+async def test_populations_samples_and_single_questions_share_a_flush(lm: AsyncLM) -> None:
+    lm.clear_cache()
+    first, second = lm.population([1, 3], 4), lm.population([[2], [1, 3]])
+    before = lm.statistics()
+    row, _, several, drawn = await asyncio.gather(
+        lm.next_token_logprobs([1, 3]),
+        lm.sample([4], max_tokens=2),
+        first.logprobs(),
+        second.draw(seed=1),
+    )
+    assert torch.equal(several, row.expand(4, -1))
+    assert drawn.token_ids[1] == (await lm.draw([1, 3], seed=2)).token_id
+    assert lm.statistics().since(before).batcher.flushes == 2  # the draw after them is one
+
+
+async def test_a_cancelled_question_leaves_the_population_as_it_was(lm: AsyncLM) -> None:
+    population = lm.population([1, 2], 3)
+    asked = asyncio.ensure_future(population.draw())
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    with pytest.raises(TimedOut):
+        await population.draw(timeout=0.0)
+    assert [*population] == [[1, 2]] * 3
+    assert (await population.draw(seed=1)).token_ids.shape == (3,)
+
+
+def test_a_restart_is_not_seen() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        population = lm.population([1, 2], 3)
+        before = population.draw_sync(seed=1)
+        lm.restart()
+        lm.clear_cache()
+        for got, wanted in zip(population.draw_sync(seed=1), before, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_a_closed_population_can_be_read_but_not_asked(lm: AsyncLM) -> None:
+    with lm.population([1, 2], 2) as population:
+        pass
+    population.close()
+    assert [*population] == [[1, 2]] * 2
+    assert "closed" in repr(population)
+    for use in (
+        population.draw_sync,
+        population.logprobs_sync,
+        lambda: population.append([1, 1]),
+        lambda: population.resample([0, 0]),
+        lambda: population.cut(1),
+        lambda: population.take([0]),
+        lambda: population.split([2]),
+        lambda: lm.population([1], 1).join(population),
+    ):
+        with pytest.raises(Closed):
+            use()
+
+
+def test_a_closed_runtime_answers_no_population() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        population = lm.population([1], 2)
+    with pytest.raises(Closed):
+        population.draw_sync()
+
+
+def test_sequences_grow_to_the_models_length_and_are_refused_beyond_it() -> None:
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": 4}) as lm:
+        population = lm.population([1], 2)
+        for _ in range(4):
+            population.append([1, -1])
+        assert population.lengths.tolist() == [5, 1]
+        assert population.draw_sync(where=[False, True]).token_ids[0] == -1
+        with pytest.raises(ContextTooLong):
+            population.draw_sync()
+        population.cut([4, 4])
+        assert population.logprobs_sync().shape == (2, SIZE)
+
+
+def test_what_begins_a_population(lm: AsyncLM) -> None:
+    assert [*lm.population(np.array([1, 2]), 2)] == [[1, 2]] * 2
+    assert [*lm.population(torch.tensor([[1, 2], [3, 4]]))] == [[1, 2], [3, 4]]
+    several: list[Any] = [torch.tensor([1]), (2, 3)]
+    assert [*lm.population(several)] == [[1], [2, 3]]
+    assert [*lm.population([])] == []
+    assert lm.population([], None).draw_sync().token_ids.tolist() == []
+    wrong: list[tuple[Any, int | None]] = [([1, 2], None), ("text", None), ([[1]], 1)]
+    for prompt, n in wrong:
+        with pytest.raises(InvalidRequest):
+            lm.population(prompt, n)
+    with pytest.raises(UnknownAdapter):
+        lm.population([1], 1, adapter="none")
+    with pytest.raises(InvalidRequest, match="do not join"):
+        lm.population([1], 1).join(genrt.load(MODEL, engine="exact").population([1], 1))
+
+
+@pytest.mark.vllm
+def test_a_text_begins_a_population_as_it_begins_a_completion(llama: Path) -> None:
+    with genrt.load(llama, engine="transformers") as lm:
+        prompt = lm.generate_sync("a text", max_tokens=1).prompt_token_ids
+        assert [*lm.population("a text", 2)] == [[*prompt]] * 2
+        mixed: list[Any] = ["a text", [1]]
+        assert [*lm.population(mixed)] == [[*prompt], [1]]
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "draw_sync": {"masks": None, "temperature": 1.0, "seed": 1, "where": None, "timeout": None},
+    "logprobs_sync": {"where": None, "device": None, "timeout": None},
+    "append": {"token_ids": [1, 1]},
+    "resample": {"ancestors": [0, 0]},
+    "cut": {"lengths": [1, 1]},
+    "take": {"indices": [0]},
+    "split": {"sizes": [2]},
+    "join": {"others": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"), [(name, each) for name, given in METHODS.items() for each in given]
+)
+def test_a_wrong_argument_is_refused_and_changes_nothing(
+    lm: AsyncLM, method: str, argument: str
+) -> None:
+    raw: list[str] = []
+    for value in WRONG:
+        population = lm.population([1, 2], 2)
+        given = {**METHODS[method], argument: value}
+        try:
+            if method == "join":
+                population.join(value)
+            else:
+                getattr(population, method)(**given)
+        except (InvalidRequest, TimedOut):
+            assert [*population] == [[1, 2]] * 2
+        except Exception as error:
+            raw.append(f"{type(value).__name__}: {type(error).__name__}: {error}"[:200])
+    assert not raw, "\n".join(raw)
+    assert {name.removesuffix("_sync") for name in METHODS} <= {*dir(Population)}
+
+
+def test_an_engine_that_fails_leaves_the_population_as_it_was() -> None:
+    class Failing(ExactEngine):
+        fails = True
+
+        def step(self) -> Any:
+            if Failing.fails:
+                Failing.fails = False
+                raise RuntimeError("broken")
+            return super().step()
+
+    with genrt.load(engine=lambda: Failing(MODEL)) as lm:
+        population = lm.population([1, 2], 2)
+        with pytest.raises(genrt.EngineFailed):
+            population.draw_sync()
+        assert [*population] == [[1, 2]] * 2
+        assert len(population.draw_sync().token_ids) == 2
