@@ -26,6 +26,8 @@ COLOURS = {
     "batch": "#56b4e9",
     "draw": "#009e73",
     "resample": "#e69f00",
+    "population": "#cc79a7",
+    "population-resample": "#8c6d31",
     "fresh": "#b03a2e",
 }
 """In the order of the bars; told apart with any kind of colour vision."""

@@ -1,7 +1,8 @@
 """What one step of N particles is: the particles, and every way to ask about them.
 
 fresh, decode                                vLLM directly, an ``LLM``'s generate
-resident, batch, resample, draw, cached      genrt, through its public interface
+resident, batch, resample, draw, cached      genrt, a question a particle
+population, population-resample              genrt, a question for all of them
 """
 
 from __future__ import annotations
@@ -169,6 +170,37 @@ async def resample(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measu
     return await metered(lm, particles, steps, run())
 
 
+async def population(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """Half of the vocabulary is allowed to each, as in ``draw``."""
+    return await of_population(lm, particles, steps, resamples=False)
+
+
+async def population_resample(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """Half of the sequences are replaced in every step."""
+    return await of_population(lm, particles, steps, resamples=True)
+
+
+async def of_population(
+    lm: genrt.AsyncLM, particles: Particles, steps: int, *, resamples: bool
+) -> Measured:
+    count, half = len(particles), len(particles) // 2
+    masks = packed_masks(8, lm.vocab_size)[torch.arange(count) % 8]
+    ancestors = [torch.arange(count) for _ in range(steps)]
+    for order, ancestor in zip(particles.orders, ancestors, strict=True):
+        ancestor[order[count - half :]] = torch.tensor(order[:half], dtype=torch.int64)
+
+    async def run() -> None:
+        with lm.population(particles.contexts) as sequences:
+            sequences.append(particles.tokens[0])
+            for step in range(steps):
+                draws = await sequences.draw(masks=masks)
+                sequences.append(draws.token_ids)
+                if resamples:
+                    sequences.resample(ancestors[step])
+
+    return await metered(lm, particles, steps, run())
+
+
 async def together(run: Callable[[int], Coroutine[Any, Any, None]], particles: Particles) -> None:
     await asyncio.gather(*map(run, range(len(particles))))
 
@@ -206,5 +238,7 @@ GENRT_MODES = {
     "resample": resample,
     "draw": draw,
     "cached": cached,
+    "population": population,
+    "population-resample": population_resample,
 }
 MODES = (*VLLM_MODES, *GENRT_MODES)

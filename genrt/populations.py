@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import torch
 
-from genrt.errors import Closed, InvalidRequest
-from genrt.numbers import check_int, shown
+from genrt.errors import Closed, InvalidRequest, OutOfMemory
+from genrt.numbers import check_int, check_timeout, shown
 from genrt.questions.contexts import Limits, check_contexts
-from genrt.questions.draws import batch_draw, draw_of_row
 from genrt.questions.host_rows import Device, host_row, must_move
-from genrt.questions.masks import Masks, check_masks
+from genrt.questions.masks import Masks
+from genrt.questions.population_draws import joined_draws, population_draws
 from genrt.questions.rows import LogprobsRequest, packed_row_request
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
@@ -104,7 +105,8 @@ class Population:
         appended. Equal sequences share a row.
 
         Args:
-            masks: what may be drawn after each sequence; those where nothing is asked may be ``None``.
+            masks: what may be drawn after each sequence; those where nothing is asked may be ``None``. A
+                packed tensor is not copied: leave it as it is until the draws are there.
             temperature: 0 is greedy.
             seed: sequence ``i`` is drawn with seed ``seed + i``, whatever ``where`` leaves out.
             where: after which sequences; the others, as those that have ended, get token -1, logprob 0
@@ -115,26 +117,32 @@ class Population:
             EngineFailed: as ``AsyncLM.next_token_logprobs``, and so are TimedOut and Closed.
         """
         home, count = self._home, len(self._sequences)
-        given = check_masks(masks, count)
         places = self._places(where)
-        rows = self._rows(places)
-        if not rows:
-            places = np.arange(0)
-            draw_of_row(home.limits, LogprobsRequest([0]), 0, None, temperature, seed, place=0)
-        requests = [
-            draw_of_row(
-                home.limits, row, next(home.nonces), given[place], temperature, seed, place=place
-            )
-            for place, row in zip(places.tolist(), rows, strict=True)
-        ]
-        draws = batch_draw(await self._ask(requests, timeout=timeout))
-        if len(rows) == count:
-            return draws
-        token_ids = torch.full((count,), -1)
-        logprobs, log_mass = torch.zeros(count), torch.zeros(count)
-        for whole, part in zip((token_ids, logprobs, log_mass), draws, strict=True):
-            whole[torch.from_numpy(places)] = part
-        return BatchDraw(token_ids, logprobs, log_mass)
+        asked = population_draws(
+            self._rows(places),
+            places,
+            home.nonces,
+            masks,
+            count,
+            home.limits.vocab_size,
+            temperature,
+            seed,
+        )
+        seconds = check_timeout(timeout)
+        until = None if seconds is None else time.monotonic() + seconds
+        parts = [part for each in asked for part in each.parts(home.most)]
+        while True:
+            try:
+                found = await self._ask(parts, timeout=timeout)
+            except OutOfMemory:
+                # A flush out of memory is sent again in halves: so is a question that was all of one.
+                largest = max(len(part.rows) for part in parts)
+                if largest == 1:
+                    raise
+                parts = [half for part in parts for half in part.parts((largest + 1) // 2)]
+                timeout = None if until is None else max(0.0, until - time.monotonic())
+            else:
+                return joined_draws(found, places, count)
 
     async def logprobs(
         self,
@@ -304,6 +312,11 @@ class Populations:
     def device(self) -> torch.device:
         """Where rows are computed."""
         return self._thread.engine.device
+
+    @property
+    def most(self) -> int:
+        """How many sequences are asked about by one request at most."""
+        return self._thread.engine.max_batch_size
 
     def begin(self, prompt: Prompts, n: int | None, adapter: str | None) -> Population:
         """Return a population that begins with a prompt, ``n`` times, or with prompts of its own each.

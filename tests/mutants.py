@@ -397,11 +397,30 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "runtime.answers",
+        "test_population_answers.py",
+        (
+            "AnsweringEngine.step",
+            "the other rows of a population that failed stay asked for",
+            Swap("self.cancel([*failed])", "None"),
+        ),
+        (
+            "AnsweringEngine.step",
+            "a population fails once for every row that does",
+            Swap("reader not in failed", "True"),
+        ),
+        (
+            "AnsweringEngine.submit",
+            "a population waits for a row as often as it is in it",
+            Swap("_Found(len(rows))", "_Found(len(request.rows))"),
+        ),
+    ),
+    *breaks(
+        "runtime.answers",
         "test_answers.py test_draw.py",
         (
-            "AnsweringEngine.cancel",
+            "AnsweringEngine._left",
             "the last who reads from a row takes it from who asked for it",
-            Swap("request.row not in self._asked", "True"),
+            Swap("[] if row in self._asked else [row]", "[row]"),
         ),
         (
             "AnsweringEngine.step",

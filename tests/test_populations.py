@@ -142,7 +142,7 @@ class AsLists(RuleBasedStateMachine):
         assert population.token_ids.tolist() == padded
 
 
-TestAsLists = AsLists.TestCase
+TestAsLists = pytest.mark.promise(number=36)(AsLists.TestCase)
 TestAsLists.settings = settings(deadline=None, stateful_step_count=30)
 
 
@@ -156,6 +156,7 @@ async def test_equal_sequences_share_a_row_and_a_population_is_one_question(lm: 
         assert now.batcher.flushes == 1
 
 
+@pytest.mark.promise(number=36)
 async def test_a_sampler_on_a_population_is_one_of_single_questions(lm: AsyncLM) -> None:
     """Five steps with resampling: the same tokens, weights and ancestors for the same seeds."""
     contexts, weights = [[1]] * 8, torch.zeros(8)
@@ -222,6 +223,7 @@ async def test_a_cancelled_question_leaves_the_population_as_it_was(lm: AsyncLM)
     assert (await population.draw(seed=1)).token_ids.shape == (3,)
 
 
+@pytest.mark.promise(number=36)
 def test_a_restart_is_not_seen() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         population = lm.population([1, 2], 3)
@@ -349,3 +351,35 @@ def test_an_engine_that_fails_leaves_the_population_as_it_was() -> None:
             population.draw_sync()
         assert [*population] == [[1, 2]] * 2
         assert len(population.draw_sync().token_ids) == 2
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_a_question_that_is_too_large_for_the_memory_is_asked_again_in_parts(most: int) -> None:
+    class Small(ExactEngine):
+        asked = 0
+
+        def submit(self, requests: Any) -> None:
+            self.asked = len(requests)
+            super().submit(requests)
+
+        def step(self) -> Any:
+            if self.asked > most:
+                raise torch.OutOfMemoryError("no room")
+            return super().step()
+
+    contexts = [[token, other] for token in range(4) for other in range(5)]
+    with genrt.load(engine=lambda: Small(MODEL), cache_bytes=0) as lm:
+        draws = lm.population(contexts).draw_sync(seed=3)
+        with genrt.load(MODEL, engine="exact") as large:
+            expected = large.batch_draw_sync(contexts, seed=3)
+    for got, wanted in zip(draws, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_question_that_never_fits_is_out_of_memory() -> None:
+    class None_(ExactEngine):
+        def step(self) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+    with genrt.load(engine=lambda: None_(MODEL)) as lm, pytest.raises(genrt.OutOfMemory):
+        lm.population([1], 4).draw_sync()

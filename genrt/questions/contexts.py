@@ -30,6 +30,7 @@ __all__ = [
     "nonces_of",
     "seed_at",
     "seed_of",
+    "seeds_at",
 ]
 
 TOKEN_BYTES = array("I").itemsize
@@ -129,6 +130,11 @@ def nonces_of(seed: int | None) -> Iterator[int]:
 def seed_at(seed: int, place: int) -> int:
     """Return the seed of number ``place`` of what is drawn with ``seed``; after the last comes 0."""
     return (seed + place) % (LAST_SEED + 1)
+
+
+def seeds_at(seed: int, places: np.ndarray) -> np.ndarray:
+    """Return ``seed_at`` for several places at once, uint64 ``[n]``."""
+    return (np.uint64(seed) + places.astype(np.uint64)) % np.uint64(LAST_SEED + 1)
 
 
 def seed_of(asked: Drawn) -> int:

@@ -93,7 +93,7 @@ class DrawToken(Wanted):
         parts = [_drawn(part) for part in parts_of(reads)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         on_host = Leaving(whole)
-        engine.expect(reads, whole[:, 0])
+        engine.expect([read.request.row for read in reads], whole[:, 0])
         token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
         found = zip(
             token_ids.long().tolist(),

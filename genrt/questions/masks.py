@@ -18,7 +18,7 @@ import torch
 from genrt.errors import InvalidRequest
 from genrt.questions.token_ids import Table, TokenIds, host_array, id_words
 
-__all__ = ["Mask", "Masks", "check_masks", "packed_mask"]
+__all__ = ["Mask", "Masks", "check_masks", "packed_mask", "packed_masks"]
 
 Mask: TypeAlias = torch.Tensor | np.ndarray | Sequence[int] | Set[int]
 """The tokens that may be drawn: bool ``[vocab_size]``, token ids as a sequence, a set or int64, or a
@@ -60,6 +60,49 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
             "allowed or not make bools, as in mask != 0"
         )
     return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
+
+
+def packed_masks(masks: Masks | None, count: int, vocab_size: int) -> np.ndarray | None:
+    """Return a mask for each of ``count`` contexts, each as ``packed_mask`` has it: uint8 ``[count,
+    size]``, rows of equal masks perhaps in one place; ``None`` if all of them are ``None``.
+
+    Raises:
+        InvalidRequest: as ``packed_mask`` and ``check_masks``.
+    """
+    if isinstance(masks, torch.Tensor | np.ndarray) and masks.ndim == 2 and len(masks):
+        given = host_array(masks, "masks")
+        if given.strides[0] == 0:  # one for all, expanded
+            given = given[:1]
+        packed = _packed_table(given, vocab_size)
+        if packed is not None:
+            check_masks(masks, count)
+            return (
+                np.broadcast_to(packed, (count, packed.shape[1])) if len(packed) < count else packed
+            )
+    each = check_masks(masks, count)
+    if all(mask is None for mask in each):
+        return None
+    size = -(-vocab_size // 32) * 4
+    everything = b"\xff" * size
+    found = [everything if mask is None else packed_mask(mask, vocab_size) for mask in each]
+    return np.frombuffer(b"".join(found), np.uint8).reshape(count, size)
+
+
+def _packed_table(table: np.ndarray, vocab_size: int) -> np.ndarray | None:
+    """Return the rows of a table packed, if they are masks of a type that is."""
+    words = -(-vocab_size // 32)
+    if table.dtype == np.bool_ and table.shape[1] == vocab_size:
+        packed = np.packbits(table, axis=1, bitorder="little")
+        return np.pad(packed, ((0, 0), (0, 4 * words - packed.shape[1])))
+    if table.dtype != np.int32 or table.shape[1] != words:
+        return None
+    packed = np.ascontiguousarray(table)
+    if beyond := vocab_size % 32:
+        last = (1 << beyond) - 1
+        if (packed[:, -1] & ~np.int64(last)).any():
+            packed = packed.copy()
+            packed[:, -1] &= np.int32(last)
+    return packed.view(np.uint8)
 
 
 def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:

@@ -71,7 +71,7 @@ class Wanted(Protocol):
 class Answering(Protocol):
     """The part of the answering engine that a kind of read may use."""
 
-    def expect(self, reads: Sequence[Read], token_ids: Tensor) -> None:
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: Tensor) -> None:
         """Tell the engine which tokens, float64 ``[n]`` on its device, were drawn from these rows."""
         ...
 

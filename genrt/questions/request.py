@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from genrt.questions.completions import CompletionRequest
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
 
 __all__ = ["Request", "Result"]
 
-Request: TypeAlias = LogprobsRequest | SampleRequest | CompletionRequest | ReadRequest
+Request: TypeAlias = (
+    LogprobsRequest | SampleRequest | CompletionRequest | ReadRequest | PopulationDraw
+)
 """One question to the model. An engine computes rows, samples and completions; what is read from rows is
 answered beside it."""
 

@@ -36,6 +36,7 @@ from genrt.engines.protocol import (
 from genrt.errors import EngineDied, GenrtError, InvalidAdapter
 from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.contexts import Adapter
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -69,9 +70,10 @@ class AnsweringEngine:
         self._speculating = engine if isinstance(engine, Speculating) else None
         self._completing = engine if isinstance(engine, Completing) else None
         self._cache = cache
-        self._readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
+        self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
         self._cached: dict[ReadRequest, Tensor] = {}
+        self._populations: dict[PopulationDraw, _Found] = {}
         self._refused: list[Finished] = []
         self._unforgotten: dict[Request, GenrtError] = {}
         self._reads = 0
@@ -105,30 +107,28 @@ class AnsweringEngine:
         """Take a flush as an engine does, with reads. ``ready`` has those that need no forward."""
         new: dict[Request, None] = {}
         asked: list[Request] = []
-        readers: dict[LogprobsRequest, dict[ReadRequest, None]] = {}
+        readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         cached: dict[ReadRequest, Tensor] = {}
+        populations: dict[PopulationDraw, _Found] = {}
         for request in requests:
-            if not isinstance(request, ReadRequest):
+            if isinstance(request, PopulationDraw):
+                rows = dict.fromkeys(request.rows)
+                populations[request] = found = _Found(len(rows))
+                for row in rows:
+                    if (borrowed := self._joined(row, request, new, readers)) is not None:
+                        found.put(row, borrowed)
+            elif isinstance(request, ReadRequest):
+                row, lacking = request.row, False
+                if request.wanted.computes and self._kept is not None:
+                    lacking = row not in self._kept
+                borrowed = self._joined(row, request, new, readers, lacking=lacking)
+                if borrowed is not None:
+                    cached[request] = borrowed
+            else:
                 asked.append(request)
                 # A row that only reads have asked for so far is in the engine already.
                 if request not in self._readers or request in self._asked:
                     new[request] = None
-                continue
-            row = request.row
-            sharing = readers.get(row)
-            if sharing is not None:
-                sharing[request] = None
-                continue
-            if row not in self._readers and row not in self._asked and row not in new:
-                lacking = (
-                    request.wanted.computes and self._kept is not None and row not in self._kept
-                )
-                borrowed = None if lacking else self._cache.borrow(row)
-                if borrowed is not None:
-                    cached[request] = borrowed
-                    continue
-                new[row] = None
-            readers[row] = {request: None}
         refused: list[Finished] = []
         for request, error in self._still_held(new).items():
             del new[request]
@@ -141,15 +141,42 @@ class AnsweringEngine:
             self.engine.submit(list(new))
         self._refused += refused
         self._cached |= cached
+        self._populations |= populations
         self._asked.update(asked)
         for row, joining in readers.items():
             self._readers.setdefault(row, joining).update(joining)
+        self.cancel([each.request for each in refused if each.request in populations])
+
+    def _joined(
+        self,
+        row: LogprobsRequest,
+        request: ReadRequest | PopulationDraw,
+        new: dict[Request, None],
+        readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]],
+        *,
+        lacking: bool = False,
+    ) -> Tensor | None:
+        """Return a row that the cache has, unless it is ``lacking`` in the engine; otherwise have the
+        request join its readers, and the row asked for if it is not yet."""
+        sharing = readers.get(row)
+        if sharing is not None:
+            sharing[request] = None
+            return None
+        if row not in self._readers and row not in self._asked and row not in new:
+            borrowed = None if lacking else self._cache.borrow(row)
+            if borrowed is not None:
+                return borrowed
+            new[row] = None
+        readers[row] = {request: None}
+        return None
 
     def ready(self) -> list[Finished]:
         """Return the ends of submitted requests that need no forward: reads from rows in the cache, and
         requests that the engine can't take."""
         cached, self._cached = self._cached, {}
         refused, self._refused = self._refused, []
+        whole = [each for each, found in self._populations.items() if not found.missing]
+        refused += [self._population_answered(each) for each in whole]
         return refused + self._answered([Read(each, row) for each, row in cached.items()])
 
     def step(self) -> list[Finished]:
@@ -168,6 +195,8 @@ class AnsweringEngine:
             return ends
         finished: list[Finished] = []
         reads: list[Read] = []
+        failed: dict[PopulationDraw, None] = {}
+        whole: list[PopulationDraw] = []
         for end in ends:
             readers = self._readers.pop(cast("LogprobsRequest", end.request), None)
             if readers is None or end.request in self._asked:
@@ -176,9 +205,21 @@ class AnsweringEngine:
             if readers is None:
                 continue
             if end.error is not None:
-                finished += [Finished(request, error=end.error) for request in readers]
-            else:
-                reads += [Read(request, cast("Tensor", end.result)) for request in readers]
+                for reader in readers:
+                    if reader not in failed:
+                        finished.append(Finished(reader, error=end.error))
+                    if isinstance(reader, PopulationDraw):
+                        failed[reader] = None
+                continue
+            row = cast("Tensor", end.result)
+            for reader in readers:
+                if isinstance(reader, ReadRequest):
+                    reads.append(Read(reader, row))
+                elif not self._populations[reader].put(cast("LogprobsRequest", end.request), row):
+                    whole.append(reader)
+        if failed:
+            self.cancel([*failed])
+        finished += [self._population_answered(each) for each in whole if each not in failed]
         return finished + self._answered(reads)
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
@@ -192,20 +233,33 @@ class AnsweringEngine:
         alone: any other error of the engine concerns only equal requests that come later."""
         unwanted: list[Request] = []
         for request in requests:
+            if isinstance(request, PopulationDraw):
+                if self._populations.pop(request, None) is not None:
+                    for row in dict.fromkeys(request.rows):
+                        unwanted += self._left(row, request)
+                continue
             if isinstance(request, ReadRequest):
-                readers = self._readers.get(request.row, {})
-                if self._cached.pop(request, None) is None and request in readers:
-                    del readers[request]
-                    if not readers:
-                        del self._readers[request.row]
-                        if request.row not in self._asked:
-                            unwanted.append(request.row)
+                if self._cached.pop(request, None) is None:
+                    unwanted += self._left(request.row, request)
                 continue
             if not isinstance(request, LogprobsRequest) or request not in self._readers:
                 unwanted.append(request)
             self._asked.discard(request)
         if unwanted:
             self._cancel(unwanted)
+
+    def _left(
+        self, row: LogprobsRequest, reader: ReadRequest | PopulationDraw
+    ) -> list[LogprobsRequest]:
+        """Take a reader off a row; return the row if nobody wants it any more."""
+        readers = self._readers.get(row, {})
+        if reader not in readers:
+            return []
+        del readers[reader]
+        if readers:
+            return []
+        del self._readers[row]
+        return [] if row in self._asked else [row]
 
     def _cancel(self, unwanted: Sequence[Request]) -> None:
         """Have the engine forget these, and all that it has not forgotten before."""
@@ -282,6 +336,7 @@ class AnsweringEngine:
         self._readers.clear()
         self._asked.clear()
         self._cached.clear()
+        self._populations.clear()
         self._refused.clear()
         self._unforgotten.clear()
         self.engine.close()
@@ -290,17 +345,18 @@ class AnsweringEngine:
         """Forget everything after a failed step, and have the engine forget it."""
         unasked = [row for row in self._readers if row not in self._asked]
         self._readers.clear()
+        self._populations.clear()
         self._asked.clear()
         self._unforgotten.clear()
         if unasked:
             self._cancel(unasked)
 
-    def expect(self, reads: Sequence[Read], token_ids: Tensor) -> None:
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: Tensor) -> None:
         """Tell the engine which tokens were drawn from these rows, if no two draws share one."""
         if self._speculating is not None:
-            rows = dict.fromkeys(read.request.row for read in reads)
-            if len(rows) == len(reads):
-                self._speculating.expect(list(rows), token_ids)
+            different = dict.fromkeys(rows)
+            if len(different) == len(rows):
+                self._speculating.expect(list(different), token_ids)
 
     def keep(self, read: Read) -> None:
         """Keep a copy of a read's row in the cache."""
@@ -345,6 +401,32 @@ class AnsweringEngine:
             if group[0].row.device.type != "cpu":
                 self._bytes_to_host += sum(map(_bytes, results))
         return finished
+
+    def _population_answered(self, request: PopulationDraw) -> Finished:
+        """Return the end of a population's question whose rows are there."""
+        rows = self._populations.pop(request).rows
+        try:
+            draws = request.answer([rows[row] for row in request.rows], self)
+        except Exception as error:
+            return Finished(request, error=survived(error))
+        self._reads += len(request.rows)
+        if self.device.type != "cpu":
+            self._bytes_to_host += 24 * len(request.rows)
+        return Finished(request, draws)
+
+
+class _Found:
+    """The rows that a population has found, and how many it lacks."""
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+        self.rows: dict[LogprobsRequest, Tensor] = {}
+
+    def put(self, row: LogprobsRequest, found: Tensor) -> int:
+        """Add a row; return how many are missing still."""
+        self.rows[row] = found
+        self.missing -= 1
+        return self.missing
 
 
 def _bytes(result: object) -> int:

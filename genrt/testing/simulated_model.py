@@ -16,6 +16,7 @@ from torch import Tensor
 from genrt.engines.protocol import Completing, Engine
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
 from genrt.questions.contexts import Adapter
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
@@ -94,6 +95,8 @@ def is_right(model: Model, request: Request, result: Result) -> bool:
     says."""
     if isinstance(request, ReadRequest):
         return request.wanted.is_answer(model.answer(request.row), result)
+    if isinstance(request, PopulationDraw):
+        return request.is_answer([model.answer(row) for row in request.rows], result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request), result)
     return bool(result == model.answer(request))

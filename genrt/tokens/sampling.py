@@ -315,7 +315,7 @@ def rows_at_once(rows: Tensor) -> int:
     return max(1, (CPU_CHUNK if rows.device.type == "cpu" else CHUNK) // rows.shape[-1])
 
 
-def seeded_uniforms(seeds: Sequence[int]) -> Tensor:
+def seeded_uniforms(seeds: Sequence[int] | np.ndarray) -> Tensor:
     """Return two numbers in [0, 1) for each seed in ``0 .. 2**64 - 1``: float64 ``[n, 2]``, for ``draw``.
 
     They depend on the seed alone, and those of different seeds, neighbours included, are unrelated:

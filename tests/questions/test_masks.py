@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest
-from genrt.questions.masks import MANY_IDS, check_masks, packed_mask
+from genrt.questions.masks import MANY_IDS, check_masks, packed_mask, packed_masks
 
 V = 41  # no multiple of 32, nor of 8
 
@@ -255,3 +256,31 @@ def test_each_mask_of_a_batch_is_checked_as_one_alone(row: Any) -> None:
     [first, _] = check_masks(masks, 2)
     with pytest.raises(InvalidRequest, match="mask"):
         packed_mask(first, 3)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 100), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_masks_of_many_are_packed_as_each_of_them(
+    vocab_size: int, count: int, chance: random.Random
+) -> None:
+    words = -(-vocab_size // 32)
+    drawn = [[chance.random() < 0.5 for _ in range(vocab_size)] for _ in range(count)]
+    flags = torch.tensor(drawn).bool().reshape(count, vocab_size)
+    numbers = [[chance.randint(-(2**31), 2**31 - 1) for _ in range(words)] for _ in range(count)]
+    bits = torch.tensor(numbers, dtype=torch.int32).reshape(count, words)
+    one = torch.arange(vocab_size) % 3 == 0
+    mixed = [chance.choice([None, one, [0], bits[0]]) for _ in range(count)]
+    forms: list[Any] = [flags, bits, flags.numpy(), bits.numpy(), bits.T.contiguous().T, mixed]
+    for masks in [*forms, one.expand(count, -1), [*flags], np.asfortranarray(flags.numpy())]:
+        packed = packed_masks(masks, count, vocab_size)
+        everything = b"\xff" * 4 * words
+        each = [everything if m is None else packed_mask(m, vocab_size) for m in masks]
+        if packed is None:
+            assert all(m is None for m in masks)
+        else:
+            assert [row.tobytes() for row in packed] == each
+    assert packed_masks(None, count, vocab_size) is None
+    assert packed_masks([None] * count, count, vocab_size) is None
+    with pytest.raises(InvalidRequest):
+        packed_masks(torch.ones(count + 1, vocab_size).bool(), count, vocab_size)
+    with pytest.raises(InvalidRequest):
+        packed_masks(torch.ones(2, vocab_size), 2, vocab_size)

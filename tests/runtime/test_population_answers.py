@@ -1,0 +1,220 @@
+"""Draws of populations in answers.py: rows that are shared, missing, failing and given up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genrt.engines.protocol import Finished
+from genrt.errors import EngineFailed, GenrtError, NotFinite
+from genrt.questions.contexts import nonces_of
+from genrt.questions.draws import DrawToken
+from genrt.questions.population_draws import PopulationDraw, population_draws
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.cache import RowCache
+from genrt.testing.simulated_model import is_right
+from genrt.tokens.sampling import BatchDraw, Draw
+from tests.scripted import ScriptedEngine, expected_row, logprobs
+
+A, B, C = logprobs(1), logprobs(2), logprobs(3)
+VOCAB_SIZE = ScriptedEngine.vocab_size
+
+
+def population(*rows: LogprobsRequest, seed: int = 0, **options: Any) -> PopulationDraw:
+    given: dict[str, Any] = {"masks": None, "temperature": 1.0} | options
+    places = np.arange(len(rows))
+    [request] = population_draws(
+        rows, places, nonces_of(0), count=len(rows), vocab_size=VOCAB_SIZE, seed=seed, **given
+    )
+    return request
+
+
+def read(row: LogprobsRequest, seed: int = 0, **options: Any) -> ReadRequest:
+    return ReadRequest(row, DrawToken(seed=seed, **options))
+
+
+def ended(engine: AnsweringEngine) -> dict[Request, Finished]:
+    ends: dict[Request, Finished] = {}
+    for some in [engine.ready, *[engine.step] * 12]:
+        for end in some():
+            assert end.request not in ends
+            ends[end.request] = end
+    return ends
+
+
+def single(draws: Any) -> list[Draw]:
+    return [Draw(*each) for each in zip(*[part.tolist() for part in draws], strict=True)]
+
+
+def answering(scripted: ScriptedEngine, cache: RowCache | None = None) -> AnsweringEngine:
+    return AnsweringEngine(scripted, RowCache(2**20) if cache is None else cache)
+
+
+@pytest.mark.promise(number=36)
+@pytest.mark.parametrize("temperature", [1.0, 0.0, 0.5])
+def test_a_population_is_answered_as_its_particles_are(temperature: float) -> None:
+    masks = [None, [0, 3], [5], []]
+    request = population(A, B, A, C, seed=7, masks=masks, temperature=temperature)
+    engine = answering(ScriptedEngine())
+    packed = [None if mask is None else sum(1 << i for i in mask) for mask in masks]
+    alone = [
+        read(
+            row,
+            0 if temperature == 0.0 else 7 + place,
+            mask=None if bits is None else bits.to_bytes(4, "little"),
+            temperature=temperature,
+        )
+        for place, (row, bits) in enumerate(zip(request.rows, packed, strict=True))
+    ]
+    engine.submit([request, *alone])
+    ends = ended(engine)
+    assert single(ends[request].result) == [ends[each].result for each in alone]
+
+
+def test_its_rows_are_shared_with_whoever_asks_for_them() -> None:
+    scripted, cache = ScriptedEngine(), RowCache(2**20)
+    cache.put(C, expected_row(C))
+    engine = answering(scripted, cache)
+    one, other = population(A, B, A, C), population(B, C)
+    engine.submit([read(B), one, A, other])
+    assert sorted(scripted.submitted[0], key=repr) == sorted([A, B], key=repr)
+    assert ended(engine).keys() == {read(B), one, A, other}
+    known = population(C, C)
+    engine.submit([known])
+    assert [end.request for end in engine.ready()] == [known]
+    assert len(scripted.submitted) == 1
+
+
+def test_a_row_that_fails_fails_the_population_and_gives_up_its_others() -> None:
+    error = NotFinite("not this one")
+    scripted = ScriptedEngine(steps=lambda r: 1 if r in (A, B) else 3, errors={A: error, B: error})
+    engine = answering(scripted)
+    request = population(A, B, C)
+    engine.submit([request, read(A)])
+    ends = {end.request: end.error for end in engine.step()}
+    assert ends == {request: error, read(A): error}
+    assert scripted.cancelled == [[C]]
+    assert ended(engine) == {}
+
+
+def test_a_cancelled_population_gives_up_the_rows_that_nobody_else_wants() -> None:
+    scripted = ScriptedEngine(steps=lambda _: 2)
+    engine = answering(scripted)
+    request, other = population(A, B, C), population(C)
+    engine.submit([request, read(B), other])
+    engine.step()
+    engine.cancel([request, request, population(A)])
+    assert scripted.cancelled == [[A]]
+    assert ended(engine).keys() == {read(B), other}
+
+
+def test_a_failed_step_forgets_populations_too() -> None:
+    scripted = ScriptedEngine(fail_at={1: RuntimeError("broken")})
+    engine = answering(scripted)
+    engine.submit([population(A, B)])
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.step()
+    assert ended(engine) == {}
+    request = population(A, B)
+    engine.submit([request])
+    assert ended(engine).keys() == {request}
+
+
+def test_a_population_that_no_memory_is_left_for_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = answering(ScriptedEngine())
+    request = population(A, B)
+    engine.submit([request, read(A)])
+
+    def none(*_: object) -> BatchDraw:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PopulationDraw, "answer", none)
+        ends = ended(engine)
+    assert isinstance(ends[request].error, EngineFailed)
+    assert ends[read(A)].error is None
+
+
+@pytest.mark.promise(number=36)
+@given(st.randoms(use_true_random=False))
+def test_whatever_is_asked_and_cancelled_ends_once_and_right(chance: random.Random) -> None:
+    contexts = [logprobs(n) for n in range(6)]
+    errors: dict[Request, GenrtError] = {
+        row: NotFinite("no") for row in contexts if chance.random() < 0.1
+    }
+    slow = {row: chance.randint(1, 4) for row in contexts}
+
+    def steps(request: Request) -> int:
+        return slow[request] if isinstance(request, LogprobsRequest) else 1
+
+    model: Any = _Model()
+    scripted = ScriptedEngine(steps=steps, errors=errors)
+    cache = RowCache(2**20)
+    for row in contexts:
+        if chance.random() < 0.2 and row not in errors:
+            cache.put(row, expected_row(row))
+    engine = answering(scripted, cache)
+    open_: dict[Request, None] = {}
+
+    def take(ends: Sequence[Finished]) -> None:
+        for end in ends:
+            assert end.request in open_
+            del open_[end.request]
+            rows = end.request.rows if isinstance(end.request, PopulationDraw) else ()
+            if end.error is not None:
+                assert errors.keys() & {*rows, end.request, getattr(end.request, "row", None)}
+            else:
+                assert not errors.keys() & {*rows}
+                assert is_right(model, end.request, end.result)
+
+    for _ in range(12):
+        flush: dict[Request, None] = {}
+        for _ in range(chance.randint(0, 3)):
+            row = chance.choice(contexts)
+            several = [chance.choice(contexts) for _ in range(chance.randint(1, 5))]
+            kinds: list[Request] = [row, read(row, chance.randrange(3)), population(*several)]
+            flush[chance.choice(kinds)] = None
+        for request in open_:
+            flush.pop(request, None)
+        open_ |= flush
+        engine.submit([*flush])
+        take(engine.ready())
+        gone = [request for request in open_ if chance.random() < 0.15]
+        engine.cancel(gone)
+        for request in gone:
+            del open_[request]
+        take(engine.step())
+    for _ in range(6):
+        take(engine.step())
+    assert not open_
+    assert "0 reads in progress" in repr(engine)
+
+
+class _Model:
+    def answer(self, request: Any) -> Any:
+        return expected_row(request)
+
+
+def test_parts_are_what_they_are_parts_of() -> None:
+    rows = [logprobs(n) for n in range(5)]
+    masks = torch.eye(VOCAB_SIZE, dtype=torch.bool)[:5]
+    whole = population(*rows, seed=3, masks=masks, temperature=0.5)
+    engine, parts = answering(ScriptedEngine()), [*whole.parts(2)]
+    assert [len(part.rows) for part in parts] == [2, 2, 1]
+    engine.submit([whole, *parts])
+    ends = ended(engine)
+    joined = [each for part in parts for each in single(ends[part].result)]
+    assert joined == single(ends[whole].result)
+    assert whole.nbytes > sum(row.nbytes for row in rows)
