@@ -25,6 +25,7 @@ from genrt.lm import AsyncLM
 from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import SyncStream
@@ -87,6 +88,7 @@ class SimulatedRuntime:
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
         self._ask, self._stream = self.lm._ask, self.lm._stream
         self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
+        self.lm._populations.asker = cast("Asker", self)  # whose two methods these are
         self.lm._stream, self.lm._stream_sync = self.stream, self.stream_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:

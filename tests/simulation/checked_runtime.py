@@ -15,6 +15,7 @@ from genrt.engines.protocol import EngineStatistics
 from genrt.errors import GenrtError, NotFinite
 from genrt.questions.completions import Completion, Delta
 from genrt.questions.contexts import Adapter
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
@@ -70,6 +71,8 @@ class CheckedEngine(SimulatedEngine):
     def explains(self, request: Request, error: GenrtError) -> bool:
         """Return whether a request ends in this error alone: as its own, or because the engine could not
         forget it when it was cancelled before."""
+        if isinstance(request, PopulationDraw):
+            return any(self.explains(row, error) for row in request.rows)
         if isinstance(error, NotFinite):
             return self._is_poisoned(request)
         held = self.unforgotten.get(request.row if isinstance(request, ReadRequest) else request)

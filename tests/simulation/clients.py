@@ -52,13 +52,21 @@ class SimulatedClients:
         operations: how many things they do.
         directory: may be loaded as an adapter.
         texts: whether they ask for completions.
+        populations: whether they hold populations.
     """
 
     def __init__(
-        self, runtime: CheckedRuntime, operations: int, directory: Path, *, texts: bool = True
+        self,
+        runtime: CheckedRuntime,
+        operations: int,
+        directory: Path,
+        *,
+        texts: bool = True,
+        populations: bool = False,
     ) -> None:
         self.done = 0
         self._texts = texts
+        self._populations = populations
         self._runtime = runtime
         self._lm = runtime.lm
         self._random = runtime.random
@@ -303,6 +311,7 @@ class SimulatedClients:
             self._score,
             self._sample,
             *([self._text, self._texts_of, *[self._stream] * 4] if self._texts else []),
+            *([self._population] * 4 if self._populations else []),
         ]
 
     async def _row(self, context: list[int], name: str | None) -> None:
@@ -340,6 +349,21 @@ class SimulatedClients:
     async def _draws(self, context: list[int], name: str | None) -> None:
         contexts = [context, self._context(), context]
         await self._lm.batch_draw(contexts, seed=self._random.choice([None, 1]), adapter=name)
+
+    async def _population(self, context: list[int], name: str | None) -> None:
+        with self._lm.population([context, self._context(), context], adapter=name) as population:
+            for step in range(self._random.randint(1, 4)):
+                if step and name is not None and name not in self._lm.adapters:
+                    return  # removed since the first
+                draws = await population.draw(
+                    masks=self._random.choice([None, [[1, 2, 5], None, []]]),
+                    temperature=self._random.choice([1.0, 0.5, 0.0]),
+                    seed=self._random.choice([None, 1]),
+                    where=self._random.choice([None, [True, False, True]]),
+                    timeout=self._random.choice([None, None, 0.0, 0.01, 1.0]),
+                )
+                population.append(draws.token_ids)
+                population.resample([self._random.randrange(3) for _ in range(3)])
 
     async def _top(self, context: list[int], name: str | None) -> None:
         top = await self._lm.top_logprobs(context, self._random.randint(1, 8), adapter=name)

@@ -16,11 +16,16 @@ UNASKED = [0] * 100
 
 
 def simulate(
-    seed: int, *, operations: int = 100, faults: Faults | None = None, texts: bool = True
+    seed: int,
+    *,
+    operations: int = 100,
+    faults: Faults | None = None,
+    texts: bool = True,
+    populations: bool = False,
 ) -> Report:
     """Do what ``genrt.testing.simulate`` does, on loops that are closed and left alone, with interrupts,
     adapters, closing and restarting; and compare every question with the ledger. Without ``texts`` it is
-    the run that the seed was before there were completions."""
+    the run that the seed was before there were completions, without ``populations`` before those."""
     chance = random.Random(seed)
     runtime = CheckedRuntime(
         chance,
@@ -30,9 +35,12 @@ def simulate(
         **any_options(chance),
     )
     more = ("" if faults is None else f", faults={faults}") + ("" if texts else ", texts=False")
+    more += ", populations=True" if populations else ""
     again = f"replay with simulate({seed}, operations={operations}{more})"
     with adapter_directory() as directory, reporting(runtime, f"seed {seed}", again):
-        clients = SimulatedClients(runtime, operations, directory, texts=texts)
+        clients = SimulatedClients(
+            runtime, operations, directory, texts=texts, populations=populations
+        )
         clients.run()
         _wind_up(runtime)
         clients.check_kept()

@@ -43,6 +43,13 @@ def test_nothing_is_found_in_fresh_seeds() -> None:
         assert simulate(seed, operations=OPERATIONS).operations >= OPERATIONS
 
 
+@pytest.mark.promise(number=36)
+@pytest.mark.parametrize("part", range(4))
+def test_populations_among_all_else(part: int) -> None:
+    for seed in range(10 * part, 10 * part + 10):
+        assert simulate(seed, populations=True).operations >= 100
+
+
 def test_a_request_that_is_withdrawn_and_asked_anew_goes_behind_the_others() -> None:
     """In this run one loses its last waiter, and gets another, between two looks at what is ready."""
     assert simulate(1018367613380, operations=300, texts=False).operations >= 300
