@@ -62,8 +62,7 @@ class Proposals:
             rows, masks = await asyncio.gather(asking, self._masks(states, at_last))
             return await asyncio.to_thread(self._by_masks, rows, masks, seed)
         masks = await self._masks(states, at_last)
-        with self.lm.population(contexts, adapter=self.adapter) as population:
-            found = await population.draw(masks=masks, seed=seed)
+        found = await self.lm.batch_draw(contexts, masks=masks, seed=seed, adapter=self.adapter)
         return _drawn(found, masked=masks is not None)
 
     async def _masks(

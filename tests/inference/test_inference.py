@@ -262,7 +262,7 @@ async def test_the_dead_are_not_asked_about_and_have_no_children(resample_when: 
         )
         state, died = smc.init(0), 0
         while not state.done:
-            before, asked = state, lm.statistics().engine.reads
+            before, asked = state, lm.statistics().batcher.questions
             state, info = await smc.step(state)
             dead = np.flatnonzero(before.log_weights == -math.inf)
             died += len(dead)
@@ -272,7 +272,7 @@ async def test_the_dead_are_not_asked_about_and_have_no_children(resample_when: 
                 not before.particles[ancestor].finished and before.log_weights[ancestor] > -math.inf
                 for ancestor in info.ancestors
             )
-            assert lm.statistics().engine.reads - asked == extended
+            assert lm.statistics().batcher.questions - asked == extended
         assert died > 0
         assert state.log_evidence > -math.inf
 
