@@ -17,6 +17,7 @@ from genrt.inference import awrs
 from genrt.inference.ends import Ends
 from genrt.inference.resampling import Floats
 from genrt.lm import AsyncLM
+from genrt.questions.contexts import seeds_at
 from genrt.tokens import sampling
 
 State: TypeAlias = ConstraintState | CheckedState
@@ -87,7 +88,7 @@ class Proposals:
     def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> list[Drawn]:
         """Draw from tempered rows, and take the masks' masses under these: as ``batch_draw`` would for a
         model whose rows they are."""
-        seeds = [(seed + place) % 2**63 for place in range(len(rows))]
+        seeds = seeds_at(seed, np.arange(len(rows)))
         found = sampling.draw(
             sampling.truncate(rows, temperature=self.temperature),
             mask=None if masks is None else masks.view(torch.uint8).to(rows.device),

@@ -30,12 +30,12 @@ from genrt.questions.reads import (
     rows_of,
     wanted_of,
 )
-from genrt.questions.rows import LogprobsRequest, row_request
+from genrt.questions.rows import row_request
 from genrt.questions.token_ids import TokenIds
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw, Draw, drawn, seeded_uniforms
 
-__all__ = ["DrawToken", "batch_draw", "draw_of_row", "draw_request", "draw_requests"]
+__all__ = ["DrawToken", "batch_draw", "draw_request", "draw_requests"]
 
 TOLERANCE = 1e-4
 """How far a draw's numbers may be from those of double precision."""
@@ -154,20 +154,6 @@ def draw_request(
         ContextTooLong: too many of them.
     """
     row = row_request(limits, token_ids, adapter)
-    return draw_of_row(limits, row, nonce, mask, temperature, seed, place=place)
-
-
-def draw_of_row(
-    limits: Limits,
-    row: LogprobsRequest,
-    nonce: int,
-    mask: Mask | None,
-    temperature: float,
-    seed: int | None,
-    *,
-    place: int,
-) -> ReadRequest:
-    """Return the request for a draw from this row; else as ``draw_request``."""
     if type(temperature) is not float or not 0.0 <= temperature < math.inf:
         temperature = check_float("temperature", temperature, 0.0, math.inf)
     seed = check_seed(seed)
