@@ -14,10 +14,12 @@ from genrt.numbers import check_int, check_timeout, shown
 from genrt.questions.contexts import Limits, check_contexts
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Masks
-from genrt.questions.population_draws import joined_draws, population_draws
-from genrt.questions.rows import LogprobsRequest, packed_row_request
+from genrt.questions.origins import Origins
+from genrt.questions.population_draws import joined_draws, population_draw
+from genrt.questions.rows import LogprobsRequest, check_length
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
+    Contexts,
     Flags,
     Integers,
     Sequences,
@@ -50,10 +52,18 @@ class Population:
     One task or thread at a time may change a population. It is a context manager: leaving it closes it.
     """
 
-    def __init__(self, home: Populations, sequences: Sequences, adapter: str | None) -> None:
+    def __init__(
+        self,
+        home: Populations,
+        sequences: Sequences,
+        adapter: str | None,
+        origins: Origins | None = None,
+    ) -> None:
         self._home = home
         self._sequences = sequences
         self._adapter = adapter
+        # What the engine knows the sequences by; every change of the sequences is one of these too.
+        self._origins = Origins.none(len(sequences)) if origins is None else origins
         self._is_closed = False
         self._ask, self._ask_sync = home.asker.ask, home.asker.ask_sync
 
@@ -118,8 +128,11 @@ class Population:
         """
         home, count = self._home, len(self._sequences)
         places = self._places(where)
-        asked = population_draws(
-            self._rows(places),
+        contexts, before = self._contexts(places), self._origins
+        origins = before if len(places) == count else before.take(places)
+        asked = population_draw(
+            contexts,
+            home.adapters.bound(self._adapter),
             places,
             home.nonces,
             masks,
@@ -127,22 +140,26 @@ class Population:
             home.limits.vocab_size,
             temperature,
             seed,
+            origins if origins.go_on(contexts.lengths) else None,
         )
         seconds = check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
-        parts = [part for each in asked for part in each.parts(home.most)]
+        parts = [] if asked is None else [*asked.parts(home.most)]
         while True:
             try:
                 found = await self._ask(parts, timeout=timeout)
             except OutOfMemory:
                 # A flush out of memory is sent again in halves: so is a question that was all of one.
-                largest = max(len(part.rows) for part in parts)
+                largest = max(map(len, parts))
                 if largest == 1:
                     raise
                 parts = [half for part in parts for half in part.parts((largest + 1) // 2)]
                 timeout = None if until is None else max(0.0, until - time.monotonic())
             else:
-                return joined_draws(found, places, count)
+                break
+        if parts and self._origins is before:  # nothing else was resampled or cut meanwhile
+            self._origins = before.after([part.asked for part in parts], places, contexts.lengths)
+        return joined_draws(found, places, count)
 
     async def logprobs(
         self,
@@ -158,7 +175,7 @@ class Population:
             InvalidRequest: an argument that fits nothing; else as ``draw``.
         """
         moves = must_move(device, self._home.device)
-        rows = self._rows(self._places(where))
+        rows = self._rows(self._contexts(self._places(where)))
         requests = [host_row(row) for row in rows] if moves else rows
         found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
         if found:
@@ -189,7 +206,7 @@ class Population:
         Raises:
             InvalidRequest: no integers, or not places of sequences.
         """
-        self._sequences = self._taken("ancestors", ancestors)
+        self._sequences, self._origins = self._taken("ancestors", ancestors)
 
     def cut(self, lengths: int | Integers) -> None:
         """Drop what each sequence has beyond ``lengths``, one for all or ``[n]``, each at least 1.
@@ -204,6 +221,7 @@ class Population:
         else:
             found = check_integers("lengths", given, 1, LAST_INT64, len(self))
         self._sequences.cut(found)
+        self._origins = self._origins.cut(found)
 
     def take(self, indices: Integers) -> Self:
         """Return a population of copies of the sequences at these places, any number of times each. This
@@ -212,7 +230,8 @@ class Population:
         Raises:
             InvalidRequest: no integers, or not places of sequences.
         """
-        return type(self)(self._home, self._taken("indices", indices), self._adapter)
+        sequences, origins = self._taken("indices", indices)
+        return type(self)(self._home, sequences, self._adapter, origins)
 
     def split(self, sizes: Integers) -> list[Self]:
         """Return populations of these sizes, which this one's sequences make up, in order.
@@ -246,7 +265,8 @@ class Population:
                 raise InvalidRequest("populations of different runtimes or adapters do not join")
         _check_count(sum(map(len, several)))
         joined = Sequences.joined([each._sequences for each in several])
-        return type(self)(self._home, joined, self._adapter)
+        origins = Origins.joined([each._origins for each in several])
+        return type(self)(self._home, joined, self._adapter, origins)
 
     def close(self) -> None:
         """Close the population: questions and changes raise ``Closed`` from now on. Idempotent."""
@@ -278,17 +298,23 @@ class Population:
             return np.arange(count)
         return np.flatnonzero(check_flags("where", where, count))
 
-    def _rows(self, places: np.ndarray) -> list[LogprobsRequest]:
-        """Return the questions for the rows after these sequences."""
-        limits, bound = self._home.limits, self._home.adapters.bound(self._adapter)
-        packed = self._sequences.packed
-        return [packed_row_request(limits, packed(place), bound) for place in places.tolist()]
+    def _contexts(self, places: np.ndarray) -> Contexts:
+        """Return the sequences at these places as they are. Raises ContextTooLong for too long ones."""
+        contexts = self._sequences.contexts(places)
+        check_length(self._home.limits, int(contexts.lengths.max(initial=0)))
+        return contexts
 
-    def _taken(self, name: str, places: Integers) -> Sequences:
+    def _rows(self, contexts: Contexts) -> list[LogprobsRequest]:
+        """Return the questions for the rows after these sequences."""
+        bound = self._home.adapters.bound(self._adapter)
+        packed = map(contexts.packed, range(len(contexts)))
+        return [LogprobsRequest(packed=each, adapter=bound) for each in packed]
+
+    def _taken(self, name: str, places: Integers) -> tuple[Sequences, Origins]:
         self._check_open()
         found = check_integers(name, places, 0, len(self) - 1)
         _check_count(len(found))
-        return self._sequences.take(found)
+        return self._sequences.take(found), self._origins.take(found)
 
 
 class Populations:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
+from genrt.questions.origins import Asked
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     import torch
 
 __all__ = [
@@ -23,6 +26,8 @@ __all__ = [
     "EngineStatistics",
     "Finished",
     "Keeping",
+    "Populating",
+    "PopulationRows",
     "Speculating",
     "failure",
     "survived",
@@ -160,6 +165,40 @@ class Speculating(Protocol):
         """Expect questions about these contexts, all different, each with the token that was drawn from
         its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
         drawing them; do not wait for it, and do not raise."""
+
+
+@runtime_checkable
+class Populating(Protocol):
+    """An Engine that keeps the sequences of populations, and finds them by number."""
+
+    def go_on(self, population: PopulationDraw) -> bool:
+        """Take a population whose sequences all go on from known ones: ``step`` returns it once, ended
+        by ``PopulationRows``, and ``cancel`` forgets it. Change nothing, and return False, where they do
+        not, or there is no room: ask for its rows then."""
+
+    def settle(self, population: PopulationDraw) -> None:
+        """Know the sequences of a population whose rows were asked for one by one. Do not raise."""
+
+    def expect_after(self, population: PopulationDraw, token_ids: torch.Tensor) -> None:
+        """Expect the question about a population that the last step answered, after these tokens, as
+        ``Speculating.expect`` does."""
+
+    def release(self, asked: Sequence[Asked]) -> None:
+        """Forget these sequences, and free what only they hold. Do not raise."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PopulationRows:
+    """The rows of a population: that of sequence ``i`` is ``rows[places[i]]``, or ``rows[i]``. Nobody has
+    looked yet whether they are finite.
+
+    Attributes:
+        rows: float32 ``[m, vocab_size]`` on the engine's device.
+        places: int64 ``[n]``.
+    """
+
+    rows: torch.Tensor
+    places: np.ndarray | None
 
 
 @runtime_checkable

@@ -7,16 +7,22 @@ There are two look-ups. The sequence whose whole context is the given one less i
 a sampler) is found by the hash of its context, its *digest*. Any other is found by the chained hashes of
 its context in pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). The contexts found are compared
 as a whole, so equal hashes do no harm. Contexts are packed, as in ``LogprobsRequest``. Both indexes are
-brought up to date when they are asked: sequences that only grow, and are guessed, cost nothing.
+brought up to date when they are asked: sequences that only grow, and are guessed, cost nothing. Nor are
+contexts read before that, where they are *put later*: those of a population, which is found by number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from genrt.questions.contexts import TOKEN_BYTES, Adapter
 
-__all__ = ["Residents"]
+__all__ = ["Packed", "Residents"]
+
+Packed: TypeAlias = Callable[[int], bytes]
+"""Returns the context of the sequence with this number."""
 
 PIECE = 16
 """How many tokens are hashed together: a look-up costs a dictionary access for each piece, and a prefix
@@ -43,15 +49,30 @@ class Residents:
         self._by_piece: dict[int, dict[str, None]] = {}
         self._without_digest: dict[str, None] = {}
         self._without_pieces: dict[str, None] = {}
+        # Those put later, with their adapter, whose contexts are and which of these is theirs.
+        self._later: dict[str, tuple[Adapter | None, Packed, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._by_id) + sum(each not in self._by_id for each in self._later)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._by_id
+        return request_id in self._by_id or request_id in self._later
+
+    def put_later(
+        self, numbers: Mapping[str, int], adapter: Adapter | None, contexts: Packed
+    ) -> None:
+        """Record that sequences are resident, each with a number, and that number ``i`` has the context
+        ``contexts(i)``, which is asked for when somebody looks for contexts."""
+        self._later.update({each: (adapter, contexts, n) for each, n in numbers.items()})
+
+    def _put_all(self) -> None:
+        later, self._later = self._later, {}
+        for request_id, (adapter, contexts, number) in later.items():
+            self.put(request_id, adapter, contexts(number))
 
     def put(self, request_id: str, adapter: Adapter | None, context: bytes) -> None:
         """Record that a sequence is resident with this context, which it may have grown to."""
+        self._later.pop(request_id, None)
         resident = self._by_id.get(request_id)
         if resident is None:
             resident = self._by_id[request_id] = _Resident(request_id, adapter, context)
@@ -66,6 +87,7 @@ class Residents:
 
     def remove(self, request_id: str) -> None:
         """Record that a sequence is resident no more; an unknown id is ignored."""
+        self._later.pop(request_id, None)
         resident = self._by_id.pop(request_id, None)
         if resident is None:
             return
@@ -82,10 +104,12 @@ class Residents:
 
     def request_ids(self) -> list[str]:
         """Return the ids of all resident sequences."""
+        self._put_all()
         return list(self._by_id)
 
     def bound_to(self, adapter: Adapter | None) -> list[str]:
         """Return the ids of an adapter's sequences."""
+        self._put_all()
         return [
             request_id
             for request_id, resident in self._by_id.items()
@@ -97,6 +121,7 @@ class Residents:
         resident = self._by_id.get(request_id)
         return (
             resident is not None
+            and request_id not in self._later
             and len(resident.context) == len(context) - TOKEN_BYTES
             and context.startswith(resident.context)
             and resident.adapter == adapter
@@ -142,6 +167,7 @@ class Residents:
         return None if best is None else (best[0], min(best[1], most))
 
     def _digest_all(self) -> None:
+        self._put_all()
         for request_id in self._without_digest:
             resident = self._by_id[request_id]
             resident.digest = digest = _digest(resident.adapter, resident.context)
@@ -149,6 +175,7 @@ class Residents:
         self._without_digest.clear()
 
     def _cut_pieces(self) -> None:
+        self._put_all()
         for request_id in self._without_pieces:
             resident = self._by_id[request_id]
             pieces, context = resident.pieces, resident.context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,12 +13,14 @@ from genrt.numbers import check_float
 from genrt.questions.contexts import Adapter, check_seed, seeds_at
 from genrt.questions.draws import DrawToken
 from genrt.questions.masks import Masks, packed_masks
-from genrt.questions.reads import Answering, moved
+from genrt.questions.origins import Asked, Origins
+from genrt.questions.reads import moved
 from genrt.questions.rows import LogprobsRequest
-from genrt.tokens.rows import Leaving, together
+from genrt.questions.sequences import Contexts
+from genrt.tokens.rows import together
 from genrt.tokens.sampling import BatchDraw, Draw, drawn, rows_at_once, seeded_uniforms
 
-__all__ = ["PopulationDraw", "joined_draws", "population_draws"]
+__all__ = ["PopulationDraw", "joined_draws", "population_draw"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -26,35 +28,48 @@ class PopulationDraw:
     """A draw after each of several sequences, which may be equal. No two requests are.
 
     Attributes:
-        rows: the rows to draw from, at least one, with the same adapter.
+        contexts: the sequences, at least one.
+        adapter: what their rows are computed with.
         masks: uint8 ``[n, size]``, each as ``draws.DrawToken`` has one; ``None`` is every token.
         temperature: of all.
         seeds: uint64 ``[n]``: what each is drawn from.
+        origins: where each comes from, if all are one token longer than that.
+        asked: stands for these sequences in what is asked later.
     """
 
-    rows: Sequence[LogprobsRequest]
+    contexts: Contexts
+    adapter: Adapter | None
     masks: np.ndarray | None
     temperature: float
     seeds: np.ndarray
+    origins: Origins | None = None
+    asked: Asked = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "asked", Asked(len(self.contexts)))
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def rows(self) -> list[LogprobsRequest]:
+        """The questions for the rows that are drawn from, in order; made every time."""
+        packed, adapter = self.contexts.packed, self.adapter
+        return [LogprobsRequest(packed=packed(n), adapter=adapter) for n in range(len(self))]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The first of the contexts."""
-        return self.rows[0].token_ids
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that the rows are computed with."""
-        return self.rows[0].adapter
+        return LogprobsRequest(packed=self.contexts.packed(0)).token_ids
 
     @property
     def nbytes(self) -> int:
         """The memory that the contexts and masks take."""
-        return sum([row.nbytes for row in self.rows]) + getattr(self.masks, "nbytes", 0)
+        return self.contexts.nbytes + getattr(self.masks, "nbytes", 0)
 
     def bound_to(self, adapter: Adapter | None) -> PopulationDraw:
         """Return the same question to another adapter."""
-        return replace(self, rows=[row.bound_to(adapter) for row in self.rows])
+        return replace(self, adapter=adapter, origins=None)
 
     def owned(self, result: object) -> object:
         """Return the result, which one caller alone asked for."""
@@ -62,24 +77,45 @@ class PopulationDraw:
 
     def parts(self, size: int) -> Iterator[PopulationDraw]:
         """Yield requests for ``size`` of the sequences at a time."""
-        for start in range(0, len(self.rows), size):
+        if len(self) <= size:
+            yield self
+            return
+        for start in range(0, len(self), size):
             part = slice(start, start + size)
-            masks = None if self.masks is None else self.masks[part]
-            yield PopulationDraw(self.rows[part], masks, self.temperature, self.seeds[part])
+            yield PopulationDraw(
+                self.contexts.part(part),
+                self.adapter,
+                None if self.masks is None else self.masks[part],
+                self.temperature,
+                self.seeds[part],
+                None if self.origins is None else self.origins.take(part),
+            )
 
-    def answer(self, rows: Sequence[Tensor], engine: Answering) -> BatchDraw:
-        """Return the draws from these rows, one for each sequence, by one copy to the host. The engine is
-        told of the tokens before anything waits for them."""
+    def drawn(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
+        """Return the draws as ``sampling.drawn`` does, without waiting for the device: from a row for
+        each sequence, or from row ``places[i]`` for sequence ``i``."""
+        device, heat, masks = rows[0].device, None, None
+        numbers = moved(seeded_uniforms(self.seeds), device)
+        if self.temperature != 1.0:
+            heat = moved(torch.full((len(self), 1), self.temperature, dtype=torch.float64), device)
+        if self.masks is not None:
+            masks = _moved_masks(self.masks, device)
         size = rows_at_once(rows[0])
-        parts = [
-            part._drawn(rows[start : start + size])
-            for start, part in zip(range(0, len(rows), size), self.parts(size), strict=True)
-        ]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        on_host = Leaving(whole)
-        engine.expect(self.rows, whole[:, 0])
-        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
-        return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
+        at = None if places is None else moved(torch.from_numpy(places), device)
+        parts: list[Tensor] = []
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            if not isinstance(rows, Tensor):
+                batch = together(rows[part])
+            elif at is None:
+                batch = rows[part]
+            else:
+                batch = rows.index_select(0, at[part])
+            mask = None if masks is None else masks[part]
+            parts.append(
+                drawn(batch, numbers[part], mask=mask, heat=None if heat is None else heat[part])
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def is_answer(self, rows: Sequence[Tensor], result: object) -> bool:
         """Return whether each draw is possible after its row, as ``DrawToken.is_answer`` has it."""
@@ -92,24 +128,13 @@ class PopulationDraw:
             for row, mask, draw in zip(rows, masks, draws, strict=True)
         )
 
-    def _drawn(self, rows: Sequence[Tensor]) -> Tensor:
-        device, heat, masks = rows[0].device, None, None
-        numbers = moved(seeded_uniforms(self.seeds), device)
-        if self.temperature != 1.0:
-            heat = moved(torch.full((len(rows), 1), self.temperature, dtype=torch.float64), device)
-        if self.masks is not None:
-            shape = self.masks.shape
-            packed = torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            packed.numpy()[:] = self.masks
-            masks = packed.to(device, non_blocking=True)
-        return drawn(together(rows), numbers, mask=masks, heat=heat)
-
     def __repr__(self) -> str:
-        return f"PopulationDraw({len(self.rows)} sequences, adapter={self.adapter})"
+        return f"PopulationDraw({len(self)} sequences, adapter={self.adapter})"
 
 
-def population_draws(
-    rows: Sequence[LogprobsRequest],
+def population_draw(
+    contexts: Contexts,
+    adapter: Adapter | None,
     places: np.ndarray,
     nonces: Iterator[int],
     masks: Masks | None,
@@ -117,21 +142,24 @@ def population_draws(
     vocab_size: int,
     temperature: float,
     seed: int | None,
-) -> list[PopulationDraw]:
-    """Return the request for draws from these rows, of the sequences at ``places`` of ``count``; none if
-    there are no rows. ``masks`` has one for each of the ``count``.
+    origins: Origins | None = None,
+) -> PopulationDraw | None:
+    """Return the request for draws after these contexts, of the sequences at ``places`` of ``count``;
+    ``None`` if there are none. ``masks`` has one for each of the ``count``.
 
     Raises:
         InvalidRequest: masks or a parameter of the wrong type, shape or range.
     """
     temperature = check_float("temperature", temperature, 0.0)
     seed, packed = check_seed(seed), packed_masks(masks, count, vocab_size)
-    if not rows:
-        return []
-    chosen = np.fromiter(nonces, np.uint64, len(rows)) if seed is None else seeds_at(seed, places)
+    if not len(contexts):
+        return None
+    drawn_from = (
+        np.fromiter(nonces, np.uint64, len(places)) if seed is None else seeds_at(seed, places)
+    )
     if packed is not None and len(places) < count:
         packed = packed[places]
-    return [PopulationDraw(rows, packed, temperature, chosen)]
+    return PopulationDraw(contexts, adapter, packed, temperature, drawn_from, origins)
 
 
 def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -> BatchDraw:
@@ -145,3 +173,10 @@ def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -
         for target, parts in zip(whole, zip(*several, strict=True), strict=True):
             target[at] = torch.cat(parts)
     return whole
+
+
+def _moved_masks(masks: np.ndarray, device: torch.device) -> Tensor:
+    """Return a copy of masks on the device, without synchronizing with it."""
+    packed = torch.empty(masks.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed.numpy()[:] = masks
+    return packed.to(device, non_blocking=True)

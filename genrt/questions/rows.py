@@ -10,11 +10,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.errors import ContextTooLong, InvalidRequest, NotFinite
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated
 from genrt.questions.token_ids import TokenIds, id_words
 
-__all__ = ["LogprobsRequest", "is_row", "packed_row_request", "row_request"]
+__all__ = [
+    "LogprobsRequest",
+    "check_length",
+    "is_row",
+    "not_finite",
+    "packed_row_request",
+    "row_request",
+]
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
@@ -101,13 +108,24 @@ def row_request(limits: Limits, token_ids: TokenIds, adapter: Adapter | None) ->
 def packed_row_request(limits: Limits, packed: bytes, adapter: Adapter | None) -> LogprobsRequest:
     """Return the request for a row after token ids that are checked. Raises ContextTooLong for too
     many."""
-    count = len(packed) // TOKEN_BYTES
+    check_length(limits, len(packed) // TOKEN_BYTES)
+    return LogprobsRequest(packed=packed, adapter=adapter)
+
+
+def check_length(limits: Limits, count: int) -> None:
+    """Raise ContextTooLong if so many tokens are too many for a context."""
     if count > limits.max_model_len:
         raise ContextTooLong(
             f"a context of {count} tokens is over max_model_len={limits.max_model_len}: shorten "
             'it, or load with engine_options={"max_model_len": …} if the model can take more'
         )
-    return LogprobsRequest(packed=packed, adapter=adapter)
+
+
+def not_finite() -> NotFinite:
+    """Return the error for a row that is no distribution."""
+    return NotFinite(
+        "the model's logits for this context are NaN, +inf or all -inf: check the weights and dtype"
+    )
 
 
 def is_row(row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:

@@ -1,8 +1,14 @@
-"""Sequences of token ids that grow together, as arrays; and the numbers by which callers change them."""
+"""Sequences of token ids that grow together, as arrays; and the numbers by which callers change them.
+
+Rule:
+    What was asked about stays as it was: a table whose tokens a question may still read is copied before
+    one of them is overwritten.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -10,10 +16,18 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int, shown
-from genrt.questions.contexts import Limits
+from genrt.questions.contexts import TOKEN_BYTES, Limits
 from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
 
-__all__ = ["MOST_SEQUENCES", "Flags", "Integers", "Sequences", "check_flags", "check_integers"]
+__all__ = [
+    "MOST_SEQUENCES",
+    "Contexts",
+    "Flags",
+    "Integers",
+    "Sequences",
+    "check_flags",
+    "check_integers",
+]
 
 Integers: TypeAlias = Sequence[int] | np.ndarray | torch.Tensor
 """An integer for each sequence."""
@@ -34,6 +48,9 @@ class Sequences:
     def __init__(self, table: np.ndarray, lengths: np.ndarray) -> None:
         self._table = table  # uint32 [n, room]; what is beyond a sequence's length means nothing
         self.lengths = lengths
+        self._asked = np.zeros_like(
+            lengths
+        )  # how many tokens of each row a question may still read
 
     @classmethod
     def copies(cls, limits: Limits, prompt: TokenIds, count: int) -> Self:
@@ -64,9 +81,10 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def packed(self, place: int) -> bytes:
-        """Return one sequence as a request has its context."""
-        return self._table[place, : self.lengths[place]].tobytes()
+    def contexts(self, places: np.ndarray) -> Contexts:
+        """Return the sequences at these places as they are now, without copying them."""
+        np.maximum(self._asked, self.lengths, out=self._asked)
+        return Contexts(self._table, places, self.lengths[places])
 
     def token_ids(self, place: int) -> list[int]:
         """Return one sequence."""
@@ -84,8 +102,10 @@ class Sequences:
         places = np.flatnonzero(token_ids >= 0)
         lengths = self.lengths[places]
         needed, room = int(lengths.max(initial=-1)) + 1, self._table.shape[1]
-        if needed > room:
-            self._table = np.pad(self._table, ((0, 0), (0, max(room, 16))))
+        if needed > room or (lengths < self._asked[places]).any():
+            more = max(room, 16) if needed > room else 0
+            self._table = np.pad(self._table, ((0, 0), (0, more)))
+            self._asked[:] = 0
         self._table[places, lengths] = token_ids[places]
         self.lengths[places] += 1
 
@@ -96,6 +116,43 @@ class Sequences:
     def cut(self, lengths: np.ndarray) -> None:
         """Drop what is beyond these lengths, int64 ``[n]``."""
         self.lengths = np.minimum(self.lengths, lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contexts:
+    """Sequences as they were when somebody asked about them; nobody writes to them any more.
+
+    Attributes:
+        table: uint32 ``[m, room]``.
+        places: their rows in the table, int64 ``[n]``.
+        lengths: int64 ``[n]``.
+    """
+
+    table: np.ndarray
+    places: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the sequences take."""
+        return TOKEN_BYTES * int(self.lengths.sum())
+
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """The last token of each, int64 ``[n]``."""
+        found: np.ndarray = self.table[self.places, self.lengths - 1].astype(np.int64)
+        return found
+
+    def packed(self, number: int) -> bytes:
+        """Return one of them as a request has its context."""
+        return self.table[self.places[number], : self.lengths[number]].tobytes()
+
+    def part(self, part: slice) -> Contexts:
+        """Return some of them."""
+        return Contexts(self.table, self.places[part], self.lengths[part])
 
 
 def check_integers(

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed, GenrtError, NotFinite
-from genrt.questions.contexts import nonces_of
+from genrt.questions.contexts import Limits, nonces_of
 from genrt.questions.draws import DrawToken
-from genrt.questions.population_draws import PopulationDraw, population_draws
+from genrt.questions.population_draws import PopulationDraw, population_draw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.testing.simulated_model import is_right
@@ -33,9 +34,18 @@ VOCAB_SIZE = ScriptedEngine.vocab_size
 def population(*rows: LogprobsRequest, seed: int = 0, **options: Any) -> PopulationDraw:
     given: dict[str, Any] = {"masks": None, "temperature": 1.0} | options
     places = np.arange(len(rows))
-    [request] = population_draws(
-        rows, places, nonces_of(0), count=len(rows), vocab_size=VOCAB_SIZE, seed=seed, **given
+    sequences = Sequences.of(Limits(VOCAB_SIZE, 100), [row.token_ids for row in rows])
+    request = population_draw(
+        sequences.contexts(places),
+        None,
+        places,
+        nonces_of(0),
+        count=len(rows),
+        vocab_size=VOCAB_SIZE,
+        seed=seed,
+        **given,
     )
+    assert request is not None
     return request
 
 
@@ -141,7 +151,7 @@ def test_a_population_that_no_memory_is_left_for_fails_alone(
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PopulationDraw, "answer", none)
+        patch.setattr(PopulationDraw, "drawn", none)
         ends = ended(engine)
     assert isinstance(ends[request].error, EngineFailed)
     assert ends[read(A)].error is None

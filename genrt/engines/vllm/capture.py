@@ -29,7 +29,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from genrt.errors import EngineUnsupported, NotFinite
+from genrt.errors import EngineUnsupported
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import mixed
 
@@ -388,10 +388,3 @@ def _take_draws(sampler: Any, capture: CaptureV1) -> None:
 
 def _ticket(params: Any) -> int | None:
     return (params.extra_args or {}).get(TICKET)
-
-
-def not_finite() -> NotFinite:
-    """Return the error for a row that is no distribution."""
-    return NotFinite(
-        "the model's logits for this context are NaN, +inf or all -inf: check the weights and dtype"
-    )

@@ -29,13 +29,14 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.capture import RemoteStore, RowStore, install, not_finite
+from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
 from genrt.engines.vllm.config import core_request, row_params, translated
 from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
+from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.runners import runner_of
 from genrt.engines.vllm.samples import Generated, Samples, computed_tokens, new_tokens
@@ -43,13 +44,18 @@ from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.errors import EngineDied, EngineFailed, GenrtError
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
+from genrt.questions.origins import Asked
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows import LogprobsRequest, not_finite
 
 __all__ = ["VLLMEngine"]
 
 Sent = LogprobsRequest | Generated
 """What vLLM gets."""
+
+InProgress = Sent | PopulationDraw
+"""What a vLLM request is for: all those of a population are for that."""
 
 
 class VLLMEngine:
@@ -86,6 +92,7 @@ class VLLMEngine:
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
         self.prefixes = KeptPrefixes(core, self._adapters.request)
         self._open: OpenRequests | None = None
+        self._populations: SeatedPopulations | None = None
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
         self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)
         if is_open:
@@ -98,10 +105,11 @@ class VLLMEngine:
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)
+            self._populations = SeatedPopulations(self._open, self._adapters)
             core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
-        self._decoded: list[tuple[Request, str]] = []  # what the last decode step computed
+        self._decoded: list[tuple[InProgress, str]] = []  # what the last decode step computed
         self._tickets = itertools.count(1)
-        self._in_progress: dict[str, Sent] = {}  # what vLLM has, by id
+        self._in_progress: dict[str, InProgress] = {}  # what vLLM has, by id
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
@@ -179,13 +187,31 @@ class VLLMEngine:
         params = row_params(ticket, open_for=most)
         return core_request(str(ticket), request.token_ids, params, lora)
 
+    def go_on(self, population: PopulationDraw) -> bool:
+        found = None if self._populations is None else self._populations.go_on(population)
+        if found is None:
+            return False
+        self._in_progress.update(dict.fromkeys(found, population))
+        self._count(requests=len(found))
+        return True
+
+    def settle(self, population: PopulationDraw) -> None:
+        if self._populations is not None:
+            self._populations.settle(population)
+
+    def release(self, asked: Sequence[Asked]) -> None:
+        if self._populations is not None and (free := self._populations.release(asked)):
+            self._abort(free)
+
     def _begin(self, request_id: str, request: Sent) -> None:
         if request.adapter is not None:
             self._adapters.hold(request.adapter)
         self._in_progress[request_id] = request
 
-    def _end(self, request_id: str) -> Sent:
+    def _end(self, request_id: str) -> InProgress:
         request = self._in_progress.pop(request_id)
+        if isinstance(request, PopulationDraw):
+            return request
         if not isinstance(request, LogprobsRequest):
             self._samples.forget([request_id])
         if request.adapter is not None:
@@ -223,20 +249,54 @@ class VLLMEngine:
         step = self._open.steps.run() if self._open is not None else None
         if self._open is None or step is None:
             return None
-        # The device computes from here to ``check.wait``: all else is done meanwhile.
+        population = self._populations.whole(step.request_ids) if self._populations else None
+        check = FiniteCheck(step.rows) if population is None else None
+        ready = self._globals.marked()
+        # The device computes from here on, until it is waited for: all else is done meanwhile.
         self._open.steps.prepare_next()
-        requests = [
-            cast("LogprobsRequest", self._end(request_id)) for request_id in step.request_ids
-        ]
-        self._open.keep(zip(step.request_ids, requests, strict=True))
-        finished = [Finished(*end) for end in zip(requests, step.rows.unbind(), strict=True)]
-        bad = step.check.wait()
-        for position in bad:
-            finished[position] = Finished(requests[position], error=not_finite())
-        if bad:
-            self._abort([step.request_ids[position] for position in bad])
-        self._count(rows=len(finished) - len(bad), failed=len(bad))
-        self._decoded = list(zip(requests, step.request_ids, strict=True))
+        if self._populations is not None and population is not None:
+            for request_id in step.request_ids:
+                del self._in_progress[request_id]
+            if ready is not None:  # the rows are read on the default stream
+                torch.cuda.default_stream(self.device).wait_event(ready)
+            self._count(rows=len(step.request_ids))
+            return [self._populations.answer(population, step.request_ids, step.rows)]
+        rows: list[torch.Tensor | None] = [*step.rows.unbind()]
+        self._decoded = [(self._in_progress[each], each) for each in step.request_ids]
+        for position in cast("FiniteCheck", check).wait():
+            rows[position] = None
+        return self._answered(step.request_ids, rows)
+
+    def _answered(
+        self, request_ids: Sequence[str], rows: Sequence[torch.Tensor | None]
+    ) -> list[Finished]:
+        """Return what these rows end, ``None`` where one is not finite."""
+        finished: list[Finished] = []
+        kept: list[tuple[str, LogprobsRequest]] = []
+        over = [each for each, row in zip(request_ids, rows, strict=True) if row is None]
+        for request_id, row in zip(request_ids, rows, strict=True):
+            request = self._end(request_id)
+            end: Finished | None = None
+            if isinstance(request, PopulationDraw):
+                if self._populations is not None:
+                    end = self._populations.put(request, request_id, row)
+            elif row is None:
+                end = Finished(request, error=not_finite())
+            else:
+                end = Finished(request, row)
+                kept.append((request_id, cast("LogprobsRequest", request)))
+            if end is not None:
+                finished.append(end)
+        if self._open is not None:
+            self._open.keep(kept)
+        if over:
+            self._abort(over)
+            failed = {end.request for end in finished if end.error is not None}
+            self._give_up([each for each, r in self._in_progress.items() if r in failed])
+        self._count(
+            rows=len(request_ids) - len(over),
+            failed=sum(end.error is not None for end in finished),
+        )
         return finished
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -244,7 +304,15 @@ class VLLMEngine:
         if self._open is None or not self._open.steps.can_speculate(len(rows)):
             return
         ids = dict(self._decoded)
-        if not ids.keys() >= set(rows):
+        if ids.keys() >= set(rows):
+            self._speculate([ids[row] for row in rows], token_ids)
+
+    def expect_after(self, population: PopulationDraw, token_ids: torch.Tensor) -> None:
+        if self._populations is not None:
+            self._speculate(self._populations.expected(population), token_ids)
+
+    def _speculate(self, request_ids: list[str], token_ids: torch.Tensor) -> None:
+        if self._open is None or not self._open.steps.can_speculate(len(request_ids)):
             return
         token_ids = token_ids.clamp(min=0.0).int()
         try:
@@ -253,7 +321,7 @@ class VLLMEngine:
                     # The tokens are drawn on the default stream.
                     stream.wait_stream(torch.cuda.default_stream(self.device))
                     token_ids.record_stream(stream)
-                self._open.steps.speculate([ids[row] for row in rows], token_ids)
+                self._open.steps.speculate(request_ids, token_ids)
         except Exception:  # whoever asks runs the step again, and is told what is wrong
             self._open.steps.discard()
 
@@ -277,22 +345,11 @@ class VLLMEngine:
             error = result if isinstance(result, GenrtError) else None
             finished.append(Finished(self._end(request_id), None if error else result, error))
         rows = self._store.take(map(int, answered)) if answered else []
-        kept: list[tuple[str, LogprobsRequest]] = []
-        for request_id, row in zip(answered, rows, strict=True):
-            request = cast("LogprobsRequest", self._end(request_id))
-            if row is None:
-                finished.append(Finished(request, error=not_finite()))
-                over.append(request_id)
-            else:
-                finished.append(Finished(request, row))
-                kept.append((request_id, request))
-        if self._open is not None:
-            self._open.keep(kept)
+        self._count(failed=sum(end.error is not None for end in finished))
+        finished += self._answered(answered, rows)
         if over:
             self._abort(over)
         self._count(
-            rows=len(kept),
-            failed=sum(end.error is not None for end in finished),
             sampled_tokens=new - new_tokens(others),
             computed_tokens=computed,
             bytes_to_host=0
@@ -306,12 +363,19 @@ class VLLMEngine:
         gone = sum(end.request in wanted for end in self._ended) + self._samples.withdraw(wanted)
         self._ended = [end for end in self._ended if end.request not in wanted]
         here = [request_id for request_id, r in self._in_progress.items() if r in wanted]
-        if here:
-            self._abort(here)
-            for request_id in here:
-                self._end(request_id)
-            self._store.forget(map(int, here))
+        self._give_up(here)
         self._count(cancelled=gone + len(here))
+
+    def _give_up(self, request_ids: Sequence[str]) -> None:
+        """Have vLLM and this engine forget these requests in progress."""
+        if not request_ids:
+            return
+        self._abort(request_ids)
+        for request_id in request_ids:
+            request = self._end(request_id)
+            if isinstance(request, PopulationDraw) and self._populations is not None:
+                self._populations.forget(request)
+        self._store.forget(map(int, request_ids))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Have vLLM forget these requests; ids that it does not know are ignored."""
@@ -337,6 +401,8 @@ class VLLMEngine:
             raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
         for request_id in list(self._in_progress):
             self._end(request_id)
+        if self._populations is not None:
+            self._populations.clear()
         if not clean:
             raise EngineDied("vLLM still holds blocks of requests that were aborted")
 
@@ -385,7 +451,7 @@ class VLLMEngine:
     def stop_keeping(self) -> None:
         """Open a request for every question from now on; nothing may be in progress."""
         self.forget_residents()
-        self._open = None
+        self._open = self._populations = None
 
     def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
         """Return rows that the engine asks for itself. Raise the error of a row, or of the step.

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
-from genrt.engines.residency import Residents
+from genrt.engines.residency import Packed, Residents
 from genrt.engines.vllm.open_scheduler import OpenScheduler
-from genrt.engines.vllm.runners import NextToken
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -36,8 +35,9 @@ class OpenRequests:
         self.steps = steps
         self._scheduler = scheduler
         self._residents = Residents()
-        self._flush = 0
+        self._flush = self._matched_in = 0
         self._asked_in: dict[str, int] = {}
+        self._order: list[str] = []  # of the last population that went on
         self._populations: OrderedDict[int, list[str]] = OrderedDict()
         self._extended = 0
         self._evicted = 0
@@ -53,7 +53,8 @@ class OpenRequests:
         forks: list[tuple[int, str]] = []
         parked, residents = self._scheduler.parked, self._residents
         # Sequences that go on step after step mostly come in the same order.
-        guesses = self._populations.get(self._flush - 1, ())[: len(requests)]
+        guesses = self._populations.get(self._matched_in, ())[: len(requests)]
+        self._matched_in = self._flush
         for request, guess in zip_longest(requests, guesses):
             adapter, context = request.adapter, request.packed
             if guess in parked and residents.is_parent(guess, adapter, context):
@@ -61,7 +62,7 @@ class OpenRequests:
             else:
                 parent = residents.parent(adapter, context)
             if parent in parked:
-                self._wake(parent, request.last_token)
+                self._wake([parent], [request.last_token])
                 self._extended += 1
                 matched.append(parent)
                 continue
@@ -74,9 +75,8 @@ class OpenRequests:
         self._scheduler.admit()
         return matched
 
-    def _wake(self, request_id: str, token_id: int) -> None:
-        position, prompt = self._scheduler.wake(request_id, token_id)
-        self.steps.extend(NextToken(request_id, token_id, position, prompt))
+    def _wake(self, request_ids: list[str], token_ids: list[int]) -> None:
+        self.steps.extend(self._scheduler.wake(request_ids, token_ids))
 
     def _fork(
         self, requests: Sequence[LogprobsRequest], forks: Sequence[tuple[int, str]]
@@ -97,9 +97,47 @@ class OpenRequests:
                 if seat is not None:
                     self._residents.remove(request_id)
                     self.steps.reseat(seat)
-                    self._wake(request_id, request.last_token)
+                    self._wake([request_id], [request.last_token])
                     seated[place] = request_id
         return seated
+
+    def go_on(
+        self, parents: Sequence[str], token_ids: list[int], free: Iterable[str]
+    ) -> list[str] | None:
+        """Extend each of these parked sequences by a token; where one comes again, fork it into a seat
+        of ``free``, which are parked too. Return the vLLM request of each; ``None``, and change nothing,
+        if there are not enough seats, or blocks for them.
+        """
+        scheduler, request_ids = self._scheduler, [*parents]
+        forked = _repeated(parents)
+        seats = [*islice(free, len(forked))] if forked else []
+        if len(seats) < len(forked) or (forked and not scheduler.can_reseat(len(forked))):
+            return None
+        for place, request_id in zip(forked, seats, strict=True):
+            donor = parents[place]
+            length = scheduler.requests[donor].num_computed_tokens
+            seat = scheduler.reseat(request_id, donor, length)
+            if seat is None:
+                raise RuntimeError("vLLM has no block where its pool has a free one")
+            self._residents.remove(request_id)
+            self.steps.reseat(seat)
+            request_ids[place] = request_id
+        self._wake_in_order(request_ids, token_ids)
+        scheduler.admit()
+        self._extended += len(request_ids) - len(forked)
+        self._flush += 1
+        self.remember(request_ids)
+        return request_ids
+
+    def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
+        """Wake these in the order of the last time, if they are the same: a prepared step is of that."""
+        if request_ids != self._order:
+            tokens = dict(zip(request_ids, token_ids, strict=True))
+            if len(tokens) == len(self._order) and tokens.keys() == set(self._order):
+                request_ids = self._order
+                token_ids = [tokens[each] for each in request_ids]
+            self._order = [*request_ids]
+        self._wake([*request_ids], token_ids)
 
     def _passed_over(self, population: int, parents: set[str]) -> list[str]:
         """Return those of a population that no flush since has asked about, this one included."""
@@ -146,6 +184,32 @@ class OpenRequests:
         for request_id, request in answered:
             self._residents.put(request_id, request.adapter, request.packed)
 
+    def keep_later(
+        self, request_ids: Sequence[str], adapter: Adapter | None, contexts: Packed
+    ) -> None:
+        """Record what ``keep`` does, of sequences of one population, whose contexts are asked for when
+        somebody looks for them. Those that have been evicted since they were answered are left out."""
+        self.keep(())
+        known = self._asked_in
+        here = {each: n for n, each in enumerate(request_ids) if each in known}
+        self._residents.put_later(here, adapter, contexts)
+
+    def untouched(self, requests: Iterable[tuple[str, int]]) -> bool:
+        """Return whether all these are parked, each as the flush beside it left it."""
+        parked, asked_in = self._scheduler.parked, self._asked_in
+        return all([each in parked and asked_in.get(each) == flush for each, flush in requests])
+
+    def resident(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
+        """Return the request that is resident with this context, and the flush it was part of last."""
+        request_id = self._residents.of_context(adapter, context)
+        flush = None if request_id is None else self._asked_in.get(request_id)
+        return None if request_id is None or flush is None else (request_id, flush)
+
+    @property
+    def flush(self) -> int:
+        """The number of the last flush."""
+        return self._flush
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Forget requests that vLLM does not know any more."""
         gone = set(request_ids)
@@ -182,3 +246,11 @@ class OpenRequests:
     def bound_to(self, adapter: Adapter | None) -> list[str]:
         """Return the ids of an adapter's resident sequences."""
         return self._residents.bound_to(adapter)
+
+
+def _repeated(request_ids: Sequence[str]) -> list[int]:
+    """Return the places of those that came before."""
+    if len(set(request_ids)) == len(request_ids):
+        return []
+    seen: set[str] = set()
+    return [n for n, each in enumerate(request_ids) if each in seen or seen.add(each)]  # type: ignore[func-returns-value]

@@ -34,7 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from genrt.engines.vllm.runners import Seat
+from genrt.engines.vllm.runners import NextTokens, Seat
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
@@ -122,18 +122,28 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             if donor is not None:  # used now, so it moves to the end: the first are evicted first
                 self.parked[donor_id] = donor
 
-    def wake(self, request_id: str, token_id: int) -> tuple[int, int]:
-        """Append a token to a parked request, and have it run as soon as it is admitted. Return the
-        token's position, and how many before it vLLM takes for the request's prompt."""
-        request = self.parked.pop(request_id)
-        # What ``Request.append_output_token_ids`` does, less what only sampling needs.
-        request._output_token_ids.append(token_id)
-        token_ids = request._all_token_ids
-        token_ids.append(token_id)
-        if len(token_ids) % self.hash_block_size == 0:
-            request.update_block_hashes()
-        self._waking[request_id] = request
-        return len(token_ids) - 1, request.num_prompt_tokens
+    def wake(self, request_ids: list[str], token_ids: list[int]) -> NextTokens:
+        """Append a token to each of these parked requests, and have them run as soon as they are
+        admitted."""
+        positions: list[int] = []
+        prompts: list[int] = []
+        parked, waking, size = self.parked, self._waking, self.hash_block_size
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            request = parked.pop(request_id)
+            # What ``Request.append_output_token_ids`` does, less what only sampling needs.
+            request._output_token_ids.append(token_id)
+            tokens = request._all_token_ids
+            tokens.append(token_id)
+            if len(tokens) % size == 0:
+                request.update_block_hashes()
+            waking[request_id] = request
+            positions.append(len(tokens) - 1)
+            prompts.append(request.num_prompt_tokens)
+        return NextTokens(request_ids, token_ids, positions, prompts)
+
+    def can_reseat(self, count: int) -> bool:
+        """Return whether so many parked requests can surely be reseated."""
+        return self._decodes_plainly and self._blocks[1].get_num_free_blocks() >= count
 
     def reseat(self, request_id: str, donor_id: str, length: int) -> Seat | None:
         """Have a parked request go on with the first ``length`` tokens of another one and their blocks.

@@ -11,29 +11,66 @@ that come by these ways with rows that don't.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
-from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from genrt.engines.vllm.block_copies import BlockCopies
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["NextToken", "Prepared", "Runner", "RunnerV1", "RunnerV2", "Seat", "runner_of"]
+__all__ = ["NextTokens", "Prepared", "Runner", "RunnerV1", "RunnerV2", "Seat", "runner_of"]
 
 
-class NextToken(NamedTuple):
-    """A request's next input token: it follows ``position`` others, the first ``prompt`` of which vLLM
-    takes for the request's prompt."""
+@dataclass(slots=True)
+class NextTokens:
+    """The next input tokens of different requests, as columns: each follows ``positions`` others, the
+    first ``prompts`` of which vLLM takes for the request's prompt."""
 
-    request_id: str
-    token_id: int
-    position: int
-    prompt: int
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def add(self, others: NextTokens) -> None:
+        """Add the tokens of other requests."""
+        self.request_ids += others.request_ids
+        self.token_ids += others.token_ids
+        self.positions += others.positions
+        self.prompts += others.prompts
+
+    def at(self, places: Sequence[int]) -> NextTokens:
+        """Return those at these places."""
+        return NextTokens(
+            [self.request_ids[n] for n in places],
+            [self.token_ids[n] for n in places],
+            [self.positions[n] for n in places],
+            [self.prompts[n] for n in places],
+        )
+
+    def without(self, request_ids: Collection[str]) -> NextTokens:
+        """Return those of other requests than these."""
+        return self.at([n for n, each in enumerate(self.request_ids) if each not in request_ids])
+
+    def in_order_of(self, request_ids: list[str]) -> NextTokens | None:
+        """Return them in the order of these requests; ``None`` if they are not of these."""
+        if self.request_ids == request_ids:
+            return self
+        places = {request_id: n for n, request_id in enumerate(self.request_ids)}
+        if len(places) != len(request_ids) or not places.keys() >= set(request_ids):
+            return None
+        return self.at([places[request_id] for request_id in request_ids])
 
 
 class Seat(NamedTuple):
@@ -58,9 +95,10 @@ class Prepared(NamedTuple):
 class Runner(Protocol):
     """A runner as open requests need it, between two steps."""
 
-    def prepare(self, output: SchedulerOutput) -> Prepared | None:
+    def prepare(self, output: SchedulerOutput, before: Prepared | None) -> Prepared | None:
         """Prepare a step of one token for each request; return ``None`` where the forward cannot be run
-        apart from its preparation."""
+        apart from its preparation. ``before`` is the prepared step that ran last, if no other step has
+        run since."""
         ...
 
     def refresh(self, step: Prepared) -> None:
@@ -73,7 +111,7 @@ class Runner(Protocol):
         row a request, both in the order of the step. It can be run again with other tokens."""
         ...
 
-    def confirm(self, step: Prepared, tokens: Sequence[NextToken]) -> None:
+    def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         """Record that these are the tokens with which the step was run last."""
         ...
 
@@ -81,7 +119,7 @@ class Runner(Protocol):
         """Copy blocks, and have these requests go on as other sequences."""
         ...
 
-    def write(self, tokens: Sequence[NextToken]) -> None:
+    def write(self, tokens: NextTokens) -> None:
         """Put the callers' tokens where the runner keeps those it sampled for these requests."""
         ...
 
@@ -108,18 +146,9 @@ def _prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> P
     return Prepared(request_ids, [positions[request_id] for request_id in request_ids], launch)
 
 
-def _copy_blocks(runner: Any, seats: Sequence[Seat]) -> None:
-    """Make the copies of KV blocks with which these requests go on."""
-    caches, count = runner.kv_caches, runner.kv_cache_config.num_blocks
-    copies = [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
-    if caches[0].device.type != "cpu":
-        copy_kv_cache_blocks_inplace(caches, count, copies)
-        return
-    # On a CPU, to gather blocks and scatter them takes five times as long as to copy each.
-    for cache in {cache.data_ptr(): cache for cache in caches}.values():
-        blocks = cache.unflatten(0, (count, -1))
-        for source, copy in copies:
-            blocks[copy].copy_(blocks[source])
+def _copies(seats: Sequence[Seat]) -> list[tuple[int, int]]:
+    """Return which KV blocks these requests go on with become copies of which."""
+    return [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
 
 
 class RunnerV1:
@@ -127,11 +156,12 @@ class RunnerV1:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self._blocks = BlockCopies(runner.kv_caches, runner.kv_cache_config.num_blocks)
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the copies of the one before may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
 
-    def prepare(self, output: SchedulerOutput) -> Prepared | None:
+    def prepare(self, output: SchedulerOutput, before: Prepared | None) -> Prepared | None:
         def stop(**inputs: Any) -> NoReturn:
             raise _Stopped(get_forward_context(), inputs)
 
@@ -164,11 +194,11 @@ class RunnerV1:
         logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
         return logits
 
-    def confirm(self, step: Prepared, tokens: Sequence[NextToken]) -> None:
+    def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         self.write(tokens)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
-        _copy_blocks(self._runner, seats)
+        self._blocks.copy(_copies(seats))
         batch = self._runner.input_batch
         for request_id, token_ids, block_ids, _ in seats:
             record = self._runner.requests[request_id]
@@ -181,13 +211,14 @@ class RunnerV1:
                 batch.num_prompt_tokens[index] = len(token_ids)
                 batch.block_table.add_row((block_ids,), index)
 
-    def write(self, tokens: Sequence[NextToken]) -> None:
+    def write(self, tokens: NextTokens) -> None:
         batch = self._runner.input_batch
         requests = self._runner.requests
         indices: list[int] = []
         positions: list[int] = []
         token_ids: list[int] = []
-        for request_id, token_id, position, prompt in tokens:
+        columns = (tokens.request_ids, tokens.token_ids, tokens.positions, tokens.prompts)
+        for request_id, token_id, position, prompt in zip(*columns, strict=True):
             output_token_ids = requests[request_id].output_token_ids
             # After a step of vLLM's own, the record ends with the token that it sampled and dropped.
             if len(output_token_ids) > position - prompt:
@@ -223,8 +254,11 @@ class RunnerV2:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self._blocks = BlockCopies(runner.kv_caches, runner.kv_cache_config.num_blocks)
 
-    def prepare(self, output: SchedulerOutput) -> Prepared | None:
+    def prepare(self, output: SchedulerOutput, before: Prepared | None) -> Prepared | None:
+        if before is not None and self._is_repeated(output, before):
+            return self._repeated(output, before)
         runner = self._runner
         connector, prepare_inputs = runner.kv_connector, runner.prepare_inputs
         graphs: list[Any] = []
@@ -248,6 +282,57 @@ class RunnerV2:
             return None
         return _prepared(output, list(batch.req_ids), (graph, batch))
 
+    def _is_repeated(self, output: SchedulerOutput, before: Prepared) -> bool:
+        """Return whether a step is of the same batch as the one before, and nothing but positions and
+        blocks have to be prepared: for a model of text alone, without adapters."""
+        runner = self._runner
+        return (
+            output.scheduled_cached_reqs.req_ids == before.request_ids
+            and not output.finished_req_ids
+            and not output.preempted_req_ids
+            and not output.new_block_ids_to_zero
+            and type(runner.model_state) is DefaultModelState
+            and runner.model_state.rope_state is None
+            and not runner.uses_inputs_embeds
+            and runner.fast_prefill is None
+            and runner.lora_config is None
+            and runner.dcp_size == 1
+            and runner.pcp_manager is None
+            and runner.model_config.rswa_window is None
+        )
+
+    def _repeated(self, output: SchedulerOutput, before: Prepared) -> Prepared:
+        """Prepare what differs from one step to the next of the same batch: what ``execute_model`` does,
+        less what is in its place already. The forward reads it from the runner's buffers."""
+        runner, states = self._runner, self._runner.req_states
+        graph, batch = before.launch
+        scheduled = output.scheduled_cached_reqs
+        computed = np.array(scheduled.num_computed_tokens, np.int32)
+        states.num_computed_tokens_np[batch.idx_mapping_np] = computed
+        for slot, block_ids in zip(batch.idx_mapping_np, scheduled.new_block_ids, strict=True):
+            if block_ids is not None:
+                runner.block_tables.append_block_ids(slot, block_ids, overwrite=False)
+        runner.block_tables.apply_staged_writes()
+        buffers = runner.input_buffers
+        prepare_pos_seq_lens(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            states.num_computed_tokens.gpu,
+            buffers.positions,
+            buffers.seq_lens,
+        )
+        longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
+        longest[: len(computed)] = torch.from_numpy(computed) + 1
+        batch = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
+        runner.model_state.prepare_attn(
+            batch,
+            graph.cg_mode,
+            *runner.prepare_attn(batch),
+            runner.attn_groups,
+            runner.kv_cache_config,
+        )
+        return Prepared(before.request_ids, scheduled.num_computed_tokens, (graph, batch))
+
     def refresh(self, step: Prepared) -> None:
         _, batch = step.launch
         self._runner.block_tables.apply_staged_writes()
@@ -261,12 +346,12 @@ class RunnerV2:
         logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
         return logits
 
-    def confirm(self, step: Prepared, tokens: Sequence[NextToken]) -> None:
+    def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         _, batch = step.launch
         self._runner.postprocess_num_computed_tokens(batch)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
-        _copy_blocks(self._runner, seats)
+        self._blocks.copy(_copies(seats))
         states = self._runner.req_states
         for request_id, token_ids, block_ids, _ in seats:
             slot, length = states.req_id_to_index[request_id], len(token_ids)
@@ -278,13 +363,13 @@ class RunnerV2:
             self._runner.block_tables.append_block_ids(slot, (block_ids,), overwrite=True)
         states.apply_staged_writes()
 
-    def write(self, tokens: Sequence[NextToken]) -> None:
+    def write(self, tokens: NextTokens) -> None:
         last = self._runner.req_states.last_sampled_tokens
         slots = self._runner.req_states.req_id_to_index
-        pairs = torch.tensor([(slots[entry.request_id], entry.token_id) for entry in tokens])
+        pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
         if last.is_cuda:
             pairs = pairs.pin_memory().to(last.device, non_blocking=True)
-        last[pairs[:, 0], 0] = pairs[:, 1]
+        last[pairs[0], 0] = pairs[1]
 
     def take_logits(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None

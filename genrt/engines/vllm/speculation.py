@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from genrt.engines.vllm.capture import FiniteCheck, log_probabilities
+from genrt.engines.vllm.capture import log_probabilities
 from genrt.engines.vllm.open_scheduler import OpenScheduler
-from genrt.engines.vllm.runners import NextToken, Prepared, Runner, Seat
+from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Seat
 from genrt.tokens.rows import Leaving
 
 __all__ = ["DecodeSteps", "DecodedStep"]
@@ -35,12 +35,11 @@ RETRY = 16
 
 
 class DecodedStep(NamedTuple):
-    """A decode step that was launched: its requests, their rows in the same order, which the device may
-    still be computing, and which of these are not finite."""
+    """A decode step that was launched: its requests, and their rows in the same order, which the device
+    may still be computing."""
 
     request_ids: list[str]
     rows: torch.Tensor
-    check: FiniteCheck
 
 
 class _Speculated(NamedTuple):
@@ -48,10 +47,9 @@ class _Speculated(NamedTuple):
 
     token_ids: Leaving
     rows: torch.Tensor
-    check: FiniteCheck
 
-    def was_right(self, tokens: Sequence[NextToken]) -> bool:
-        return [entry.token_id for entry in tokens] == self.token_ids.arrived().tolist()
+    def was_right(self, tokens: NextTokens) -> bool:
+        return bool(tokens.token_ids == self.token_ids.arrived().tolist())
 
 
 class DecodeSteps:
@@ -85,10 +83,12 @@ class DecodeSteps:
         self._device = device
         # What the runner has not been told yet; ``run`` tells it.
         self._seats: list[Seat] = []
-        self._tokens: list[NextToken] = []
+        self._tokens = NextTokens()
         # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
         self._prepared: Prepared | None = None
         self._speculated: _Speculated | None = None
+        # The prepared step that ran last, if no other has run since.
+        self._before: Prepared | None = None
         # The requests of the last decode step that was not prepared; whether it had those of the one
         # before.
         self._last: list[str] = []
@@ -97,9 +97,9 @@ class DecodeSteps:
         self.prepared = 0
         self.speculated = 0
 
-    def extend(self, token: NextToken) -> None:
-        """Have the next step compute this token."""
-        self._tokens.append(token)
+    def extend(self, tokens: NextTokens) -> None:
+        """Have the next step compute these tokens too."""
+        self._tokens.add(tokens)
 
     def reseat(self, seat: Seat) -> None:
         """Have a request go on as another sequence from the next step on."""
@@ -109,7 +109,7 @@ class DecodeSteps:
         """Drop what was to be computed for requests that vLLM does not know any more."""
         self.discard()
         self._seats = [seat for seat in self._seats if seat.request_id not in request_ids]
-        self._tokens = [entry for entry in self._tokens if entry.request_id not in request_ids]
+        self._tokens = self._tokens.without(request_ids)
 
     def discard(self) -> None:
         """Take back the step that was prepared or speculated, if there is one."""
@@ -128,6 +128,7 @@ class DecodeSteps:
                 return self._run_prepared(prepared, tokens, speculated)
             self._unused += 1
             self._mistaken += speculated is not None
+        self._before = None
         self._tell_runner()
         output = self._scheduler.decode_step() if self._enabled else None
         if output is None:
@@ -137,7 +138,7 @@ class DecodeSteps:
         request_ids, logits = self._runner.take_logits()
         last, self._last = self._last, request_ids
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
-        return DecodedStep(request_ids, *_normalised(logits))
+        return DecodedStep(request_ids, _normalised(logits))
 
     def _tell_runner(self) -> None:
         # Seats first: a token is written at a position of the sequence that has the seat now.
@@ -146,21 +147,20 @@ class DecodeSteps:
             self._seats.clear()
         if self._tokens:
             self._runner.write(self._tokens)
-            self._tokens.clear()
+            self._tokens = NextTokens()
 
-    def _tokens_of(self, step: Prepared) -> list[NextToken] | None:
+    def _tokens_of(self, step: Prepared) -> NextTokens | None:
         """Return the tokens that a prepared step lacks, in its order, if it is the next step."""
-        by_id = {entry.request_id: entry for entry in self._tokens}
-        tokens = [by_id[request_id] for request_id in step.request_ids if request_id in by_id]
-        positions = [entry.position for entry in tokens]
-        fits = len(tokens) == len(by_id) and positions == step.positions
-        return tokens if fits and self._scheduler.begin_prepared(by_id) else None
+        tokens = self._tokens.in_order_of(step.request_ids)
+        if tokens is None or tokens.positions != step.positions:
+            return None
+        return tokens if self._scheduler.begin_prepared(set(step.request_ids)) else None
 
     def _run_prepared(
-        self, step: Prepared, tokens: Sequence[NextToken], speculated: _Speculated | None
+        self, step: Prepared, tokens: NextTokens, speculated: _Speculated | None
     ) -> DecodedStep:
         if speculated is not None and not self._seats and speculated.was_right(tokens):
-            rows, check = speculated.rows, speculated.check
+            rows = speculated.rows
             self._mistaken = 0
             self.speculated += 1
         else:
@@ -169,13 +169,14 @@ class DecodeSteps:
                 self._runner.reseat(self._seats)
                 self._runner.refresh(step)
                 self._seats.clear()
-            token_ids = [entry.token_id for entry in tokens]
-            rows, check = _normalised(self._runner.run(step, self._moved(token_ids, torch.int32)))
+            token_ids = self._moved(tokens.token_ids, torch.int32)
+            rows = _normalised(self._runner.run(step, token_ids))
         self._runner.confirm(step, tokens)
-        self._tokens.clear()
+        self._before = step
+        self._tokens = NextTokens()
         self._unused = 0
         self.prepared += 1
-        return DecodedStep(step.request_ids, rows, check)
+        return DecodedStep(step.request_ids, rows)
 
     def _moved(self, numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Copy numbers to the device without synchronizing with it."""
@@ -189,7 +190,7 @@ class DecodeSteps:
         if self._ahead and self._is_steady and self._is_worth_it(self._unused):
             output = self._scheduler.decode_step_ahead()
             if output is not None:
-                self._prepared = self._runner.prepare(output)
+                self._prepared = self._runner.prepare(output, self._before)
         self._scheduler.end_decode_step()
 
     def can_speculate(self, count: int) -> bool:
@@ -204,23 +205,23 @@ class DecodeSteps:
         step = self._prepared
         if step is None or not self._is_worth_it(self._mistaken):
             return
-        places = {request_id: place for place, request_id in enumerate(request_ids)}
-        if len(places) != len(request_ids) or places.keys() != set(step.request_ids):
-            return
-        order = [places[request_id] for request_id in step.request_ids]
-        if order != list(range(len(order))):
+        if request_ids != step.request_ids:
+            places = {request_id: place for place, request_id in enumerate(request_ids)}
+            if len(places) != len(request_ids) or places.keys() != set(step.request_ids):
+                return
+            order = [places[request_id] for request_id in step.request_ids]
             token_ids = token_ids.index_select(0, self._moved(order, torch.int64))
         # Before the forward is enqueued, so that the copy to the host does not wait for it.
         on_host = Leaving(token_ids)
-        self._speculated = _Speculated(on_host, *_normalised(self._runner.run(step, token_ids)))
+        self._speculated = _Speculated(on_host, _normalised(self._runner.run(step, token_ids)))
 
     def _is_worth_it(self, mistakes: int) -> bool:
         return mistakes < MISSES or self._steps % RETRY == 0
 
 
-def _normalised(logits: torch.Tensor) -> tuple[torch.Tensor, FiniteCheck]:
-    """Return a step's rows, and which of them are not finite, without synchronizing with the device."""
+def _normalised(logits: torch.Tensor) -> torch.Tensor:
+    """Return a step's rows, without synchronizing with the device."""
     rows = log_probabilities(logits, may_overwrite=True)
     if rows.is_cuda:  # allocated on vLLM's stream, read on the default one
         rows.record_stream(torch.cuda.default_stream(rows.device))
-    return rows, FiniteCheck(rows)
+    return rows

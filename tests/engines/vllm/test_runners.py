@@ -140,10 +140,11 @@ def over(runner: Runner) -> Any:
     return found
 
 
-def token(request_id: str, token_id: int, position: int = 0) -> Any:
-    from genrt.engines.vllm.runners import NextToken
+def tokens(**token_ids: int) -> Any:
+    from genrt.engines.vllm.runners import NextTokens
 
-    return NextToken(request_id, token_id, position, 0)
+    zeros = [0] * len(token_ids)
+    return NextTokens([*token_ids], [*token_ids.values()], zeros, zeros)
 
 
 def seat(request_id: str, length: int, block_ids: list[int], copied: int | None) -> Any:
@@ -164,14 +165,14 @@ def test_what_is_scripted_is_in_the_table() -> None:
 
 def test_a_token_is_written_at_the_slot_of_its_request() -> None:
     runner = Runner({"a": 4, "b": 0, "c": 2})
-    over(runner).write([token("c", 7), token("a", 8)])
+    over(runner).write(tokens(c=7, a=8))
     assert runner.req_states.last_sampled_tokens[:, 0].tolist() == [-1, -1, 7, -1, 8, -1]
 
 
 def test_logits_are_taken_by_request_in_the_order_of_the_batch() -> None:
     runner = Runner({"a": 4, "b": 0, "c": 2})
     shim = over(runner)
-    shim.write([token("a", 1), token("b", 2), token("c", 3)])
+    shim.write(tokens(a=1, b=2, c=3))
     runner.execute_model(step_of(a=10, b=20, c=30))
     request_ids, logits = shim.take_logits()
     assert request_ids == ["c", "b", "a"]
@@ -193,7 +194,7 @@ def test_a_prepared_step_runs_with_the_tokens_it_is_given_as_often_as_it_is_aske
         expected = [1000 * at + by for at, by in zip(step.positions, token_ids, strict=True)]
         assert logits[:, 0].tolist() == expected
     assert runner.counted == []
-    shim.confirm(step, [token("c", 6), token("b", 5), token("a", 4)])
+    shim.confirm(step, tokens(c=6, b=5, a=4))
     assert runner.counted == [["c", "b", "a"]]
 
 
@@ -205,7 +206,7 @@ def test_preparing_leaves_the_runner_as_it_was(full_graph: bool) -> None:
     assert (step is not None) == full_graph  # another graph is no launch of its own
     assert runner.kv_connector == "no connector"
     assert "prepare_inputs" not in vars(runner)
-    shim.write([token("a", 5)])
+    shim.write(tokens(a=5))
     runner.execute_model(step_of(a=10))
     assert shim.take_logits()[1][0, 0] == 10005.0
 

@@ -1,0 +1,31 @@
+"""The Triton kernel that copies blocks of memory; importing this needs Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["copy_words"]
+
+WORDS = 1024
+"""How many words of eight bytes one program copies."""
+
+
+def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int) -> None:
+    """Copy, at each of the addresses ``bases``, int64 ``[layers]``, the stretches of so many words with
+    the numbers ``pairs[:, 0]`` to those with the numbers ``pairs[:, 1]``, int64 ``[n, 2]``, without
+    synchronizing with the device. No stretch is both."""
+    grid = (len(pairs), len(bases), triton.cdiv(words, WORDS))
+    _copy[grid](bases, pairs, words, BLOCK=WORDS)
+
+
+@triton.jit
+def _copy(bases: tl.tensor, pairs: tl.tensor, words: tl.tensor, BLOCK: tl.constexpr) -> None:
+    pair, layer, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    base = tl.load(bases + layer).to(tl.pointer_type(tl.int64))
+    source, copy = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
+    word = part * BLOCK + tl.arange(0, BLOCK)
+    inside = word < words
+    numbers = tl.load(base + source * words + word, mask=inside)
+    tl.store(base + copy * words + word, numbers, mask=inside)

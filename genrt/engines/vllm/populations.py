@@ -1,0 +1,274 @@
+"""The populations of an engine: which vLLM requests their sequences are, and what goes on from them.
+
+A population asks step after step, each sequence one token longer than one that was asked about before.
+Its sequences are found by their number there, not by their contexts: no object is made, and no context
+read, for any of them. Where that fails the engine is asked for rows one by one, and the population is
+*settled*: its sequences are found by their contexts once.
+
+Rule:
+    A sequence is found by number only while its vLLM request is as the population's question left it:
+    parked, and part of no flush since. Whoever else used it has changed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from genrt.engines.protocol import Finished, PopulationRows
+from genrt.engines.residency import Packed
+from genrt.engines.vllm.lora import VLLMAdapters
+from genrt.engines.vllm.open_requests import OpenRequests
+from genrt.questions.contexts import Adapter
+from genrt.questions.origins import Asked
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.rows import not_finite
+from genrt.questions.sequences import Contexts
+from genrt.tokens.rows import together
+
+__all__ = ["SeatedPopulations"]
+
+
+@dataclass(slots=True)
+class _Seats:
+    """The vLLM requests of a population's sequences.
+
+    Attributes:
+        request_ids: of the different sequences.
+        flushes: which flush each request was part of last, int64 ``[m]``.
+        places: which of the requests is each sequence's, int64 ``[n]``; ``None``: the one at its place.
+        adapter: of all.
+        spare: requests that earlier questions were about and no later one, each with its flush.
+    """
+
+    request_ids: list[str]
+    flushes: np.ndarray
+    places: np.ndarray | None
+    adapter: Adapter | None
+    spare: dict[str, int] = field(default_factory=dict)
+
+    def pairs(self) -> Iterator[tuple[str, int]]:
+        """Yield every request with its flush."""
+        yield from zip(self.request_ids, self.flushes.tolist(), strict=True)
+        yield from self.spare.items()
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A population in progress.
+
+    Attributes:
+        firsts: the first sequence of each vLLM request; ``None``: the one at its place.
+        rows: those that came in other steps than the last of them.
+    """
+
+    seats: _Seats
+    firsts: np.ndarray | None
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def contexts(self, contexts: Contexts) -> Packed:
+        """Return what returns the context of each vLLM request."""
+        packed, firsts = contexts.packed, self.firsts
+        return packed if firsts is None else lambda number: packed(int(firsts[number]))
+
+
+class SeatedPopulations:
+    """The populations of an engine that keeps its sequences."""
+
+    def __init__(self, open_requests: OpenRequests, adapters: VLLMAdapters) -> None:
+        self._open = open_requests
+        self._adapters = adapters
+        # What is known of each question; of one that was settled, only once somebody needs it.
+        self._known: WeakKeyDictionary[Asked, _Seats | Callable[[], _Seats | None]] = (
+            WeakKeyDictionary()
+        )
+        self._under_way: dict[PopulationDraw, _UnderWay] = {}
+        # The last step's, if its sequences are all different.
+        self._answered: PopulationDraw | None = None
+
+    def __contains__(self, population: PopulationDraw) -> bool:
+        return population in self._under_way
+
+    def go_on(self, population: PopulationDraw) -> list[str] | None:
+        """Extend and fork sequences to those of a population; return the vLLM requests, or ``None`` where
+        ``Populating.go_on`` changes nothing."""
+        origins, adapter = population.origins, population.adapter
+        known = [] if origins is None else [self._seats_of(asked) for asked in origins.asked]
+        seats = [each for each in known if each is not None and each.adapter == adapter]
+        if origins is None or len(seats) < len(known) or not seats:
+            return None
+        request_ids, flushes, rows = _joined(seats, [each.count for each in origins.asked])
+        rows, tokens = rows[origins.numbers], population.contexts.last_tokens
+        firsts, places = _different(rows << 32 | tokens)
+        if firsts is not None:
+            rows, tokens = rows[firsts], tokens[firsts]
+        parents = [request_ids[row] for row in rows.tolist()]
+        if not self._open.untouched(zip(parents, flushes[rows].tolist(), strict=True)):
+            return None
+        free = self._free(seats, set(parents)) if _have_more(seats, parents) else {}
+        found = self._open.go_on(parents, tokens.tolist(), free)
+        if found is None:
+            return None
+        for request_id in found if free else ():
+            free.pop(request_id, None)
+        now = np.full(len(found), self._open.flush)
+        self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free), firsts)
+        if adapter is not None:
+            self._adapters.hold(adapter)
+        return found
+
+    def _free(self, several: Sequence[_Seats], used: set[str]) -> dict[str, int]:
+        """Return the requests of which nothing goes on, with their flushes."""
+        return {
+            request_id: flush
+            for seats in several
+            for request_id, flush in seats.pairs()
+            if request_id not in used and self._open.untouched([(request_id, flush)])
+        }
+
+    def whole(self, request_ids: list[str]) -> PopulationDraw | None:
+        """Return the population whose sequences these are, all of them and in any order, if it is one."""
+        if len(self._under_way) != 1:
+            return None
+        [(population, under_way)] = self._under_way.items()
+        mine = under_way.seats.request_ids
+        if mine == request_ids:
+            return population
+        is_it = len(mine) == len(request_ids) and not under_way.rows
+        return population if is_it and set(mine) == set(request_ids) else None
+
+    def answer(
+        self, population: PopulationDraw, request_ids: list[str], rows: torch.Tensor
+    ) -> Finished:
+        """End a population by the rows ``[m, vocab_size]`` of these vLLM requests, which are its own and
+        are resident from now on; those of a population that fails, or is given up, are not."""
+        under_way = self._ended(population)
+        seats = under_way.seats
+        places = seats.places
+        if seats.request_ids != request_ids:
+            at = {request_id: n for n, request_id in enumerate(request_ids)}
+            order = np.array([at[each] for each in seats.request_ids])
+            places = order if places is None else order[places]
+        contexts = under_way.contexts(population.contexts)
+        self._open.keep_later(seats.request_ids, population.adapter, contexts)
+        self._known[population.asked] = seats
+        self._answered = population if seats.places is None else None
+        return Finished(population, PopulationRows(rows, places))
+
+    def put(
+        self, population: PopulationDraw, request_id: str, row: torch.Tensor | None
+    ) -> Finished | None:
+        """Add the row of one request, ``None`` for one that is not finite; return the population's end,
+        if this is it."""
+        under_way = self._under_way.get(population)
+        if under_way is None:  # a row before this one has failed it
+            return None
+        if row is None:
+            self.forget(population)
+            return Finished(population, error=not_finite())
+        under_way.rows[request_id] = row
+        mine = under_way.seats.request_ids
+        if len(under_way.rows) < len(mine):
+            return None
+        return self.answer(population, mine, together([under_way.rows[each] for each in mine]))
+
+    def settle(self, population: PopulationDraw) -> None:
+        """Know the sequences of a population whose rows were asked for one by one, once they are needed:
+        by their contexts, as far as they are resident then."""
+        contexts, adapter = population.contexts, population.adapter
+        self._known[population.asked] = lambda: self._settled(contexts, adapter)
+
+    def _settled(self, contexts: Contexts, adapter: Adapter | None) -> _Seats | None:
+        found: dict[bytes, int] = {}
+        places = [found.setdefault(contexts.packed(n), len(found)) for n in range(len(contexts))]
+        pairs = [self._open.resident(adapter, context) for context in found]
+        if None in pairs:
+            return None
+        request_ids = [pair[0] for pair in pairs if pair is not None]
+        flushes = np.array([pair[1] for pair in pairs if pair is not None])
+        return _Seats(request_ids, flushes, np.array(places), adapter)
+
+    def _seats_of(self, asked: Asked) -> _Seats | None:
+        known = self._known.get(asked)
+        if known is None or isinstance(known, _Seats):
+            return known
+        seats = known()
+        if seats is None:
+            del self._known[asked]
+        else:
+            self._known[asked] = seats
+        return seats
+
+    def release(self, several: Sequence[Asked]) -> list[str]:
+        """Forget these; return the requests that nobody else has used since."""
+        free: list[str] = []
+        for asked in several:
+            seats = self._seats_of(asked)
+            self._known.pop(asked, None)
+            if seats is not None:
+                free += self._free([seats], set())
+        return free
+
+    def expected(self, population: PopulationDraw) -> list[str]:
+        """Return the requests of a population's sequences, if the last step answered it and they are all
+        different; else none."""
+        if population is not self._answered:
+            return []
+        known = self._known.get(population.asked)
+        return known.request_ids if isinstance(known, _Seats) else []
+
+    def forget(self, population: PopulationDraw) -> None:
+        """Forget a population in progress, if it is."""
+        if population in self._under_way:
+            self._ended(population)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for population in [*self._under_way]:
+            self._ended(population)
+        self._known.clear()
+        self._answered = None
+
+    def _ended(self, population: PopulationDraw) -> _UnderWay:
+        if population.adapter is not None:
+            self._adapters.release(population.adapter)
+        return self._under_way.pop(population)
+
+
+def _joined(
+    several: Sequence[_Seats], counts: Sequence[int]
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return all requests with their flushes, and which of them each sequence of several questions has,
+    of so many sequences each."""
+    if len(several) == 1:
+        [seats] = several
+        rows = np.arange(counts[0]) if seats.places is None else seats.places
+        return seats.request_ids, seats.flushes, rows
+    starts = np.cumsum([0, *[len(seats.request_ids) for seats in several]])
+    rows = np.concatenate(
+        [
+            start + (np.arange(count) if seats.places is None else seats.places)
+            for seats, count, start in zip(several, counts, starts, strict=False)
+        ]
+    )
+    request_ids = [each for seats in several for each in seats.request_ids]
+    return request_ids, np.concatenate([seats.flushes for seats in several]), rows
+
+
+def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return where each different key comes first, and which of these each key is; nothing if no two are
+    equal, so that they keep their order."""
+    if (keys[1:] > keys[:-1]).all():
+        return None, None
+    unique, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
+    return (None, None) if len(unique) == len(keys) else (firsts, places)
+
+
+def _have_more(several: Sequence[_Seats], used: Sequence[str]) -> bool:
+    """Return whether there are other requests than those used."""
+    total = sum(len(seats.request_ids) + len(seats.spare) for seats in several)
+    return total > len(used) or len(set(used)) < len(used)

@@ -1,0 +1,83 @@
+"""Where sequences come from: which sequences of earlier questions they go on from, by number.
+
+An engine that keeps sequences finds them by their number in the question that asked about them, and need
+not compare contexts. Whoever asks tells it; where it does not know them any more, the contexts decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+__all__ = ["Asked", "Origins"]
+
+
+class Asked:
+    """Stands for the sequences that one question was about; an engine forgets them with it."""
+
+    __slots__ = ("__weakref__", "count")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origins:
+    """For each of several sequences the one that it goes on from.
+
+    Attributes:
+        asked: the questions that these were of.
+        numbers: which sequence of ``asked``, all in order, each goes on from: int64 ``[n]``, -1 for none.
+        lengths: how many tokens that sequence has, int64 ``[n]``.
+    """
+
+    asked: tuple[Asked, ...]
+    numbers: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return the origins of sequences that nobody has asked about."""
+        return cls((), np.full(count, -1), np.zeros(count, np.int64))
+
+    @classmethod
+    def joined(cls, several: Sequence[Origins]) -> Self:
+        """Return the origins of all sequences of several, in order."""
+        asked = [each.asked for each in several]
+        starts = np.cumsum([0, *[sum(one.count for one in each) for each in asked]])
+        numbers = [
+            np.where(each.numbers < 0, -1, each.numbers + start)
+            for each, start in zip(several, starts, strict=False)
+        ]
+        lengths = [each.lengths for each in several]
+        return cls(sum(asked, ()), np.concatenate(numbers), np.concatenate(lengths))
+
+    def take(self, places: np.ndarray | slice) -> Self:
+        """Return those of the sequences at these places, any number of times each."""
+        return type(self)(self.asked, self.numbers[places], self.lengths[places])
+
+    def cut(self, lengths: np.ndarray) -> Self:
+        """Return what is left of them when the sequences are cut to at most these lengths."""
+        numbers = np.where(lengths < self.lengths, -1, self.numbers)
+        return type(self)(self.asked, numbers, self.lengths)
+
+    def go_on(self, lengths: np.ndarray) -> bool:
+        """Return whether every sequence, of these lengths now, has one token more than its origin."""
+        return bool(((self.numbers >= 0) & (self.lengths + 1 == lengths)).all())
+
+    def after(self, asked: Sequence[Asked], places: np.ndarray, lengths: np.ndarray) -> Self:
+        """Return the origins once the sequences at these places have been asked about, in order, with
+        these lengths."""
+        count = len(self.numbers)
+        if len(places) == count:
+            return type(self)(tuple(asked), np.arange(count), lengths)
+        others = np.ones(count, bool)
+        others[places] = False
+        kept = self if (self.numbers[others] >= 0).any() else type(self).none(count)
+        numbers, before = kept.numbers.copy(), kept.lengths.copy()
+        numbers[places] = sum(each.count for each in kept.asked) + np.arange(len(places))
+        before[places] = lengths
+        return type(self)((*kept.asked, *asked), numbers, before)
