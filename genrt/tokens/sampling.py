@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -187,19 +187,33 @@ def draw(
 
 
 def drawn(
-    batch: Tensor, numbers: Tensor, *, mask: Tensor | None = None, heat: Tensor | None = None
+    batch: Tensor,
+    numbers: Tensor,
+    *,
+    mask: Tensor | None = None,
+    heat: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Draw for a chunk of rows, unchecked, all on one device, without waiting for that.
+
+    On a GPU with Triton, two kernels of ``draw_kernels`` do what is spelled out here in a dozen.
 
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
         numbers: float64 ``[n, 2]`` in [0, 1).
         mask: bool ``[n, V]`` or packed, as ``draw`` takes it; ``None`` allows everything.
         heat: the temperatures, float64 ``[n, 1]``; ``None`` is 1 for all.
+        places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, and the batch may have any
+            number of rows.
 
     Returns:
         float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
     """
+    if _is_for_kernels(batch, numbers, mask) and (fused := _fused()) is not None:
+        how = {"block": BLOCK, "largest": LARGEST, "greedy_below": GREEDY_BELOW}
+        return fused(batch, numbers, mask=mask, heat=heat, places=places, **how)
+    if places is not None:
+        batch = batch.index_select(0, places)
     logarithms = batch if mask is None else _masked(batch, mask)
     if logarithms.shape[-1] % BLOCK:
         padding = (0, -logarithms.shape[-1] % BLOCK)
@@ -232,6 +246,27 @@ def drawn(
     dead = ~(peak > -math.inf)
     logprobs = logprobs.sub_(log_total).clamp_(max=0.0).masked_fill_(dead, -math.inf)
     return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
+
+
+def _is_for_kernels(batch: Tensor, numbers: Tensor, mask: Tensor | None) -> bool:
+    """Return whether these are what the kernels take."""
+    return (
+        batch.is_cuda
+        and batch.dtype == torch.float32
+        and batch.stride(-1) == 1
+        and (mask is None or mask.dtype == torch.uint8)
+        and len(numbers) > 0
+    )
+
+
+@functools.lru_cache
+def _fused() -> Callable[..., Tensor] | None:
+    """Return ``draw_kernels.drawn``; ``None`` where Triton is missing or has no compiler."""
+    try:
+        from genrt.tokens import draw_kernels
+    except ImportError:
+        return None
+    return draw_kernels.drawn if draw_kernels.works() else None
 
 
 def _masses(highest: Tensor, within: Tensor) -> Tensor:

@@ -1,0 +1,246 @@
+"""Draws as two fused Triton kernels: one pass over the rows, then one over what is left of each.
+
+``sampling.drawn`` imports this where it can, for its answer in fewer launches; importing it needs Triton.
+The first kernel reduces every block of tokens to its greatest entry and the sum of its weights relative
+to that. The second, with one program per draw, chooses a block, loads it again, and chooses a token of
+it. A program sees one row, cut into tiles of one size, so no draw depends on how many there are.
+
+Sums over a block are float32, sums over blocks and cumulative sums float64. A maximum may or may not pass
+NaN on, so none is taken over one: what is NaN is seen in the sums.
+
+Numbers in comparisons are float32 to some versions of Triton, so float64 ones are made by ``tl.full``.
+Annotations of kernels are evaluated, and may name nothing but ``tl``; a ``tl.tensor`` of a kernel itself
+is a tensor's address, an int, or None.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 32
+"""Blocks that one program of the first kernel reduces."""
+
+
+def works() -> bool:
+    """Return whether Triton finds a device, and the compiler that it needs to launch anything there."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def drawn(
+    batch: Tensor,
+    numbers: Tensor,
+    *,
+    mask: Tensor | None,
+    heat: Tensor | None,
+    places: Tensor | None,
+    block: int,
+    largest: float,
+    greedy_below: float,
+) -> Tensor:
+    """Return what ``sampling.drawn`` does, without waiting for the device.
+
+    ``batch`` is float32 ``[m, V]``, each row unbroken; ``mask`` is packed. The last three are that
+    module's constants. There has to be at least one draw.
+    """
+    count, width = len(numbers), batch.shape[-1]
+    blocks = triton.cdiv(width, block)
+    numbers = numbers.contiguous()
+    heat = None if heat is None else heat.contiguous()
+    places = None if places is None else places.contiguous()
+    if mask is not None and mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    mask_stride = 0 if mask is None else mask.stride(0)
+    reduced = batch.new_empty(count, 2 if heat is None else 3, blocks)
+    found = numbers.new_empty(count, 3)
+    rows = batch, batch.stride(0), width, mask, mask_stride, heat, places
+    # Triton launches on the current device.
+    is_elsewhere = batch.is_cuda and batch.device.index != torch.cuda.current_device()
+    with torch.cuda.device(batch.device) if is_elsewhere else nullcontext():
+        tiles = triton.cdiv(blocks, TILE)
+        _reduce[(count, tiles)](*rows, reduced, blocks, greedy_below, TILE, block)
+        padded = max(16, triton.next_power_of_2(blocks))
+        _choose[(count,)](
+            *rows, reduced, blocks, numbers, found, greedy_below, largest, padded, block
+        )
+    return found
+
+
+# Arguments are None, known to the compiler, where there is no mask, temperature or place. None depends on
+# the number of draws; scalars are loaded wherever they lie, so their alignment makes no other variant.
+_ANY_ALIGNMENT = ["mask", "heat", "places", "numbers"]
+
+
+@triton.jit(do_not_specialize=_ANY_ALIGNMENT)
+def _reduce(
+    batch: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    mask: tl.tensor,
+    mask_stride: tl.tensor,
+    heat: tl.tensor,
+    places: tl.tensor,
+    reduced: tl.tensor,
+    blocks: tl.tensor,
+    GREEDY_BELOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write each block's greatest entry and sums of weights, untempered and tempered: ``reduced``
+    float32 ``[n, 2 or 3, blocks]``."""
+    draw = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tokens = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    entries = _entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
+    highest = _highest(entries, 1)
+    distances = entries - _finite(highest)[:, None]
+    planes = 2 if heat is None else 3
+    at = reduced + draw * planes * blocks + block
+    tl.store(at, highest, mask=block < blocks)
+    tl.store(at + blocks, tl.sum(tl.exp(distances), 1), mask=block < blocks)
+    if heat is not None:
+        weights = tl.exp(distances / _divisor(tl.load(heat + draw), GREEDY_BELOW))
+        tl.store(at + 2 * blocks, tl.sum(weights, 1), mask=block < blocks)
+
+
+@triton.jit(do_not_specialize=_ANY_ALIGNMENT)
+def _choose(
+    batch: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    mask: tl.tensor,
+    mask_stride: tl.tensor,
+    heat: tl.tensor,
+    places: tl.tensor,
+    reduced: tl.tensor,
+    blocks: tl.tensor,
+    numbers: tl.tensor,
+    found: tl.tensor,
+    GREEDY_BELOW: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write a token id, logprob and log mass per draw: ``found`` float64 ``[n, 3]``."""
+    draw = tl.program_id(0).to(tl.int64)
+    largest = tl.full([], LARGEST, tl.float64)
+    first = tl.load(numbers + 2 * draw)
+    second = tl.load(numbers + 2 * draw + 1)
+    first = tl.where(first > largest, largest, first)
+    second = tl.where(second > largest, largest, second)
+
+    block = tl.arange(0, PADDED)
+    planes = 2 if heat is None else 3
+    at = reduced + draw * planes * blocks + block
+    highest = tl.load(at, mask=block < blocks, other=float("-inf"))
+    sums = tl.load(at + blocks, mask=block < blocks, other=0.0).to(tl.float64)
+    peak = tl.max(highest, 0)
+    distances = highest.to(tl.float64) - _finite(peak).to(tl.float64)
+    masses = tl.exp(distances) * sums
+    log_total = tl.log(tl.sum(masses, 0))
+    log_mass = _finite(peak).to(tl.float64) + log_total
+    if heat is not None:
+        temperature = tl.load(heat + draw)
+        divisor = _divisor(temperature, GREEDY_BELOW)
+        is_greedy = _is_greedy(temperature, GREEDY_BELOW)
+        first = tl.where(is_greedy, 0.0, first)
+        second = tl.where(is_greedy, 0.0, second)
+        sums = tl.load(at + 2 * blocks, mask=block < blocks, other=0.0).to(tl.float64)
+        masses = tl.exp(distances / divisor.to(tl.float64)) * sums
+        log_total = tl.log(tl.sum(masses, 0))
+        masses = tl.where(is_greedy, (highest == peak).to(tl.float64), masses)
+    chosen = _inverse(masses, first, block, PADDED)
+
+    inside = tl.arange(0, BLOCK)
+    tokens = chosen * BLOCK + inside
+    entries = _entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
+    distances = entries - _finite(_highest(entries, 0))
+    if heat is None:
+        weights = tl.exp(distances)
+    else:
+        weights = tl.exp(distances / divisor)
+        weights = tl.where(is_greedy, (entries == peak).to(tl.float32), weights)
+    token = _inverse(weights.to(tl.float64), second, inside, BLOCK)
+
+    own = tl.sum(tl.where(inside == token, entries, 0.0), 0)
+    logprob = own.to(tl.float64) - _finite(peak).to(tl.float64)
+    if heat is not None:
+        logprob = logprob / divisor.to(tl.float64)
+    logprob = logprob - log_total
+    logprob = tl.where(logprob > 0, 0.0, logprob)
+    if heat is not None:
+        logprob = tl.where(is_greedy, 0.0, logprob)
+    is_dead = (peak == float("-inf")) | (log_mass != log_mass)
+    token_id = (chosen * BLOCK + token).to(tl.float64)
+    tl.store(found + 3 * draw, tl.where(is_dead, -1.0, token_id))
+    tl.store(found + 3 * draw + 1, tl.where(is_dead, float("-inf"), logprob))
+    tl.store(found + 3 * draw + 2, log_mass)
+
+
+@triton.jit
+def _entries(
+    batch: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    mask: tl.tensor,
+    mask_stride: tl.tensor,
+    places: tl.tensor,
+    draw: tl.tensor,
+    tokens: tl.tensor,
+) -> tl.tensor:
+    """Load the entries of these tokens, -inf where there is no such token or the mask forbids it."""
+    row = draw if places is None else tl.load(places + draw)
+    exists = tokens < width
+    entries = tl.load(batch + row * stride + tokens, mask=exists, other=float("-inf"))
+    if mask is not None:
+        packed = tl.load(mask + draw * mask_stride + tokens // 8, mask=exists, other=0)
+        is_allowed = ((packed.to(tl.int32) >> (tokens % 8)) & 1) == 1
+        entries = tl.where(is_allowed, entries, float("-inf"))
+    return entries
+
+
+@triton.jit
+def _highest(entries: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """Return the greatest of the entries that are numbers."""
+    return tl.max(tl.where(entries == entries, entries, float("-inf")), AXIS)
+
+
+@triton.jit
+def _finite(highest: tl.tensor) -> tl.tensor:
+    """Return what is subtracted to move ``highest`` to 0, or -inf to -inf."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def _divisor(temperature: tl.tensor, GREEDY_BELOW: tl.constexpr) -> tl.tensor:
+    """Return a float64 temperature as the float32 number that divides, as ``sampling._divisor`` has it;
+    1 where it is greedy."""
+    temperature = tl.where(_is_greedy(temperature, GREEDY_BELOW), 1.0, temperature)
+    most = tl.full([], 3.4028234663852886e38, tl.float64)  # float32's greatest
+    return tl.where(temperature > most, most, temperature).to(tl.float32)
+
+
+@triton.jit
+def _is_greedy(temperature: tl.tensor, GREEDY_BELOW: tl.constexpr) -> tl.tensor:
+    """Return whether a float64 temperature is greedy."""
+    return temperature < tl.full([], GREEDY_BELOW, tl.float64)
+
+
+@triton.jit
+def _inverse(
+    weights: tl.tensor, uniform: tl.tensor, indices: tl.tensor, SIZE: tl.constexpr
+) -> tl.tensor:
+    """Return the index that ``sampling._inverse`` does, of one row."""
+    sums = tl.where(weights > 0, tl.cumsum(weights, 0), 0.0)
+    passed = sums > tl.max(sums, 0) * uniform
+    first = tl.min(tl.where(passed, indices, SIZE), 0)
+    return tl.where(first < SIZE, first, 0)

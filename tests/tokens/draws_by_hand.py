@@ -1,0 +1,201 @@
+"""Draws of ``draw_kernels`` beside those of torch, and both beside the law in float64.
+
+``python -m tests.tokens.draws_by_hand [width ...]`` runs the kernels in Triton's interpreter, on the CPU,
+and prints where they disagree; it needs Triton.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from genrt.tokens import sampling
+from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, drawn
+
+LAST = 1 - 2.0**-53
+"""The largest number under 1 in float64."""
+NEAR, TOLERANCE = 1e-5, 1e-4
+"""How near to a boundary a uniform may go either way; how far logprobs and log masses may be off."""
+WIDTHS = (5, 127, 128, 129, 1000, 4097, 50_000)
+HEATS = (1.0, 0.0, 0.3, 2.0, 1e30, 1e300, 0.9e-5, 1.0)
+
+
+class Case(NamedTuple):
+    """What ``drawn`` is given."""
+
+    batch: Tensor
+    numbers: Tensor
+    mask: Tensor | None = None
+    heat: Tensor | None = None
+    places: Tensor | None = None
+
+
+def by_torch(case: Case) -> Tensor:
+    """Return the draws of torch's path as GPUs have it, where a mask chooses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "ADDING", ())
+        return drawn(case.batch, case.numbers, mask=case.mask, heat=case.heat, places=case.places)
+
+
+def disagreements(case: Case, found: Tensor, wanted: Tensor) -> list[str]:
+    """Return what is wrong with the draws found: against those wanted, and by the law itself."""
+    rows = _masked(case)
+    uniforms = case.numbers.clamp(max=LARGEST)
+    heat = torch.ones(len(rows), 1) if case.heat is None else case.heat
+    peak = rows.max(-1, keepdim=True).values
+    is_greedy = heat < GREEDY_BELOW
+    heated = (rows - peak) / heat.masked_fill(is_greedy, 1.0)
+    heated = torch.where(is_greedy, (rows == peak).double().log(), heated)
+    uniforms = uniforms.masked_fill(is_greedy, 0.0)
+    is_dead = ~(peak[:, 0] > -math.inf)
+
+    wrong = []
+    for index, (row, (first, second)) in enumerate(zip(heated, uniforms.tolist(), strict=True)):
+        token, logprob, log_mass = found[index].tolist()
+        expected_token, expected_logprob, expected_mass = wanted[index].tolist()
+        own_mass = float(rows[index].logsumexp(-1))
+        if not (_same(log_mass, expected_mass) and _same(log_mass, own_mass)):
+            wrong.append(f"draw {index}: log mass {log_mass}, not {expected_mass} or {own_mass}")
+        if is_dead[index]:
+            if (token, logprob, expected_token) != (-1, -math.inf, -1):
+                wrong.append(f"draw {index}: token {token}, {logprob} of a dead row")
+            continue
+        distance, by_law = _distance(row, int(token), first, second)
+        if distance > NEAR:
+            wrong.append(f"draw {index}: token {token} is {distance:.2g} off")
+        if token != expected_token and distance < -NEAR:
+            wrong.append(f"draw {index}: token {token}, not {expected_token}")
+        if not _same(logprob, 0.0 if is_greedy[index] else by_law) or logprob > 0:
+            wrong.append(f"draw {index}: logprob {logprob}, not {by_law}")
+        if token == expected_token and not _same(logprob, expected_logprob):
+            wrong.append(f"draw {index}: logprob {logprob}, not {expected_logprob}")
+    return wrong
+
+
+def _distance(row: Tensor, token: int, first: float, second: float) -> tuple[float, float]:
+    """Return how far the uniforms are outside of a token's intervals, negative inside of them, and the
+    token's logprob."""
+    if row[token] == -math.inf:
+        return math.inf, -math.inf
+    start = token // BLOCK * BLOCK
+    law, block = row.softmax(-1), row[start : start + BLOCK].softmax(-1)
+    outside = -math.inf
+    for weights, begin, end, uniform in (
+        (law, start, start + BLOCK, first),
+        (block, token - start, token - start + 1, second),
+    ):
+        low, high = float(weights[:begin].sum()), float(weights[:end].sum())
+        outside = max(outside, low - uniform, uniform - high)
+    return outside, float(row[token] - row.logsumexp(-1))
+
+
+def _same(one: float, other: float) -> bool:
+    """Return whether two numbers are near, or both NaN, or the same infinity."""
+    return one == other or abs(one - other) <= TOLERANCE or (one != one and other != other)
+
+
+def _masked(case: Case) -> Tensor:
+    """Return each draw's row in float64, -inf where nothing is allowed."""
+    rows = case.batch.double()
+    if case.places is not None:
+        rows = rows[case.places]
+    if case.mask is None:
+        return rows
+    bits = np.unpackbits(case.mask.numpy(), axis=-1, bitorder="little")
+    allowed = torch.from_numpy(bits).bool()[:, : rows.shape[-1]]
+    return rows.masked_fill(~allowed, -math.inf)
+
+
+def packed(allowed: Tensor) -> Tensor:
+    """Return bools ``[n, V]`` as a packed mask."""
+    bits = np.pad(allowed.numpy(), ((0, 0), (0, -allowed.shape[-1] % 32)))
+    return torch.from_numpy(np.packbits(bits, axis=-1, bitorder="little"))
+
+
+def cases(width: int) -> Iterator[Case]:
+    """Yield draws from rows of this width with every combination of arguments; with all and none of
+    them, if rows are wide."""
+    generator = torch.Generator().manual_seed(width)
+    is_wide = width > 1000
+    count = 8 if is_wide else 16
+    for masked, heated, placed in itertools.product((False, True), repeat=3):
+        if is_wide and not masked == heated == placed:
+            continue
+        rows = count // 2 if placed else count
+        wide = torch.randn(rows, width + 64 * masked, generator=generator).mul_(3)
+        batch = wide[:, :width]  # with a gap between rows, where there are masks
+        batch[torch.rand(rows, width, generator=generator) > 0.7] = -math.inf
+        batch[1] = math.nan
+        batch[2, 0] = math.nan
+        batch[3] = -math.inf
+        batch[5 % rows] = -700.0
+        batch[5 % rows, width // 2 :: 97] = -390.0
+        numbers = torch.rand(count, 2, dtype=torch.float64, generator=generator)
+        edges = list(itertools.product((0.0, LAST), repeat=2))
+        numbers[-4:] = torch.tensor(edges, dtype=torch.float64)
+        case = Case(batch, numbers)
+        if masked:
+            allowed = torch.rand(count, width, generator=generator) > 0.5
+            allowed[::4] = False
+            allowed[::8, width - 1] = True
+            allowed[2, 0] = False
+            case = case._replace(mask=packed(allowed))
+        if heated:
+            heat = torch.tensor(HEATS, dtype=torch.float64).repeat(count // 8)
+            case = case._replace(heat=heat[:, None])
+        if placed:
+            case = case._replace(places=torch.randint(rows, (count,), generator=generator))
+        yield case
+
+
+def by_kernels(case: Case) -> Tensor:
+    """Return the draws of the kernels."""
+    from genrt.tokens import draw_kernels
+
+    batch, numbers, mask, heat, places = case
+    return draw_kernels.drawn(
+        batch,
+        numbers,
+        mask=mask,
+        heat=heat,
+        places=places,
+        block=BLOCK,
+        largest=LARGEST,
+        greedy_below=GREEDY_BELOW,
+    )
+
+
+def alone(case: Case, index: int) -> Case:
+    """Return one draw of these, from the same batch."""
+    row = torch.tensor([index]) if case.places is None else case.places[index : index + 1]
+    mask, heat = [None if x is None else x[index : index + 1] for x in (case.mask, case.heat)]
+    return Case(case.batch, case.numbers[index : index + 1], mask, heat, row)
+
+
+def main(widths: Sequence[int]) -> None:
+    """Print every disagreement of the kernels with torch, with the law, and with themselves."""
+    warnings.simplefilter("ignore")  # numpy's, of the interpreter: 0 / 0 and the logarithm of 0
+    for width in widths:
+        for number, case in enumerate(cases(width)):
+            found = by_kernels(case)
+            for line in disagreements(case, found, by_torch(case)):
+                print(f"{width}, case {number}: {line}")
+            for index in (0, 2, len(found) - 1):
+                [single] = by_kernels(alone(case, index)).view(torch.int64)  # NaN equals itself
+                if not torch.equal(single, found.view(torch.int64)[index]):
+                    print(f"{width}, case {number}: draw {index} depends on the others")
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is later
+    main([int(width) for width in sys.argv[1:]] or WIDTHS)

@@ -1,0 +1,199 @@
+"""Which draws the fused kernels answer, and that their answers are those of torch.
+
+The kernels run in Triton's interpreter, in a process of its own, where Triton is installed. How they are
+compared with torch is in draws_by_hand.py, and tested here without them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import genrt.tokens
+from genrt.tokens import sampling
+from genrt.tokens.sampling import draw, drawn, seeded_uniforms
+from tests.tokens.draws_by_hand import WIDTHS, Case, by_torch, cases, disagreements, packed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class OnGPU(Tensor):
+    """A tensor on the CPU that says otherwise."""
+
+    is_cuda = True
+
+
+class Kernels:
+    """Stands in for the module of kernels: notes its calls and answers with ones."""
+
+    def __init__(self, *, works: bool = True) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.works = lambda: works
+
+    def drawn(self, batch: Tensor, numbers: Tensor, **how: Any) -> Tensor:
+        self.calls.append(how)
+        return torch.ones(len(numbers), 3, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _found_anew() -> Iterator[None]:
+    sampling._fused.cache_clear()
+    yield
+    sampling._fused.cache_clear()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    stand_in = Kernels()
+    monkeypatch.setattr(genrt.tokens, "draw_kernels", stand_in, raising=False)
+    return stand_in
+
+
+def on_gpu(rows: Tensor) -> Tensor:
+    return rows.as_subclass(OnGPU)
+
+
+NUMBERS = seeded_uniforms(range(3))
+ROWS = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+BOOLS = torch.arange(40).expand(3, -1) % 3 > 0
+
+
+def test_float32_rows_on_a_gpu_are_drawn_from_by_the_kernels(kernels: Kernels) -> None:
+    places, heat = torch.tensor([2, 0, 1]), torch.full((3, 1), 0.5, dtype=torch.float64)
+    mask = packed(BOOLS)
+    gapped = torch.randn(3, 90)[:, :40]
+    assert bool((drawn(on_gpu(ROWS), NUMBERS) == 1).all())
+    drawn(on_gpu(gapped), NUMBERS, mask=mask, heat=heat, places=places)
+    plain, full = kernels.calls
+    assert plain["mask"] is plain["heat"] is plain["places"] is None
+    assert (full["mask"], full["heat"], full["places"]) == (mask, heat, places)
+    assert draw(on_gpu(ROWS), uniforms=NUMBERS).token_ids.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask"),
+    [
+        (ROWS, None),
+        (ROWS, packed(BOOLS)),
+        (on_gpu(ROWS.double()), None),
+        (on_gpu(ROWS.t().contiguous().t()), None),
+        (on_gpu(ROWS), BOOLS),
+    ],
+    ids=["CPU", "CPU, packed", "float64", "by columns", "bools"],
+)
+def test_torch_draws_from_everything_else(
+    kernels: Kernels, rows: Tensor, mask: Tensor | None
+) -> None:
+    found = drawn(rows, NUMBERS, mask=mask)
+    assert kernels.calls == []
+    expected = drawn(torch.Tensor(ROWS), NUMBERS, mask=mask)
+    torch.testing.assert_close(found.as_subclass(Tensor), expected)
+
+
+def test_no_draws_launch_nothing(kernels: Kernels) -> None:
+    assert drawn(on_gpu(ROWS[:0]), NUMBERS[:0]).shape == (0, 3)
+    assert kernels.calls == []
+
+
+def test_without_triton_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "genrt.tokens.draw_kernels", raising=False)
+    monkeypatch.delattr(genrt.tokens, "draw_kernels", raising=False)
+    assert torch.equal(drawn(on_gpu(ROWS), NUMBERS), drawn(ROWS, NUMBERS))
+
+
+def test_without_a_compiler_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Kernels(works=False)
+    monkeypatch.setattr(genrt.tokens, "draw_kernels", stand_in, raising=False)
+    assert torch.equal(drawn(on_gpu(ROWS), NUMBERS), drawn(ROWS, NUMBERS))
+    assert stand_in.calls == []
+
+
+def test_places_say_which_row_each_draw_is_from() -> None:
+    places = torch.tensor([4, 1, 1, 0, 4])
+    rows, numbers = torch.randn(6, 300), seeded_uniforms(range(5))
+    mask, heat = torch.rand(5, 300) > 0.5, torch.full((5, 1), 0.7, dtype=torch.float64)
+    found = drawn(rows, numbers, mask=mask, heat=heat, places=places)
+    assert torch.equal(found, drawn(rows[places], numbers, mask=mask, heat=heat))
+
+
+@pytest.mark.parametrize("width", [5, 129])
+def test_torch_agrees_with_the_law(width: int) -> None:
+    for case in cases(width):
+        found = by_torch(case)
+        assert disagreements(case, found, found) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "wrong"),
+    [
+        (0, 1.0, ["token 1.0 is 0.1 off"]),
+        (0, 2.0, ["token 2.0 is inf off"]),
+        (1, math.log(0.45), ["logprob -0.798"]),
+        (2, 0.01, ["log mass 0.01"]),
+        (2, math.nan, ["log mass nan"]),
+    ],
+)
+def test_the_comparison_sees_what_is_wrong(column: int, value: float, wrong: list[str]) -> None:
+    case = Case(
+        torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]).log(),
+        torch.tensor([[0.3, 0.4], [0.3, 0.5 - 1e-6]], dtype=torch.float64),
+    )
+    right = by_torch(case)
+    near = right.clone()
+    near[1, 0] = 1.0  # within rounding of the other
+    assert disagreements(case, near, right) == []
+    found = right.clone()
+    found[0, column] = value
+    lines = disagreements(case, found, right)
+    for part in wrong:
+        assert any(part in line for line in lines), lines
+
+
+def test_the_comparison_sees_another_token_than_torchs() -> None:
+    case = Case(torch.zeros(1, 2), torch.tensor([[0.3, 0.4]], dtype=torch.float64))
+    right, other = by_torch(case), by_torch(case).index_fill(1, torch.tensor(0), 1.0)
+    assert disagreements(case, right, other) == ["draw 0: token 0.0, not 1.0"]
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="the kernels run in Triton's interpreter, and Triton is not installed",
+)
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_kernels_do_not_work() -> None:
+    from genrt.tokens import draw_kernels
+
+    assert not draw_kernels.works()
+    assert sampling._fused() is None
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "widths",
+    [("129",), pytest.param([*map(str, WIDTHS)], marks=pytest.mark.proof)],
+    ids=["narrow", "all"],
+)
+def test_the_kernels_agree_with_torch_and_with_the_law(widths: Sequence[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tokens.draws_by_hand", *widths],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
