@@ -20,6 +20,9 @@ from genrt.questions.sequences import Contexts
 from genrt.tokens.rows import together
 from genrt.tokens.sampling import BatchDraw, Draw, drawn, rows_at_once, seeded_uniforms
 
+MANY_BYTES = 2**18
+"""Masks of so many bytes are copied by all of torch's threads."""
+
 __all__ = ["PopulationDraw", "joined_draws", "population_draw"]
 
 
@@ -105,15 +108,15 @@ class PopulationDraw:
         parts: list[Tensor] = []
         for start in range(0, len(self), size):
             part = slice(start, start + size)
-            if not isinstance(rows, Tensor):
-                batch = together(rows[part])
-            elif at is None:
-                batch = rows[part]
-            else:
-                batch = rows.index_select(0, at[part])
-            mask = None if masks is None else masks[part]
+            batch = rows if isinstance(rows, Tensor) else together(rows[part])
             parts.append(
-                drawn(batch, numbers[part], mask=mask, heat=None if heat is None else heat[part])
+                drawn(
+                    batch[part] if isinstance(rows, Tensor) and at is None else batch,
+                    numbers[part],
+                    mask=None if masks is None else masks[part],
+                    heat=None if heat is None else heat[part],
+                    places=None if at is None else at[part],
+                )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -178,5 +181,8 @@ def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -
 def _moved_masks(masks: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy of masks on the device, without synchronizing with it."""
     packed = torch.empty(masks.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    packed.numpy()[:] = masks
+    if masks.flags.writeable and masks.nbytes > MANY_BYTES:
+        packed.copy_(torch.from_numpy(masks))  # on several cores
+    else:
+        packed.numpy()[:] = masks
     return packed.to(device, non_blocking=True)
