@@ -442,7 +442,7 @@ def test_no_file_breaks_a_rule(rule: Callable[[ast.AST], list[ast.AST]], file: s
 @pytest.mark.parametrize("file", FILES)
 def test_optional_packages_are_imported_where_they_are_needed(file: str) -> None:
     allowed = {"vllm"} if file in VLLM_FILES else set()
-    allowed |= {"triton"} if file == "tokens/draw_kernels.py" else set()
+    allowed |= {"triton"} if file.endswith("_kernels.py") else set()
     allowed |= {file.removeprefix("interop/").removesuffix(".py")} & {"genlm", "llamppl"}
     assert optional_imports_on_top(tree_of(file)) <= allowed
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from genrt.tokens.rows import Leaving
+
 __all__ = [
     "Completing",
     "Engine",
@@ -179,9 +181,11 @@ class Populating(Protocol):
     def settle(self, population: PopulationDraw) -> None:
         """Know the sequences of a population whose rows were asked for one by one. Do not raise."""
 
-    def expect_after(self, population: PopulationDraw, token_ids: torch.Tensor) -> None:
-        """Expect the question about a population that the last step answered, after these tokens, as
-        ``Speculating.expect`` does."""
+    def expect_after(
+        self, population: PopulationDraw, drawn: torch.Tensor, on_host: Leaving
+    ) -> None:
+        """Expect the question about a population that the last step answered, after these draws, whose
+        tokens are ``drawn[:, 0]``, as ``Speculating.expect`` does; they are on their way to the host."""
 
     def release(self, asked: Sequence[Asked]) -> None:
         """Forget these sequences, and free what only they hold. Do not raise."""

@@ -15,7 +15,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,6 @@ from genrt.engines.protocol import (
     EngineStatistics,
     Finished,
     Keeping,
-    Populating,
     Speculating,
     survived,
 )
@@ -40,11 +39,10 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
-from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
+from genrt.runtime.population_answers import FoundRows, PopulationAnswers
 from genrt.runtime.prefixes import PrefixesToKeep
-from genrt.tokens.rows import Leaving
-from genrt.tokens.sampling import BatchDraw
 
 __all__ = ["AnsweringEngine"]
 
@@ -71,14 +69,12 @@ class AnsweringEngine:
         self._prefixes = PrefixesToKeep() if prefixes is None else prefixes
         self._kept = engine.prefixes if isinstance(engine, Keeping) else None
         self._speculating = engine if isinstance(engine, Speculating) else None
-        self._populating = engine if isinstance(engine, Populating) else None
         self._completing = engine if isinstance(engine, Completing) else None
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
         self._cached: dict[ReadRequest, Tensor] = {}
-        self._populations: dict[PopulationDraw, _Found] = {}
-        self._going_on: dict[PopulationDraw, None] = {}  # of which the engine itself knows the rows
+        self._populations = PopulationAnswers(engine, self.expect)
         self._refused: list[Finished] = []
         self._unforgotten: dict[Request, GenrtError] = {}
         self._reads = 0
@@ -110,35 +106,24 @@ class AnsweringEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take a flush as an engine does, with reads. ``ready`` has those that need no forward."""
-        going_on: dict[Any, None] = dict.fromkeys(filter(self._goes_on, requests))
+        # One that is still to be forgotten may have sequences that the engine would go on from.
+        going_on = {} if self._unforgotten else self._populations.go_on(requests)
         try:
             self._submit([each for each in requests if each not in going_on])
         except BaseException:
-            if going_on:
-                self._cancel([*going_on])
+            if given_up := self._populations.give_up(going_on):
+                self._cancel(given_up)
             raise
-        self._going_on |= going_on
-
-    def _goes_on(self, request: Request) -> bool:
-        """Have the engine take a population by its sequences' numbers; return whether it could."""
-        if self._populating is None or not isinstance(request, PopulationDraw):
-            return False
-        # One that was sent before, and is still to be forgotten, is no new one.
-        return (
-            request.origins is not None
-            and not self._unforgotten
-            and self._populating.go_on(request)
-        )
 
     def _submit(self, requests: Sequence[Request]) -> None:
         new: dict[Request, None] = {}
         asked: list[Request] = []
         readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         cached: dict[ReadRequest, Tensor] = {}
-        populations: dict[PopulationDraw, _Found] = {}
+        populations: dict[PopulationDraw, FoundRows] = {}
         for request in requests:
             if isinstance(request, PopulationDraw):
-                populations[request] = found = _Found(request.rows)
+                populations[request] = found = FoundRows(request.rows)
                 for row in dict.fromkeys(found.asked):
                     if (borrowed := self._joined(row, request, new, readers)) is not None:
                         found.put(row, borrowed)
@@ -166,7 +151,7 @@ class AnsweringEngine:
             self.engine.submit(list(new))
         self._refused += refused
         self._cached |= cached
-        self._populations |= populations
+        self._populations.found |= populations
         self._asked.update(asked)
         for row, joining in readers.items():
             self._readers.setdefault(row, joining).update(joining)
@@ -200,8 +185,7 @@ class AnsweringEngine:
         requests that the engine can't take."""
         cached, self._cached = self._cached, {}
         refused, self._refused = self._refused, []
-        whole = [each for each, found in self._populations.items() if not found.missing]
-        refused += [self._population_answered(each) for each in whole]
+        refused += self._populations.ready()
         return refused + self._answered([Read(each, row) for each, row in cached.items()])
 
     def step(self) -> list[Finished]:
@@ -215,8 +199,7 @@ class AnsweringEngine:
             raise
         for end in ends if self._unforgotten else ():
             self._unforgotten.pop(end.request, None)
-        if self._going_on:
-            ends = [self._drawn(end) for end in ends]
+        ends = self._populations.ended(ends)
         if not self._readers:
             self._asked.difference_update([end.request for end in ends])
             return ends
@@ -242,11 +225,13 @@ class AnsweringEngine:
             for reader in readers:
                 if isinstance(reader, ReadRequest):
                     reads.append(Read(reader, row))
-                elif not self._populations[reader].put(cast("LogprobsRequest", end.request), row):
+                elif not self._populations.found[reader].put(
+                    cast("LogprobsRequest", end.request), row
+                ):
                     whole.append(reader)
         if failed:
             self.cancel([*failed])
-        finished += [self._population_answered(each) for each in whole if each not in failed]
+        finished += [self._populations.answered(each) for each in whole if each not in failed]
         return finished + self._answered(reads)
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
@@ -261,10 +246,8 @@ class AnsweringEngine:
         unwanted: list[Request] = []
         for request in requests:
             if isinstance(request, PopulationDraw):
-                if request in self._going_on:
-                    del self._going_on[request]
-                    unwanted.append(request)
-                elif (found := self._populations.pop(request, None)) is not None:
+                unwanted += self._populations.give_up([request])
+                if (found := self._populations.found.pop(request, None)) is not None:
                     for row in dict.fromkeys(found.asked):
                         unwanted += self._left(row, request)
                 continue
@@ -359,7 +342,11 @@ class AnsweringEngine:
         count those computed for reads too."""
         counted = self.engine.statistics()
         return replace(
-            counted, reads=self._reads, bytes_to_host=counted.bytes_to_host + self._bytes_to_host
+            counted,
+            reads=self._reads + self._populations.reads,
+            bytes_to_host=counted.bytes_to_host
+            + self._bytes_to_host
+            + self._populations.bytes_to_host,
         )
 
     def close(self) -> None:
@@ -367,7 +354,6 @@ class AnsweringEngine:
         self._asked.clear()
         self._cached.clear()
         self._populations.clear()
-        self._going_on.clear()
         self._refused.clear()
         self._unforgotten.clear()
         self.engine.close()
@@ -377,7 +363,6 @@ class AnsweringEngine:
         unasked = [row for row in self._readers if row not in self._asked]
         self._readers.clear()
         self._populations.clear()
-        self._going_on.clear()
         self._asked.clear()
         self._unforgotten.clear()
         if unasked:
@@ -433,67 +418,6 @@ class AnsweringEngine:
             if group[0].row.device.type != "cpu":
                 self._bytes_to_host += sum(map(_bytes, results))
         return finished
-
-    def _population_answered(self, request: PopulationDraw) -> Finished:
-        """Return the end of a population whose rows were asked for one by one, and are there."""
-        found = self._populations.pop(request)
-        try:
-            whole = request.drawn([found.rows[row] for row in found.asked])
-            draws = self._arrived(request, whole, lambda: self.expect(found.asked, whole[:, 0]))
-        except Exception as error:
-            return Finished(request, error=survived(error))
-        if self._populating is not None:
-            self._populating.settle(request)
-        return Finished(request, draws)
-
-    def _drawn(self, end: Finished) -> Finished:
-        """Return the end of a population that the engine has the rows of; any other end as it is."""
-        request, populating = end.request, self._populating
-        found: Any = end.result
-        if not isinstance(request, PopulationDraw) or populating is None:
-            return end
-        self._going_on.pop(request, None)
-        if end.error is not None:
-            return end
-        try:
-            whole = request.drawn(found.rows, found.places)
-            draws = self._arrived(
-                request, whole, lambda: populating.expect_after(request, whole[:, 0])
-            )
-        except Exception as error:
-            return Finished(request, error=survived(error))
-        if bool(draws.log_mass.isnan().any()):
-            populating.release([request.asked])
-            return Finished(request, error=not_finite())
-        return Finished(request, draws)
-
-    def _arrived(
-        self, request: PopulationDraw, whole: Tensor, expect: Callable[[], None]
-    ) -> BatchDraw:
-        """Return draws, by one copy to the host. The engine is told of the tokens before anything waits
-        for them."""
-        on_host = Leaving(whole)
-        expect()
-        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
-        self._reads += len(request)
-        if self.device.type != "cpu":
-            self._bytes_to_host += whole.nbytes
-        return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
-
-
-class _Found:
-    """The rows that a population asks for, which of them are found, and how many are missing."""
-
-    def __init__(self, asked: Sequence[LogprobsRequest]) -> None:
-        self.asked = asked
-        self.missing = len(set(asked))
-        self.rows: dict[LogprobsRequest, Tensor] = {}
-
-    def put(self, row: LogprobsRequest, found: Tensor) -> int:
-        """Add a row; return how many are missing still."""
-        self.rows[row] = found
-        self.missing -= 1
-        return self.missing
 
 
 def _bytes(result: object) -> int:

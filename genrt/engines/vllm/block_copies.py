@@ -9,6 +9,7 @@ What this touches of vLLM is listed in ``docs/new_vllm.md``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
@@ -17,42 +18,41 @@ __all__ = ["BlockCopies"]
 
 
 class BlockCopies:
-    """Copies blocks of the KV caches of one runner.
+    """Copies blocks of the KV caches of one runner. It does not hold them.
 
     Args:
-        caches: of each layer; layers may share theirs.
-        count: how many blocks each has.
+        runner: vLLM's, with its caches; layers may share theirs.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], count: int) -> None:
-        self._caches = list(caches)
-        self._count = count
-        self._different = list({cache.data_ptr(): cache for cache in caches}.values())
-        self._bases: torch.Tensor | None = None
-        self._words = 0
-        words = {_words_of_a_block(cache, count) for cache in self._different}
-        width = words.pop() if len(words) == 1 else None
-        if caches[0].is_cuda and width is not None:
-            self._words = width
-            addresses = [cache.untyped_storage().data_ptr() for cache in self._different]
-            self._bases = torch.tensor(list(dict.fromkeys(addresses)), device=caches[0].device)
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._bases: torch.Tensor | None = None  # where the different caches begin, on the device
+        self._words: int | None = None
+        if runner.kv_caches[0].is_cuda:
+            count = runner.kv_cache_config.num_blocks
+            words = {_words_of_a_block(cache, count) for cache in runner.kv_caches}
+            self._words = words.pop() if len(words) == 1 else None
+            addresses = [cache.untyped_storage().data_ptr() for cache in runner.kv_caches]
+            different = list(dict.fromkeys(addresses))
+            self._bases = torch.tensor(different, device=runner.kv_caches[0].device)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Make the second block of each pair a copy of the first, without synchronizing with the device.
         No block that is copied is a copy itself."""
         if not pairs:
             return
-        if self._bases is not None:
-            from genrt.engines.vllm.block_kernels import copy_words
+        caches, count = self._runner.kv_caches, self._runner.kv_cache_config.num_blocks
+        if self._bases is not None and self._words is not None:
+            from genrt.engines.block_kernels import copy_words
 
             on_host = torch.tensor(pairs, pin_memory=True)
             copy_words(self._bases, on_host.to(self._bases.device, non_blocking=True), self._words)
-        elif self._caches[0].is_cuda:
-            copy_kv_cache_blocks_inplace(self._caches, self._count, pairs)
+        elif self._bases is not None:
+            copy_kv_cache_blocks_inplace(caches, count, pairs)
         else:
             # On a CPU, to gather blocks and scatter them takes five times as long as to copy each.
-            for cache in self._different:
-                blocks = cache.view(self._count, -1, *cache.shape[1:])
+            for cache in {cache.data_ptr(): cache for cache in caches}.values():
+                blocks = cache.view(count, -1, *cache.shape[1:])
                 for source, copy in pairs:
                     blocks[copy].copy_(blocks[source])
 

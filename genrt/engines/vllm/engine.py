@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -33,29 +33,26 @@ from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, insta
 from genrt.engines.vllm.config import core_request, row_params, translated
 from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.prefixes import KeptPrefixes
+from genrt.engines.vllm.probe import Probe
 from genrt.engines.vllm.runners import runner_of
-from genrt.engines.vllm.samples import Generated, Samples, computed_tokens, new_tokens
+from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.speculation import DecodeSteps
-from genrt.errors import EngineDied, EngineFailed, GenrtError
+from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.tokens.rows import Leaving
 
 __all__ = ["VLLMEngine"]
-
-Sent = LogprobsRequest | Generated
-"""What vLLM gets."""
-
-InProgress = Sent | PopulationDraw
-"""What a vLLM request is for: all those of a population are for that."""
 
 
 class VLLMEngine:
@@ -92,7 +89,7 @@ class VLLMEngine:
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
         self.prefixes = KeptPrefixes(core, self._adapters.request)
         self._open: OpenRequests | None = None
-        self._populations: SeatedPopulations | None = None
+        self._populations = SeatedPopulations(None, self._adapters)
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
         self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)
         if is_open:
@@ -107,11 +104,11 @@ class VLLMEngine:
             self._open = OpenRequests(core.scheduler, steps)
             self._populations = SeatedPopulations(self._open, self._adapters)
             core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
-        self._decoded: list[tuple[InProgress, str]] = []  # what the last decode step computed
+        self._decoded: list[tuple[Purpose, str]] = []  # what the last decode step computed
         self._tickets = itertools.count(1)
-        self._in_progress: dict[str, InProgress] = {}  # what vLLM has, by id
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
+        self._in_progress = InProgress(self._adapters, self._samples)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
@@ -149,7 +146,7 @@ class VLLMEngine:
             if request_id is None:
                 request_id = self._add(row)
             else:
-                self._begin(request_id, row)
+                self._in_progress.begin(request_id, row)
             if request_id is not None:
                 request_ids.append(request_id)
         if self._open is not None:
@@ -175,7 +172,7 @@ class VLLMEngine:
             return None
         if self._open is not None and isinstance(request, LogprobsRequest):
             self._open.share(request_id, request)
-        self._begin(request_id, request)
+        self._in_progress.begin(request_id, request)
         return request_id
 
     def _made(self, ticket: int, request: Sent, lora: LoRARequest | None) -> EngineCoreRequest:
@@ -188,35 +185,17 @@ class VLLMEngine:
         return core_request(str(ticket), request.token_ids, params, lora)
 
     def go_on(self, population: PopulationDraw) -> bool:
-        found = None if self._populations is None else self._populations.go_on(population)
-        if found is None:
+        if (found := self._populations.go_on(population)) is None:
             return False
         self._in_progress.update(dict.fromkeys(found, population))
         self._count(requests=len(found))
         return True
 
     def settle(self, population: PopulationDraw) -> None:
-        if self._populations is not None:
-            self._populations.settle(population)
+        self._populations.settle(population)
 
     def release(self, asked: Sequence[Asked]) -> None:
-        if self._populations is not None and (free := self._populations.release(asked)):
-            self._abort(free)
-
-    def _begin(self, request_id: str, request: Sent) -> None:
-        if request.adapter is not None:
-            self._adapters.hold(request.adapter)
-        self._in_progress[request_id] = request
-
-    def _end(self, request_id: str) -> InProgress:
-        request = self._in_progress.pop(request_id)
-        if isinstance(request, PopulationDraw):
-            return request
-        if not isinstance(request, LogprobsRequest):
-            self._samples.forget([request_id])
-        if request.adapter is not None:
-            self._adapters.release(request.adapter)
-        return request
+        self._abort(self._populations.release(asked))
 
     def step(self) -> list[Finished]:
         for sample in self._samples.admitted():
@@ -249,12 +228,12 @@ class VLLMEngine:
         step = self._open.steps.run() if self._open is not None else None
         if self._open is None or step is None:
             return None
-        population = self._populations.whole(step.request_ids) if self._populations else None
+        population = self._populations.whole(step.request_ids)
         check = FiniteCheck(step.rows) if population is None else None
         ready = self._globals.marked()
         # The device computes from here on, until it is waited for: all else is done meanwhile.
         self._open.steps.prepare_next()
-        if self._populations is not None and population is not None:
+        if population is not None:
             for request_id in step.request_ids:
                 del self._in_progress[request_id]
             if ready is not None:  # the rows are read on the default stream
@@ -263,40 +242,29 @@ class VLLMEngine:
             return [self._populations.answer(population, step.request_ids, step.rows)]
         rows: list[torch.Tensor | None] = [*step.rows.unbind()]
         self._decoded = [(self._in_progress[each], each) for each in step.request_ids]
-        for position in cast("FiniteCheck", check).wait():
-            rows[position] = None
-        return self._answered(step.request_ids, rows)
+        if self._populations:  # which fails with one of its rows
+            for position in cast("FiniteCheck", check).wait():
+                rows[position] = None
+            return self._answered(step.request_ids, rows)
+        finished = self._answered(step.request_ids, rows)
+        bad = cast("FiniteCheck", check).wait()
+        for position in bad:
+            finished[position] = Finished(finished[position].request, error=not_finite())
+        self._abort([step.request_ids[position] for position in bad])
+        self._count(rows=-len(bad), failed=len(bad))
+        return finished
 
     def _answered(
         self, request_ids: Sequence[str], rows: Sequence[torch.Tensor | None]
     ) -> list[Finished]:
         """Return what these rows end, ``None`` where one is not finite."""
-        finished: list[Finished] = []
-        kept: list[tuple[str, LogprobsRequest]] = []
-        over = [each for each, row in zip(request_ids, rows, strict=True) if row is None]
-        for request_id, row in zip(request_ids, rows, strict=True):
-            request = self._end(request_id)
-            end: Finished | None = None
-            if isinstance(request, PopulationDraw):
-                if self._populations is not None:
-                    end = self._populations.put(request, request_id, row)
-            elif row is None:
-                end = Finished(request, error=not_finite())
-            else:
-                end = Finished(request, row)
-                kept.append((request_id, cast("LogprobsRequest", request)))
-            if end is not None:
-                finished.append(end)
+        finished, kept, over = self._in_progress.answered(request_ids, rows, self._populations)
         if self._open is not None:
             self._open.keep(kept)
-        if over:
-            self._abort(over)
-            failed = {end.request for end in finished if end.error is not None}
-            self._give_up([each for each, r in self._in_progress.items() if r in failed])
-        self._count(
-            rows=len(request_ids) - len(over),
-            failed=sum(end.error is not None for end in finished),
-        )
+        self._abort(over)
+        self._give_up(self._in_progress.left_by(finished))
+        failed = sum(end.error is not None for end in finished)
+        self._count(rows=sum(row is not None for row in rows), failed=failed)
         return finished
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -307,55 +275,46 @@ class VLLMEngine:
         if ids.keys() >= set(rows):
             self._speculate([ids[row] for row in rows], token_ids)
 
-    def expect_after(self, population: PopulationDraw, token_ids: torch.Tensor) -> None:
-        if self._populations is not None:
-            self._speculate(self._populations.expected(population), token_ids)
+    def expect_after(
+        self, population: PopulationDraw, drawn: torch.Tensor, on_host: Leaving
+    ) -> None:
+        self._speculate(self._populations.expected(population), drawn[:, 0], on_host)
 
-    def _speculate(self, request_ids: list[str], token_ids: torch.Tensor) -> None:
+    def _speculate(
+        self, request_ids: list[str], tokens: torch.Tensor, on_host: Leaving | None = None
+    ) -> None:
         if self._open is None or not self._open.steps.can_speculate(len(request_ids)):
             return
-        token_ids = token_ids.clamp(min=0.0).int()
         try:
             with self._globals:
                 if (stream := self._globals.stream) is not None:
                     # The tokens are drawn on the default stream.
                     stream.wait_stream(torch.cuda.default_stream(self.device))
-                    token_ids.record_stream(stream)
-                self._open.steps.speculate(request_ids, token_ids)
+                    tokens.record_stream(stream)
+                self._open.steps.speculate(request_ids, tokens, on_host)
         except Exception:  # whoever asks runs the step again, and is told what is wrong
             self._open.steps.discard()
 
     def _collect(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
         """Return what a step's outputs end, with rows on the default stream."""
-        finished: list[Finished] = []
         # Rows of open requests are not in the outputs: their scheduler drops the token that ends a step.
         answered = self._open.take_answered() if self._open is not None else []
         computed, new = computed_tokens(outputs), new_tokens(outputs)
         ended, over, others = self._samples.take(outputs)
-        for output in others:
-            request_id = output.request_id
-            if request_id not in self._in_progress:
-                continue
-            if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                answered.append(request_id)
-            elif output.finish_reason is not None:
-                reason = f"vLLM ended the request with {output.finish_reason}"
-                finished.append(Finished(self._end(request_id), error=EngineFailed(reason)))
+        finished, last = self._in_progress.ended(others, self._populations)
+        answered += last
         for request_id, result in ended:
             error = result if isinstance(result, GenrtError) else None
-            finished.append(Finished(self._end(request_id), None if error else result, error))
+            request = self._in_progress.end(request_id)
+            finished.append(Finished(request, None if error else result, error))
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
+        self._give_up(self._in_progress.left_by(finished))
         finished += self._answered(answered, rows)
-        if over:
-            self._abort(over)
-        self._count(
-            sampled_tokens=new - new_tokens(others),
-            computed_tokens=computed,
-            bytes_to_host=0
-            if isinstance(self._store, RowStore)
-            else sum(row.nbytes for row in rows if row is not None),
-        )
+        self._abort(over)
+        if isinstance(self._store, RemoteStore):
+            self._count(bytes_to_host=sum(row.nbytes for row in rows if row is not None))
+        self._count(sampled_tokens=new - new_tokens(others), computed_tokens=computed)
         return finished
 
     def cancel(self, requests: Sequence[Request]) -> None:
@@ -363,8 +322,8 @@ class VLLMEngine:
         gone = sum(end.request in wanted for end in self._ended) + self._samples.withdraw(wanted)
         self._ended = [end for end in self._ended if end.request not in wanted]
         here = [request_id for request_id, r in self._in_progress.items() if r in wanted]
-        self._give_up(here)
         self._count(cancelled=gone + len(here))
+        self._give_up(here)
 
     def _give_up(self, request_ids: Sequence[str]) -> None:
         """Have vLLM and this engine forget these requests in progress."""
@@ -372,13 +331,15 @@ class VLLMEngine:
             return
         self._abort(request_ids)
         for request_id in request_ids:
-            request = self._end(request_id)
-            if isinstance(request, PopulationDraw) and self._populations is not None:
+            request = self._in_progress.end(request_id)
+            if isinstance(request, PopulationDraw):
                 self._populations.forget(request)
         self._store.forget(map(int, request_ids))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Have vLLM forget these requests; ids that it does not know are ignored."""
+        if not request_ids:
+            return
         with self._globals:
             self._core.abort_requests(list(request_ids))
         if self._open is not None:
@@ -400,9 +361,8 @@ class VLLMEngine:
         except Exception as error:
             raise EngineDied(f"vLLM can't forget what was in progress: {error}") from error
         for request_id in list(self._in_progress):
-            self._end(request_id)
-        if self._populations is not None:
-            self._populations.clear()
+            self._in_progress.end(request_id)
+        self._populations.clear()
         if not clean:
             raise EngineDied("vLLM still holds blocks of requests that were aborted")
 
@@ -415,7 +375,7 @@ class VLLMEngine:
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
-            self._adapters.check_base(adapter, self.probe, self._unused_context())
+            self._adapters.check_base(adapter, self.probe, self.probe.unused(self.vocab_size))
         except BaseException:
             self.remove_adapter(adapter)
             raise
@@ -434,6 +394,13 @@ class VLLMEngine:
 
     # -- self-test, close ---------------------------------------------------------------------
 
+    @property
+    def probe(self) -> Probe:
+        """Asks this engine for rows."""
+        asked, samples = self._in_progress, self._samples
+        in_progress = lambda: [*asked.values(), *samples.waiting]
+        return Probe(self.submit, self.step, in_progress, lambda ends: self._ended.extend(ends))
+
     def start_counting(self) -> None:
         """Set the counters to 0: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
@@ -451,38 +418,7 @@ class VLLMEngine:
     def stop_keeping(self) -> None:
         """Open a request for every question from now on; nothing may be in progress."""
         self.forget_residents()
-        self._open = self._populations = None
-
-    def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
-        """Return rows that the engine asks for itself. Raise the error of a row, or of the step.
-
-        Other requests that end meanwhile, also by a failing step, come with the next step.
-        """
-        self.submit(requests)
-        ends: dict[Request, Finished] = {}
-        others: list[Finished] = []
-        try:
-            while len(ends) < len(requests):
-                bystanders = [*self._in_progress.values(), *self._samples.waiting]
-                try:
-                    finished = self.step()
-                except GenrtError as error:
-                    failed = [request for request in bystanders if request not in requests]
-                    others += [Finished(request, error=error.fresh()) for request in failed]
-                    raise
-                others += [end for end in finished if end.request not in requests]
-                ends |= {end.request: end for end in finished if end.request in requests}
-        finally:
-            self._ended += others
-        for end in ends.values():
-            if end.error is not None:
-                raise end.error
-        return [cast("torch.Tensor", ends[request].result) for request in requests]
-
-    def _unused_context(self) -> tuple[int, ...]:
-        """Return a context that no request in progress asks about."""
-        asked = {request.token_ids for request in self._in_progress.values()}
-        return next((token,) for token in range(self.vocab_size) if (token,) not in asked)
+        self._open, self._populations = None, SeatedPopulations(None, self._adapters)
 
     def close(self) -> None:
         """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines

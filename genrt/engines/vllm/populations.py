@@ -77,9 +77,13 @@ class _UnderWay:
 
 
 class SeatedPopulations:
-    """The populations of an engine that keeps its sequences."""
+    """The populations of an engine.
 
-    def __init__(self, open_requests: OpenRequests, adapters: VLLMAdapters) -> None:
+    Args:
+        open_requests: keeps sequences; ``None`` where none are kept, and nothing goes on.
+    """
+
+    def __init__(self, open_requests: OpenRequests | None, adapters: VLLMAdapters) -> None:
         self._open = open_requests
         self._adapters = adapters
         # What is known of each question; of one that was settled, only once somebody needs it.
@@ -90,13 +94,16 @@ class SeatedPopulations:
         # The last step's, if its sequences are all different.
         self._answered: PopulationDraw | None = None
 
-    def __contains__(self, population: PopulationDraw) -> bool:
-        return population in self._under_way
+    def __len__(self) -> int:
+        """Return how many are in progress."""
+        return len(self._under_way)
 
     def go_on(self, population: PopulationDraw) -> list[str] | None:
         """Extend and fork sequences to those of a population; return the vLLM requests, or ``None`` where
         ``Populating.go_on`` changes nothing."""
-        origins, adapter = population.origins, population.adapter
+        origins, adapter, kept = population.origins, population.adapter, self._open
+        if kept is None:
+            return None
         known = [] if origins is None else [self._seats_of(asked) for asked in origins.asked]
         seats = [each for each in known if each is not None and each.adapter == adapter]
         if origins is None or len(seats) < len(known) or not seats:
@@ -107,28 +114,19 @@ class SeatedPopulations:
         if firsts is not None:
             rows, tokens = rows[firsts], tokens[firsts]
         parents = [request_ids[row] for row in rows.tolist()]
-        if not self._open.untouched(zip(parents, flushes[rows].tolist(), strict=True)):
+        if not kept.untouched(zip(parents, flushes[rows].tolist(), strict=True)):
             return None
-        free = self._free(seats, set(parents)) if _have_more(seats, parents) else {}
-        found = self._open.go_on(parents, tokens.tolist(), free)
+        free = _free(kept, seats, set(parents)) if _have_more(seats, parents) else {}
+        found = kept.go_on(parents, tokens.tolist(), free)
         if found is None:
             return None
         for request_id in found if free else ():
             free.pop(request_id, None)
-        now = np.full(len(found), self._open.flush)
+        now = np.full(len(found), kept.flush)
         self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free), firsts)
         if adapter is not None:
             self._adapters.hold(adapter)
         return found
-
-    def _free(self, several: Sequence[_Seats], used: set[str]) -> dict[str, int]:
-        """Return the requests of which nothing goes on, with their flushes."""
-        return {
-            request_id: flush
-            for seats in several
-            for request_id, flush in seats.pairs()
-            if request_id not in used and self._open.untouched([(request_id, flush)])
-        }
 
     def whole(self, request_ids: list[str]) -> PopulationDraw | None:
         """Return the population whose sequences these are, all of them and in any order, if it is one."""
@@ -153,8 +151,9 @@ class SeatedPopulations:
             at = {request_id: n for n, request_id in enumerate(request_ids)}
             order = np.array([at[each] for each in seats.request_ids])
             places = order if places is None else order[places]
-        contexts = under_way.contexts(population.contexts)
-        self._open.keep_later(seats.request_ids, population.adapter, contexts)
+        if self._open is not None:
+            contexts = under_way.contexts(population.contexts)
+            self._open.keep_later(seats.request_ids, population.adapter, contexts)
         self._known[population.asked] = seats
         self._answered = population if seats.places is None else None
         return Finished(population, PopulationRows(rows, places))
@@ -179,18 +178,9 @@ class SeatedPopulations:
     def settle(self, population: PopulationDraw) -> None:
         """Know the sequences of a population whose rows were asked for one by one, once they are needed:
         by their contexts, as far as they are resident then."""
-        contexts, adapter = population.contexts, population.adapter
-        self._known[population.asked] = lambda: self._settled(contexts, adapter)
-
-    def _settled(self, contexts: Contexts, adapter: Adapter | None) -> _Seats | None:
-        found: dict[bytes, int] = {}
-        places = [found.setdefault(contexts.packed(n), len(found)) for n in range(len(contexts))]
-        pairs = [self._open.resident(adapter, context) for context in found]
-        if None in pairs:
-            return None
-        request_ids = [pair[0] for pair in pairs if pair is not None]
-        flushes = np.array([pair[1] for pair in pairs if pair is not None])
-        return _Seats(request_ids, flushes, np.array(places), adapter)
+        contexts, adapter, kept = population.contexts, population.adapter, self._open
+        if kept is not None:
+            self._known[population.asked] = lambda: _settled(kept, contexts, adapter)
 
     def _seats_of(self, asked: Asked) -> _Seats | None:
         known = self._known.get(asked)
@@ -209,8 +199,8 @@ class SeatedPopulations:
         for asked in several:
             seats = self._seats_of(asked)
             self._known.pop(asked, None)
-            if seats is not None:
-                free += self._free([seats], set())
+            if seats is not None and self._open is not None:
+                free += _free(self._open, [seats], set())
         return free
 
     def expected(self, population: PopulationDraw) -> list[str]:
@@ -221,10 +211,12 @@ class SeatedPopulations:
         known = self._known.get(population.asked)
         return known.request_ids if isinstance(known, _Seats) else []
 
-    def forget(self, population: PopulationDraw) -> None:
-        """Forget a population in progress, if it is."""
-        if population in self._under_way:
-            self._ended(population)
+    def forget(self, population: PopulationDraw) -> bool:
+        """Forget a population in progress; return whether it was."""
+        if population not in self._under_way:
+            return False
+        self._ended(population)
+        return True
 
     def clear(self) -> None:
         """Forget everything."""
@@ -237,6 +229,28 @@ class SeatedPopulations:
         if population.adapter is not None:
             self._adapters.release(population.adapter)
         return self._under_way.pop(population)
+
+
+def _free(kept: OpenRequests, several: Sequence[_Seats], used: set[str]) -> dict[str, int]:
+    """Return the requests of which nothing goes on, with their flushes."""
+    return {
+        request_id: flush
+        for seats in several
+        for request_id, flush in seats.pairs()
+        if request_id not in used and kept.untouched([(request_id, flush)])
+    }
+
+
+def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Seats | None:
+    """Return the vLLM requests that are resident with these contexts, if all of them are."""
+    found: dict[bytes, int] = {}
+    places = [found.setdefault(contexts.packed(n), len(found)) for n in range(len(contexts))]
+    pairs = [kept.resident(adapter, context) for context in found]
+    here = [pair for pair in pairs if pair is not None]
+    if len(here) < len(pairs):
+        return None
+    request_ids, flushes = zip(*here, strict=True)
+    return _Seats([*request_ids], np.array(flushes), np.array(places), adapter)
 
 
 def _joined(

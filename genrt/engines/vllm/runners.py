@@ -95,7 +95,7 @@ class Prepared(NamedTuple):
 class Runner(Protocol):
     """A runner as open requests need it, between two steps."""
 
-    def prepare(self, output: SchedulerOutput, before: Prepared | None) -> Prepared | None:
+    def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         """Prepare a step of one token for each request; return ``None`` where the forward cannot be run
         apart from its preparation. ``before`` is the prepared step that ran last, if no other step has
         run since."""
@@ -107,8 +107,8 @@ class Runner(Protocol):
         ...
 
     def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run a prepared step with these tokens, int32 ``[n]`` on the device, and return its logits, one
-        row a request, both in the order of the step. It can be run again with other tokens."""
+        """Run a prepared step with these tokens, numbers ``[n]`` on the device, and return its logits,
+        one row a request, both in the order of the step. It can be run again with other tokens."""
         ...
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
@@ -156,12 +156,12 @@ class RunnerV1:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._blocks = BlockCopies(runner.kv_caches, runner.kv_cache_config.num_blocks)
+        self._blocks = BlockCopies(runner)
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the copies of the one before may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
 
-    def prepare(self, output: SchedulerOutput, before: Prepared | None) -> Prepared | None:
+    def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         def stop(**inputs: Any) -> NoReturn:
             raise _Stopped(get_forward_context(), inputs)
 
@@ -254,9 +254,9 @@ class RunnerV2:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._blocks = BlockCopies(runner.kv_caches, runner.kv_cache_config.num_blocks)
+        self._blocks = BlockCopies(runner)
 
-    def prepare(self, output: SchedulerOutput, before: Prepared | None) -> Prepared | None:
+    def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         if before is not None and self._is_repeated(output, before):
             return self._repeated(output, before)
         runner = self._runner

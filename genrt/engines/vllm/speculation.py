@@ -45,11 +45,16 @@ class DecodedStep(NamedTuple):
 class _Speculated(NamedTuple):
     """The tokens with which a prepared step was run before anybody asked, and its rows."""
 
-    token_ids: Leaving
+    on_host: Leaving  # the tokens, or draws that begin with them
+    order: list[int] | None  # of the requests: where the token of each is
     rows: torch.Tensor
 
     def was_right(self, tokens: NextTokens) -> bool:
-        return bool(tokens.token_ids == self.token_ids.arrived().tolist())
+        drawn = self.on_host.arrived()
+        found = (drawn if drawn.ndim == 1 else drawn[:, 0]).clamp(min=0.0).long().tolist()
+        if self.order is not None:
+            found = [found[place] for place in self.order]
+        return bool(tokens.token_ids == found)
 
 
 class DecodeSteps:
@@ -199,21 +204,26 @@ class DecodeSteps:
         return step is not None and len(step.request_ids) == count and self._speculated is None
 
     @torch.inference_mode()
-    def speculate(self, request_ids: Sequence[str], token_ids: torch.Tensor) -> None:
-        """Run the prepared step with these tokens, int32 ``[n]`` on the device, if it takes one of each
-        of these requests."""
+    def speculate(
+        self, request_ids: Sequence[str], tokens: torch.Tensor, on_host: Leaving | None
+    ) -> None:
+        """Run the prepared step with these tokens, float64 ``[n]`` on the device, -1 for none, if it
+        takes one of each of these requests. ``on_host`` is what they are copied to the host with, if they
+        are."""
         step = self._prepared
         if step is None or not self._is_worth_it(self._mistaken):
             return
+        order: list[int] | None = None
+        # Before the forward is enqueued, so that the copy to the host does not wait for it.
+        on_host = Leaving(tokens) if on_host is None else on_host
         if request_ids != step.request_ids:
             places = {request_id: place for place, request_id in enumerate(request_ids)}
             if len(places) != len(request_ids) or places.keys() != set(step.request_ids):
                 return
             order = [places[request_id] for request_id in step.request_ids]
-            token_ids = token_ids.index_select(0, self._moved(order, torch.int64))
-        # Before the forward is enqueued, so that the copy to the host does not wait for it.
-        on_host = Leaving(token_ids)
-        self._speculated = _Speculated(on_host, _normalised(self._runner.run(step, token_ids)))
+            tokens = tokens.index_select(0, self._moved(order, torch.int64))
+        rows = _normalised(self._runner.run(step, tokens.clamp(min=0.0)))
+        self._speculated = _Speculated(on_host, order, rows)
 
     def _is_worth_it(self, mistakes: int) -> bool:
         return mistakes < MISSES or self._steps % RETRY == 0

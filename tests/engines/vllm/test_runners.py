@@ -7,6 +7,7 @@ runs for real, in ``test_residency.py``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,7 +157,7 @@ def seat(request_id: str, length: int, block_ids: list[int], copied: int | None)
 def test_what_is_scripted_is_in_the_table() -> None:
     from tests.engines.vllm.test_vllm_parts import TABLE
 
-    listed = {name for _, name in TABLE["runners.py"]}
+    listed = {name for file in ("runners.py", "block_copies.py") for _, name in TABLE[file]}
     scripted = {"graph", "attended", "counted"}
     runner = Runner({})
     touched = {*vars(runner), *vars(runner.req_states)} - scripted
@@ -218,6 +219,149 @@ def test_preparing_that_fails_leaves_the_runner_as_it_was() -> None:
         shim.prepare(step_of(unknown=10))
     assert runner.kv_connector == "no connector"
     assert "prepare_inputs" not in vars(runner)
+
+
+REPEATED = {
+    "model_state": None,
+    "uses_inputs_embeds": False,
+    "fast_prefill": None,
+    "lora_config": None,
+    "dcp_size": 1,
+    "pcp_manager": None,
+    "attn_groups": "groups",
+}
+"""What the V2 runner is like where a step can be prepared from the one before."""
+
+
+class ModelState:
+    """As vLLM's for models of text alone."""
+
+    rope_state: Any = None
+
+    def __init__(self) -> None:
+        self.attended: list[Any] = []
+
+    def prepare_attn(self, batch: Any, mode: Any, tables: Any, slots: Any, *more: Any) -> None:
+        assert (tables, slots) == ("tables", "slots")
+        self.attended.append(batch.seq_lens_cpu_upper_bound.tolist())
+
+
+@dataclass
+class Batch:
+    """As vLLM's ``InputBatch``, as far as a step is prepared from another."""
+
+    req_ids: list[str]
+    idx_mapping: Any
+    idx_mapping_np: Any
+    query_start_loc: Any
+    seq_lens_cpu_upper_bound: Any
+    num_computed_tokens_np: Any
+
+
+class Repeating(Runner):
+    """A V2 runner of which steps follow each other."""
+
+    def __init__(self, slots: dict[str, int], **options: Any) -> None:
+        super().__init__(slots)
+        vars(self).update(REPEATED | {"model_state": ModelState()} | options)
+        self.model_config = SimpleNamespace(rswa_window=None)
+        self.input_buffers.positions = self._positions
+        self.input_buffers.seq_lens = torch.zeros(SLOTS)
+        self.req_states.num_computed_tokens.gpu = torch.zeros(SLOTS)  # type: ignore[attr-defined]
+        self.whole = 0
+
+    def prepare_inputs(self, output: Any, state: Any, graph: Any, *more: Any) -> Any:
+        batch = super().prepare_inputs(output, state, graph, *more)
+        self.whole += 1
+        slots = [self.req_states.req_id_to_index[each] for each in batch.req_ids]
+        computed = output.scheduled_cached_reqs.num_computed_tokens[::-1]
+        self.req_states.num_computed_tokens.gpu[slots] = torch.tensor(computed).float()  # type: ignore[attr-defined]
+        return Batch(
+            batch.req_ids, torch.tensor(slots), np.array(slots), None, torch.zeros(4), None
+        )
+
+    def prepare_attn(self, batch: Any) -> Any:
+        super().prepare_attn(batch)
+        return "tables", "slots"
+
+    def postprocess_num_computed_tokens(self, batch: Any) -> None:
+        super().postprocess_num_computed_tokens(batch)
+        self.req_states.num_computed_tokens.gpu[batch.idx_mapping] += 1  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's kernel for positions, in torch; and what a model's state is."""
+    from genrt.engines.vllm import runners
+
+    def prepare(slots: Any, starts: Any, computed: Any, positions: Any, seq_lens: Any) -> None:
+        positions[: len(slots)] = computed[slots]
+        seq_lens[: len(slots)] = computed[slots] + 1
+
+    monkeypatch.setattr(runners, "prepare_pos_seq_lens", prepare)
+    monkeypatch.setattr(runners, "DefaultModelState", ModelState)
+
+
+def next_step(blocks: dict[str, list[int]], **computed: int) -> Any:
+    step = step_of(**computed)
+    step.scheduled_cached_reqs.new_block_ids = [
+        (blocks[each],) if each in blocks else None for each in computed
+    ]
+    step.finished_req_ids, step.preempted_req_ids, step.new_block_ids_to_zero = set(), set(), None
+    return step
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_a_step_of_the_same_batch_is_prepared_from_the_one_before() -> None:
+    runner = Repeating({"a": 4, "b": 0})
+    shim = over(runner)
+    runner.block_tables.applied = {4: [1], 0: [2]}
+    before = shim.prepare(next_step({}, a=6, b=7))
+    shim.run(before, torch.tensor([1, 2]))
+    shim.confirm(before, tokens(b=1, a=2))
+    step = shim.prepare(next_step({"a": [8]}, b=8, a=7), before)
+    assert runner.whole == 1, "the batch is in its place"
+    assert (step.request_ids, step.positions) == (["b", "a"], [8, 7])
+    assert shim.run(step, torch.tensor([3, 4]))[:, 0].tolist() == [8003.0, 7004.0]
+    assert runner.input_buffers.seq_lens[:2].tolist() == [9.0, 8.0]
+    assert runner.req_states.num_computed_tokens_np[[0, 4]].tolist() == [8, 7]
+    assert runner.block_tables.applied == {4: [1, 8], 0: [2]}
+    assert runner.model_state.attended == [[9.0, 8.0, 0.0, 0.0]]  # type: ignore[attr-defined]
+    shim.confirm(step, tokens(b=3, a=4))
+    again = shim.prepare(next_step({}, b=9, a=8), step)
+    assert shim.run(again, torch.tensor([5, 6]))[:, 0].tolist() == [9005.0, 8006.0]
+
+
+def changed(step: Any, **fields: Any) -> Any:
+    vars(step).update(fields)
+    return step
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({}, next_step({}, a=7, b=8)),  # in another order
+        ({}, next_step({}, b=8)),
+        ({}, changed(next_step({}, b=8, a=7), finished_req_ids={"c"})),
+        ({}, changed(next_step({}, b=8, a=7), preempted_req_ids={"c"})),
+        ({}, changed(next_step({}, b=8, a=7), new_block_ids_to_zero=[3])),
+        ({"model_state": object()}, next_step({}, b=8, a=7)),
+        ({"uses_inputs_embeds": True}, next_step({}, b=8, a=7)),
+        ({"fast_prefill": "on"}, next_step({}, b=8, a=7)),
+        ({"lora_config": "some"}, next_step({}, b=8, a=7)),
+        ({"dcp_size": 2}, next_step({}, b=8, a=7)),
+        ({"pcp_manager": "one"}, next_step({}, b=8, a=7)),
+    ],
+)
+def test_any_other_step_is_prepared_as_a_whole(options: dict[str, Any], step: Any) -> None:
+    runner = Repeating({"a": 4, "b": 0}, **options)
+    shim = over(runner)
+    before = shim.prepare(next_step({}, a=6, b=7))
+    shim.run(before, torch.tensor([1, 2]))
+    shim.confirm(before, tokens(b=1, a=2))
+    shim.prepare(step, before)
+    assert runner.whole == 2
 
 
 def test_a_reseated_request_has_the_tokens_and_blocks_of_the_other_sequence() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import importlib
 import inspect
 import itertools
 import os
 import re
+import textwrap
 import threading
 import time
 import warnings
@@ -160,5 +162,17 @@ def has(owner: str, name: str) -> bool:
     if inspect.ismodule(found):
         return re.search(rf"\b{name}\(", inspect.getsource(found)) is not None
     sources = [inspect.getsource(base) for base in found.__mro__ if base.__module__[:4] == "vllm"]
-    set_in_methods = rf"\bself\.{name}\b(: [^=\n]+)? =|^    {name}: "
-    return any(re.search(set_in_methods, source, re.MULTILINE) for source in sources)
+    return any(name in names_set_in(source) for source in sources)
+
+
+@functools.cache
+def names_set_in(source: str) -> set[str]:
+    """The attributes of ``self`` that a class's methods set, and its fields."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return found

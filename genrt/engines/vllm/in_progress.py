@@ -1,0 +1,119 @@
+"""What each vLLM request in progress is for, and what its row ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from genrt.engines.protocol import Finished
+from genrt.engines.vllm.lora import VLLMAdapters
+from genrt.engines.vllm.populations import SeatedPopulations
+from genrt.engines.vllm.samples import Generated, Samples
+from genrt.errors import EngineFailed
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.rows import LogprobsRequest, not_finite
+
+__all__ = ["Answered", "InProgress", "Purpose", "Sent"]
+
+Sent: TypeAlias = LogprobsRequest | Generated
+"""What vLLM is given one by one."""
+
+Purpose: TypeAlias = Sent | PopulationDraw
+"""What a vLLM request is for: one question, or with others a population."""
+
+
+class Answered(NamedTuple):
+    """What the rows of a step end.
+
+    Attributes:
+        kept: the vLLM requests that are resident now with the context of a question.
+        over: those that vLLM has to forget.
+    """
+
+    finished: list[Finished]
+    kept: list[tuple[str, LogprobsRequest]]
+    over: list[str]
+
+
+class InProgress(dict[str, Purpose]):
+    """What vLLM has in progress, by id. Adapters and samples are held until it has ended."""
+
+    def __init__(self, adapters: VLLMAdapters, samples: Samples) -> None:
+        super().__init__()
+        self._adapters = adapters
+        self._samples = samples
+
+    def begin(self, request_id: str, request: Sent) -> None:
+        """Add what was given to vLLM."""
+        if request.adapter is not None:
+            self._adapters.hold(request.adapter)
+        self[request_id] = request
+
+    def end(self, request_id: str) -> Purpose:
+        """Remove and return it. A population lets go of its adapter by itself."""
+        request = self.pop(request_id)
+        if isinstance(request, PopulationDraw):
+            return request
+        if not isinstance(request, LogprobsRequest):
+            self._samples.forget([request_id])
+        if request.adapter is not None:
+            self._adapters.release(request.adapter)
+        return request
+
+    def answered(
+        self,
+        request_ids: Sequence[str],
+        rows: Sequence[torch.Tensor | None],
+        populations: SeatedPopulations,
+    ) -> Answered:
+        """End the vLLM requests whose rows these are, ``None`` where one is not finite."""
+        finished: list[Finished] = []
+        kept: list[tuple[str, LogprobsRequest]] = []
+        over: list[str] = []
+        for request_id, row in zip(request_ids, rows, strict=True):
+            request = self.end(request_id)
+            end: Finished | None = None
+            if isinstance(request, PopulationDraw):
+                end = populations.put(request, request_id, row)
+            elif row is None:
+                end = Finished(request, error=not_finite())
+            else:
+                end = Finished(request, row)
+                if isinstance(request, LogprobsRequest):
+                    kept.append((request_id, request))
+            if row is None:
+                over.append(request_id)
+            if end is not None:
+                finished.append(end)
+        return Answered(finished, kept, over)
+
+    def ended(
+        self, outputs: Sequence[EngineCoreOutput], populations: SeatedPopulations
+    ) -> tuple[list[Finished], list[str]]:
+        """Return what these outputs of vLLM's end, and the requests whose last row this step was."""
+        finished: list[Finished] = []
+        last: list[str] = []
+        for output in outputs:
+            reason = output.finish_reason
+            if output.request_id not in self or reason is None:
+                continue
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                last.append(output.request_id)
+                continue
+            request = self.end(output.request_id)
+            if not isinstance(request, PopulationDraw) or populations.forget(request):
+                error = EngineFailed(f"vLLM ended the request with {reason}")
+                finished.append(Finished(request, error=error))
+        return finished, last
+
+    def left_by(self, finished: Sequence[Finished]) -> list[str]:
+        """Return the other vLLM requests of populations that have failed with one of theirs."""
+        failed = [
+            end.request
+            for end in finished
+            if end.error is not None and isinstance(end.request, PopulationDraw)
+        ]
+        return [each for each, request in self.items() if request in failed] if failed else []

@@ -1,0 +1,153 @@
+"""How populations are answered: from rows that were asked for one by one, or from those of an engine that
+knows their sequences by number.
+
+``AnsweringEngine`` asks for the rows, shares them with whoever else wants them, and says when they are
+there. A population that goes on by number shares its rows with nobody, and the cache is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from genrt.engines.protocol import Engine, Finished, Populating, survived
+from genrt.questions.origins import Asked
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.tokens.rows import Leaving
+from genrt.tokens.sampling import BatchDraw
+
+__all__ = ["FoundRows", "PopulationAnswers"]
+
+
+class FoundRows:
+    """The rows that a population asks for, which of them are found, and how many are missing."""
+
+    def __init__(self, asked: Sequence[LogprobsRequest]) -> None:
+        self.asked = asked
+        self.missing = len(set(asked))
+        self.rows: dict[LogprobsRequest, Tensor] = {}
+
+    def put(self, row: LogprobsRequest, found: Tensor) -> int:
+        """Add a row; return how many are missing still."""
+        self.rows[row] = found
+        self.missing -= 1
+        return self.missing
+
+
+class PopulationAnswers:
+    """The populations in progress of one engine.
+
+    ``found`` has those whose rows are asked for one by one; ``AnsweringEngine`` puts them there.
+    ``reads`` and ``bytes_to_host`` count what was drawn, as ``EngineStatistics`` does.
+
+    Args:
+        engine: has the rows; a ``Populating`` one is asked first.
+        expect: told of tokens drawn from rows that were asked for one by one, as ``Speculating`` is.
+    """
+
+    def __init__(
+        self, engine: Engine, expect: Callable[[Sequence[LogprobsRequest], Tensor], None]
+    ) -> None:
+        self.found: dict[PopulationDraw, FoundRows] = {}
+        self.reads = 0
+        self.bytes_to_host = 0
+        self._engine = engine
+        self._populating = engine if isinstance(engine, Populating) else None
+        self._expect = expect
+        self._going_on: dict[Request, None] = {}
+
+    def go_on(self, requests: Sequence[Request]) -> dict[Request, None]:
+        """Have the engine take the populations among these that go on by number; return those."""
+        populating = self._populating
+        if populating is None:
+            return {}
+        taken: dict[Request, None] = {}
+        for request in requests:
+            if (
+                isinstance(request, PopulationDraw)
+                and request.origins
+                and populating.go_on(request)
+            ):
+                taken[request] = None
+        self._going_on |= taken
+        return taken
+
+    def give_up(self, requests: Iterable[Request]) -> list[Request]:
+        """Forget these; return those that the engine has to forget."""
+        return [each for each in requests if self._going_on.pop(each, self) is None]
+
+    def clear(self) -> None:
+        """Forget everything that is in progress."""
+        self.found.clear()
+        self._going_on.clear()
+
+    def release(self, asked: Sequence[Asked]) -> None:
+        """Have the engine forget sequences that it knows by number."""
+        if self._populating is not None:
+            self._populating.release(asked)
+
+    def ready(self) -> list[Finished]:
+        """Return the ends of populations that lack no row."""
+        whole = [each for each, found in self.found.items() if not found.missing]
+        return [self.answered(each) for each in whole]
+
+    def answered(self, population: PopulationDraw) -> Finished:
+        """Return the end of a population whose rows were asked for one by one, and are there."""
+        found = self.found.pop(population)
+
+        def expect(whole: Tensor, on_host: Leaving) -> None:
+            self._expect(found.asked, whole[:, 0])
+
+        try:
+            whole = population.drawn([found.rows[row] for row in found.asked])
+            draws = self._arrived(population, whole, expect)
+        except Exception as error:
+            return Finished(population, error=survived(error))
+        if self._populating is not None:
+            self._populating.settle(population)
+        return Finished(population, draws)
+
+    def ended(self, ends: list[Finished]) -> list[Finished]:
+        """Return a step's ends, with draws in place of the rows of populations."""
+        return [self._drawn(end) for end in ends] if self._going_on else ends
+
+    def _drawn(self, end: Finished) -> Finished:
+        population, populating = end.request, self._populating
+        if populating is None or not isinstance(population, PopulationDraw):
+            return end
+        self._going_on.pop(population, None)
+        if end.error is not None:
+            return end
+        found: Any = end.result
+
+        def expect(whole: Tensor, on_host: Leaving) -> None:
+            populating.expect_after(population, whole, on_host)
+
+        try:
+            draws = self._arrived(population, population.drawn(found.rows, found.places), expect)
+        except Exception as error:
+            return Finished(population, error=survived(error))
+        if bool(draws.log_mass.isnan().any()):
+            populating.release([population.asked])
+            return Finished(population, error=not_finite())
+        return Finished(population, draws)
+
+    def _arrived(
+        self,
+        population: PopulationDraw,
+        whole: Tensor,
+        expect: Callable[[Tensor, Leaving], None],
+    ) -> BatchDraw:
+        """Return draws, by one copy to the host. The engine is told of the tokens before anything waits
+        for them."""
+        on_host = Leaving(whole)
+        expect(whole, on_host)
+        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
+        self.reads += len(population)
+        if self._engine.device.type != "cpu":
+            self.bytes_to_host += whole.nbytes
+        return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
