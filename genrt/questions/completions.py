@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, shown
@@ -180,6 +180,7 @@ class CompletionRequest:
     adapter: Adapter | None = None
     nonce: int | None = None
     streamed: bool = False
+    weight: ClassVar[int] = 1
 
     @property
     def temperature(self) -> float:

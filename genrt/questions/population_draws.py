@@ -66,6 +66,11 @@ class PopulationDraw:
         return LogprobsRequest(packed=self.contexts.packed(0)).token_ids
 
     @property
+    def weight(self) -> int:
+        """How many questions it counts as: one for each sequence."""
+        return len(self.rows)
+
+    @property
     def nbytes(self) -> int:
         """The memory that the contexts and masks take."""
         return self.contexts.nbytes + getattr(self.masks, "nbytes", 0)

@@ -92,6 +92,7 @@ class ReadRequest:
     row: LogprobsRequest
     wanted: Wanted
     _hash: int = field(init=False, compare=False)
+    weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.row, self.wanted)))

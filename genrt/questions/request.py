@@ -2,6 +2,9 @@
 
 A request is a frozen value and holds the whole question, so that equal requests have equal answers:
 it is the key by which questions are deduplicated, rows are cached and results come back.
+
+Its ``weight`` is what it counts as wherever requests are counted or bounded: 1, and for a population the
+number of its sequences.
 """
 
 from __future__ import annotations

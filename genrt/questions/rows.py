@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class LogprobsRequest:
     packed: bytes
     adapter: Adapter | None = None
     _hash: int = field(init=False, compare=False)
+    weight: ClassVar[int] = 1
 
     def __init__(
         self,

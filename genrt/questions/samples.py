@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Required, TypeAlias, TypedDict
+from typing import Any, ClassVar, Required, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_float, check_int, shown
@@ -66,6 +66,7 @@ class SampleRequest:
     seed: int | None = None
     adapter: Adapter | None = None
     nonce: int | None = None
+    weight: ClassVar[int] = 1
 
     @property
     def nbytes(self) -> int:
