@@ -307,7 +307,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Admission.must_wait",
             "newcomers overtake those who wait for room",
-            Swap("bool(self._clients)", "False"),
+            Swap("self._clients", "False"),
         ),
         (
             "Admission.admit",
@@ -317,12 +317,31 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Admission.leave",
             "the bytes of what left the queue are counted for ever",
-            Swap("sum(map(_NBYTES, requests))", "0"),
+            Swap("self._bytes -= nbytes", "pass"),
         ),
         (
             "Flight.grow",
             "after running out of memory flushes stay small for good",
             Instead("pass"),
+        ),
+    ),
+    *breaks(
+        "runtime.queue",
+        "test_weights.py",
+        (
+            "_size",
+            "a population takes the room of one request in the queue",
+            Swap("weight += request.weight", "weight += 1"),
+        ),
+        (
+            "Ready.take",
+            "what is larger than all the room is never sent",
+            Swap("weight > room and not is_idle", "weight > room"),
+        ),
+        (
+            "Flight.shrink",
+            "after running out of memory populations are halved as one request each",
+            Swap("self._weight // 2", "len(self._entries) // 2"),
         ),
     ),
     *breaks(

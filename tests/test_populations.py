@@ -146,7 +146,7 @@ TestAsLists = pytest.mark.promise(number=36)(AsLists.TestCase)
 TestAsLists.settings = settings(deadline=None, stateful_step_count=30)
 
 
-async def test_equal_sequences_share_a_row_and_a_population_is_one_question(lm: AsyncLM) -> None:
+async def test_equal_sequences_share_a_row_and_a_population_is_one_flush(lm: AsyncLM) -> None:
     before = lm.statistics()
     with lm.population([1, 2], 50) as population:
         draws = await population.draw(seed=3)
@@ -154,6 +154,8 @@ async def test_equal_sequences_share_a_row_and_a_population_is_one_question(lm: 
         now = lm.statistics().since(before)
         assert now.engine.rows <= 1
         assert now.batcher.flushes == 1
+        assert (now.batcher.questions, now.batcher.answered) == (50, 50)
+        assert now.batcher.largest_flush >= 50
 
 
 @pytest.mark.promise(number=36)

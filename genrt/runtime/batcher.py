@@ -59,8 +59,8 @@ class Batcher:
 
     Args:
         cache: answers before the engine is asked, and keeps the rows that come back.
-        max_batch_size: the most requests in one flush; that many queued ones are ready at once. With
-            ``None`` a flush is everything that is ready.
+        max_batch_size: the most requests in one flush, by their weight; that many queued ones are ready
+            at once. With ``None`` a flush is everything that is ready.
         max_wait_seconds: how long ready requests wait for more company; 0 is never.
         max_queued_requests, max_queued_bytes: how much may be queued; who asks for more waits for room.
         wake: called, from any thread, when there may be something for ``turn`` to do.
@@ -87,8 +87,7 @@ class Batcher:
         most = max_batch_size or sys.maxsize
         self._ready = Ready(most, max_wait_seconds, clock)
         self._flight = Flight(Streams(self._lock, clock, cpu_clock))
-        self._on_loops = OnLoops()
-        self._bindings = Bindings()
+        self._on_loops, self._bindings = OnLoops(), Bindings()
         self._admission = Admission(max_queued_requests, max_queued_bytes)
         self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
         self._left: deque[Waiter] = deque()
@@ -127,16 +126,16 @@ class Batcher:
             self._observer.registering(waiter)
         queued: list[Entry] = []
         new: list[Request] = []
-        found, entries, borrow = waiter.found, self._entries, self._cache.borrow
-        self._counted["questions"] += len(waiter.requests)
+        found, entries, counted = waiter.found, self._entries, self._counted
+        borrow, asked = self._cache.borrow, 0
         for request in waiter.requests:
+            asked += request.weight
             if request in found:
-                self._counted["deduplicated" if found[request] is None else "cached"] += 1
+                counted["deduplicated" if found[request] is None else "cached"] += request.weight
                 continue
-            row = borrow(request) if isinstance(request, LogprobsRequest) else None
-            found[request] = row
+            row = found[request] = borrow(request) if isinstance(request, LogprobsRequest) else None
             if row is not None:
-                self._counted["cached"] += 1
+                counted["cached"] += 1
                 continue
             waiter.missing += 1
             entry = entries.get(request)
@@ -145,11 +144,12 @@ class Batcher:
                 queued.append(entry)
                 new.append(request)
                 continue
-            self._counted["deduplicated"] += 1
+            counted["deduplicated"] += request.weight
             entry.waiters[waiter] = None
             self._flight.rescue(entry)
             if not entry.in_flight and entry not in self._ready:
                 queued.append(entry)
+        counted["questions"] += asked
         self._admission.enter(new)
         self._bindings.bind(new)
         self._on_loops.add(waiter)
@@ -293,11 +293,11 @@ class Batcher:
             withdrawn = self._flight.withdrawn
             for entry in withdrawn:
                 self._end(entry)
-            sent = self._ready.take(self._flight.room)
-            self._flight.send(sent)
+            sent = self._ready.take(self._flight.room, is_idle=not self._flight)
+            weight = self._flight.send(sent)
             flush = [entry.request for entry in sent]
             self._counted["flushes"] += bool(flush)
-            self._counted["largest_flush"] = max(self._counted["largest_flush"], len(flush))
+            self._counted["largest_flush"] = max(self._counted["largest_flush"], weight)
             self._admission.leave(flush)
             answered = self._admit()
             free = self._bindings.free()
@@ -325,7 +325,7 @@ class Batcher:
                     continue
                 self._end(entry)
                 error = error or no_room.get(request)
-                self._counted["answered" if error is None else "failed"] += 1
+                self._counted["answered" if error is None else "failed"] += request.weight
                 for waiter in entry.waiters:
                     if error is not None:
                         self._drop(waiter)
@@ -357,7 +357,7 @@ class Batcher:
             else:
                 self._flight.bring_back(entry)
                 again.append(entry)
-        self._counted["retried"] += len(again)
+        self._counted["retried"] += sum(entry.request.weight for entry in again)
         self._admission.enter([entry.request for entry in again])
         self._ready.put_back(again)
 
@@ -439,11 +439,10 @@ class Batcher:
             return BatcherStatistics(
                 **self._counted,
                 queued=self._admission.queued,
-                in_flight=len(self._flight),
+                in_flight=self._flight.weight,
                 waiting=len(self._admission),
             )
 
     def __repr__(self) -> str:
-        s = self.statistics()
-        state = "closed" if self._closed is not None else "open"
+        s, state = self.statistics(), "closed" if self.is_closed else "open"
         return f"Batcher({state}, {s.queued} queued, {s.in_flight} in flight, {s.flushes} flushes)"

@@ -3,6 +3,7 @@
 Pure bookkeeping, under the batcher's lock.
 
 Rules:
+    Requests are counted by their weights; the sums are kept up to date as requests come and go.
     A question enters the queue whole, or waits whole; one that is larger than the queue enters an empty
     one, so nobody waits for ever.
     Those who wait enter by turns, one question of each client: who asks for much waits for its own.
@@ -15,7 +16,6 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import cast
 
 from genrt.questions.completions import CompletionRequest
@@ -29,14 +29,13 @@ __all__ = ["Admission", "Bindings", "Flight", "Ready"]
 GOOD_STEPS = 8
 """After so many steps that went well, more is sent again: a step that fails costs as much as many do."""
 
-_NBYTES = attrgetter("nbytes")
-
 
 class Admission:
     """The bounds of the queue, and the waiters there is no room for yet.
 
     Args:
-        max_requests, max_bytes: what may be queued: requests, and bytes of their contexts and masks.
+        max_requests, max_bytes: what may be queued: the weight of requests, and the bytes of their
+            contexts and masks.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
@@ -44,8 +43,8 @@ class Admission:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._queued = 0
-        # Of clients, and of each one's waiters, the first is found at once. With each waiter, its bytes.
-        self._waiting: OrderedDict[Hashable, OrderedDict[Waiter, int]] = OrderedDict()
+        # Of clients, and of each one's waiters, the first is found at once. With each waiter, its size.
+        self._waiting: OrderedDict[Hashable, OrderedDict[Waiter, tuple[int, int]]] = OrderedDict()
         self._clients: dict[Waiter, Hashable] = {}
 
     def __len__(self) -> int:
@@ -64,13 +63,15 @@ class Admission:
 
     def enter(self, requests: Collection[Request]) -> None:
         """Count requests that enter the queue."""
-        self._queued += len(requests)
-        self._bytes += sum(map(_NBYTES, requests))
+        weight, nbytes = _size(requests)
+        self._queued += weight
+        self._bytes += nbytes
 
     def leave(self, requests: Collection[Request]) -> None:
         """Count requests that have left the queue: for the engine, or for good."""
-        self._queued -= len(requests)
-        self._bytes -= sum(map(_NBYTES, requests))
+        weight, nbytes = _size(requests)
+        self._queued -= weight
+        self._bytes -= nbytes
 
     def recount(self, requests: Iterable[Request]) -> None:
         """Count anew: these requests are in the queue, and no others."""
@@ -79,22 +80,21 @@ class Admission:
 
     def must_wait(self, requests: Collection[Request]) -> bool:
         """Tell whether a question of these has no room, or others have waited longer."""
-        return bool(self._clients) or not self._fits(requests, sum(map(_NBYTES, requests)))
+        return bool(self._clients or (self._queued and not self._fits(_size(requests))))
 
-    def _fits(self, requests: Collection[Request], nbytes: int) -> bool:
-        return not self._queued or (
-            self._queued + len(requests) <= self._max_requests
-            and self._bytes + nbytes <= self._max_bytes
-        )
+    def _fits(self, size: tuple[int, int]) -> bool:
+        weight, nbytes = size
+        queued, held = self._queued + weight, self._bytes + nbytes
+        return queued <= self._max_requests and held <= self._max_bytes
 
     def wait(self, waiter: Waiter) -> None:
         """Have it wait behind the others of the same client: its event loop, or the thread that asks."""
         client = waiter.loop or threading.get_ident()
-        nbytes = sum(map(_NBYTES, waiter.requests))
+        size = _size(waiter.requests)
         waiter.missing = len(waiter.requests)
         self._clients[waiter] = client
         try:
-            self._waiting.setdefault(client, OrderedDict())[waiter] = nbytes
+            self._waiting.setdefault(client, OrderedDict())[waiter] = size
         except BaseException:  # an interrupt
             self.withdraw(waiter)
             raise
@@ -114,8 +114,8 @@ class Admission:
         """Return the waiter whose turn it is, if there is room for its question."""
         if not self._waiting:
             return None
-        waiter, nbytes = next(iter(next(iter(self._waiting.values())).items()))
-        return waiter if self._fits(waiter.requests, nbytes) else None
+        waiter, size = next(iter(next(iter(self._waiting.values())).items()))
+        return waiter if not self._queued or self._fits(size) else None
 
     def admit(self, waiter: Waiter) -> None:
         """Have this one wait no more, and its client behind the others."""
@@ -140,11 +140,20 @@ class Admission:
         return waiting
 
 
+def _size(requests: Iterable[Request]) -> tuple[int, int]:
+    """Return the weight of requests, and the bytes of their contexts and masks."""
+    weight = nbytes = 0
+    for request in requests:
+        weight += request.weight
+        nbytes += request.nbytes
+    return weight, nbytes
+
+
 class Ready:
     """The entries that are ready to be sent, oldest first, and when the next of them are.
 
     Args:
-        most: how many are sent at once; that many are sent without waiting for more.
+        most: the weight that is sent at once; so much is sent without waiting for more.
         wait_seconds: how long the oldest waits for more.
         clock: seconds, monotonic.
     """
@@ -153,7 +162,9 @@ class Ready:
         self._most = most
         self._wait_seconds = float(wait_seconds)
         self._clock = clock
-        self._entries: OrderedDict[Entry, None] = OrderedDict()  # its first is found at once
+        # The first is found at once. With each entry, its weight.
+        self._entries: OrderedDict[Entry, int] = OrderedDict()
+        self._weight = 0
         self._due = 0.0
 
     def __len__(self) -> int:
@@ -169,46 +180,71 @@ class Ready:
         """Have these sent after the others; those that are here already keep their place."""
         if not self._entries:
             self._due = self._clock() + self._wait_seconds
-        self._entries.update(dict.fromkeys(entries))
+            self._weight = 0  # an interrupt may have left some
+        for entry in entries:
+            if entry not in self._entries:
+                self._weight += entry.request.weight
+                self._entries[entry] = entry.request.weight
 
     def put_back(self, entries: Sequence[Entry]) -> None:
         """Have these, which were taken, sent before the others and without waiting for more."""
         for entry in reversed(entries):
-            self._entries[entry] = None
-            self._entries.move_to_end(entry, last=False)
+            self._put_first(entry, entry.request.weight)
         if entries:
             self._due = self._clock()
 
     def discard(self, entry: Entry) -> None:
         """Have this one not sent, if it is here."""
-        self._entries.pop(entry, None)
+        self._weight -= self._entries.pop(entry, 0)
 
     def seconds_until_due(self) -> float | None:
         """Return how long nothing is to be sent; ``None`` while there is nothing."""
         if not self._entries:
             return None
-        return 0.0 if len(self._entries) >= self._most else max(0.0, self._due - self._clock())
+        return 0.0 if self._weight >= self._most else max(0.0, self._due - self._clock())
 
-    def take(self, room: int) -> list[Entry]:
-        """Remove and return those that are to be sent now, and for which there is room."""
+    def take(self, room: int, *, is_idle: bool) -> list[Entry]:
+        """Remove and return those that are to be sent now, and for which there is room. One that is
+        larger than a flush is one by itself; one for which there is no room is sent if nothing else is,
+        once the engine ``is_idle``."""
         if self.seconds_until_due() != 0.0:
             return []
-        count = min(self._most, room, len(self._entries))
-        return [self._entries.popitem(last=False)[0] for _ in range(count)]
+        left = min(self._most, room)
+        if self._weight <= left:
+            taken = [*self._entries]
+            self.clear()
+            return taken
+        taken = []
+        while self._entries:
+            entry, weight = self._entries.popitem(last=False)
+            self._weight -= weight
+            if weight > left and (taken or (weight > room and not is_idle)):
+                self._put_first(entry, weight)
+                break
+            taken.append(entry)
+            left -= weight
+        return taken
+
+    def _put_first(self, entry: Entry, weight: int) -> None:
+        self._weight += weight
+        self._entries[entry] = weight
+        self._entries.move_to_end(entry, last=False)
 
     def clear(self) -> None:
         """Have nothing sent."""
         self._entries.clear()
+        self._weight = 0
 
 
 class Flight:
     """The entries in flight; those of them that are withdrawn, which the engine is to forget at the next
-    turn, unless somebody asks for them first; and how many there may be: any number, until the engine's
+    turn, unless somebody asks for them first; and how much there may be: anything, until the engine's
     memory runs out. ``streams`` are those of them whose tokens are told meanwhile."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
-        self._entries: dict[Entry, None] = {}
+        self._entries: dict[Entry, int] = {}  # with the weight of each
+        self._weight = 0
         self._withdrawn: dict[Entry, None] = {}
         self._most = sys.maxsize
         self._good_steps = 0
@@ -225,13 +261,18 @@ class Flight:
         return [*self._withdrawn]
 
     @property
+    def weight(self) -> int:
+        """The weight of all that is in flight."""
+        return self._weight
+
+    @property
     def room(self) -> int:
-        """How many more may be sent."""
-        return max(0, self._most - len(self._entries))
+        """How much more may be sent."""
+        return max(0, self._most - self._weight)
 
     def shrink(self) -> None:
         """Halve what may be in flight, after running out of memory with what is now."""
-        self._most = max(1, len(self._entries) // 2)
+        self._most = max(1, self._weight // 2)
         self._good_steps = 0
 
     def grow(self) -> None:
@@ -241,13 +282,16 @@ class Flight:
             self._most = min(2 * self._most, sys.maxsize)
             self._good_steps = 0
 
-    def send(self, entries: Iterable[Entry]) -> None:
-        """Have these in flight."""
+    def send(self, entries: Iterable[Entry]) -> int:
+        """Have these, which are not, in flight; return their weight."""
+        before = self._weight
         for entry in entries:
             entry.in_flight = True
-            self._entries[entry] = None
+            self._entries[entry] = weight = entry.request.weight
+            self._weight += weight
             if entry.flow is not None:
                 self.streams.add(cast("CompletionRequest", entry.request), entry.flow)
+        return self._weight - before
 
     def withdraw(self, entry: Entry) -> None:
         """Have the engine forget this one, which has lost its last waiter."""
@@ -259,7 +303,7 @@ class Flight:
 
     def end(self, entry: Entry) -> None:
         """Forget this one, wherever it is."""
-        self._entries.pop(entry, None)
+        self._weight -= self._entries.pop(entry, 0)
         self._withdrawn.pop(entry, None)
         if entry.flow is not None:
             self.streams.discard(cast("CompletionRequest", entry.request), entry.flow)
@@ -272,6 +316,7 @@ class Flight:
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
+        self._weight = 0
         self._withdrawn.clear()
         self.streams.clear()
 

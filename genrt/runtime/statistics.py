@@ -18,7 +18,8 @@ NO_COUNTERS = {"largest_flush", "queued", "in_flight", "waiting", "rows", "bytes
 
 @dataclass(frozen=True, slots=True)
 class BatcherStatistics:
-    """The questions asked of a runtime, and what became of them. Counters only grow.
+    """The questions asked of a runtime, and what became of them. Counters only grow. A population's draw
+    is as many questions and requests as it has sequences, but one waiter.
 
     Attributes:
         questions: how many were asked.

@@ -141,6 +141,7 @@ class _Gathering:
     """The entries that one event loop has asked for since it was last quiet."""
 
     entries: dict[Entry, None] = field(default_factory=dict)
+    weight: int = 0
     questions: int = 0
     passes: int = 0
 
@@ -153,7 +154,7 @@ class Gatherings:
         hand_on: the batcher's ``_make_ready``: takes what was gathered, under the lock, and returns
             whether the engine thread must look.
         wake: has the engine thread look; called without the lock.
-        most: that many entries of one loop are handed on at once.
+        most: entries of one loop that weigh so much are handed on at once.
     """
 
     def __init__(
@@ -188,8 +189,10 @@ class Gatherings:
             self._by_loop[loop] = gathering
         gathering.questions += 1
         for entry in entries:
-            gathering.entries[entry] = None
-        return len(gathering.entries) >= self._most and self._end(gathering)
+            if entry not in gathering.entries:
+                gathering.entries[entry] = None
+                gathering.weight += entry.request.weight
+        return gathering.weight >= self._most and self._end(gathering)
 
     def of_closed_loops(self) -> list[object]:
         """Forget the loops that were closed before they went quiet, and what they asked; returns that."""
@@ -208,7 +211,7 @@ class Gatherings:
 
     def _end(self, gathering: _Gathering) -> bool:
         wake = self._hand_on(gathering.entries)
-        gathering.entries = {}
+        gathering.entries, gathering.weight = {}, 0
         return wake
 
     def _quiet(self, loop: asyncio.AbstractEventLoop, gathering: _Gathering, seen: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import genrt
@@ -19,6 +20,7 @@ from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import draw_request
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.tops import TopTokens
@@ -168,6 +170,14 @@ async def reads_of_one_row(count: int) -> None:
     await hand.queued(*reads)
 
 
+async def populations_are_sent_one_at_a_time(count: int) -> None:
+    hand = ByHand(max_batch_size=1)
+    seeds = np.arange(2, dtype=np.uint64)
+    rows = [[logprobs(number, 1), logprobs(number, 2)] for number in range(count)]
+    asked = [hand.ask(PopulationDraw(pair, None, 1.0, seeds)) for pair in rows]
+    await finished(hand, *asked)
+
+
 async def equal_questions(count: int) -> None:
     hand = ByHand()
     await finished(hand, *[hand.ask(logprobs(1)) for _ in range(count)])
@@ -185,6 +195,7 @@ WORK: list[Work] = [
     greedy_draws_under_many_masks,
     seeded_draws_under_many_masks,
     reads_of_one_row,
+    populations_are_sent_one_at_a_time,
     equal_questions,
 ]
 
@@ -207,4 +218,4 @@ def test_lines_are_counted() -> None:
     with Lines() as lines:
         for _ in range(FEW):
             admission.leave([])
-    assert lines.count == 2 * FEW
+    assert lines.count == 6 * FEW

@@ -67,6 +67,10 @@ class _Life:
         return any(not question.lost for question in self.questions)
 
 
+def _weight(requests: Sequence[Request]) -> int:
+    return sum(request.weight for request in requests)
+
+
 class Ledger:
     """What was asked in one simulation, and what became of it. Its methods raise a Violation where
     something is wrong."""
@@ -131,11 +135,11 @@ class Ledger:
         self._check_turn(question)
         question.is_registered = True
         requests = question.requests
-        self._asked += len(requests)
+        self._asked += _weight(requests)
         hits: set[Request] = set()
         for request in requests:
             if request in question.missing:
-                self._deduplicated += 1
+                self._deduplicated += request.weight
             elif request in hits or (
                 isinstance(request, LogprobsRequest) and request in self._runtime.cache
             ):
@@ -160,9 +164,9 @@ class Ledger:
         life = self._lives.get(request)
         if life is None:
             life = self._lives[request] = _Life({})
-            self._entered += 1
+            self._entered += request.weight
         else:
-            self._deduplicated += 1
+            self._deduplicated += request.weight
         life.questions[question] = None
 
     def _find_swept(self, request: Request) -> None:
@@ -174,7 +178,7 @@ class Ledger:
         if life.sent:
             self._withdrawing.add(request)
         else:
-            self._dropped += 1
+            self._dropped += request.weight
         del self._lives[request]
 
     def answered(self, question: Question, results: list[Result]) -> None:
@@ -290,7 +294,10 @@ class Ledger:
         """Check a flush that the batcher is about to send."""
         self._flushes += 1
         self._flush = [*flush]
-        self._sent += len(flush)
+        self._sent += _weight(flush)
+        most = self._runtime.batcher._ready._most
+        if len(flush) > 1 and _weight(flush) > most:
+            self._violated(f"{flush} weigh {_weight(flush)}, of {most} in a flush")
         for request in flush:
             life = self._lives.get(request)
             if life is None or not life.is_wanted:
@@ -365,8 +372,8 @@ class Ledger:
                 del self._lives[request]
                 continue
             life.sent, life.is_retried = False, True
-            self._sent -= 1
-            self._retried += 1
+            self._sent -= request.weight
+            self._retried += request.weight
 
     def settling(self) -> None:
         """Note that the batcher is about to end what came out of the engine; what ran out of memory with
@@ -407,7 +414,7 @@ class Ledger:
         for question in self.questions:
             if question.is_waiting and not question.has_left:
                 question.error = self._closed
-        self._dropped += sum(not life.sent for life in self._lives.values())
+        self._dropped += _weight([each for each, life in self._lives.items() if not life.sent])
         self._lives.clear()
         self._ending.clear()
 
@@ -417,8 +424,8 @@ class Ledger:
 
     def _finish(self, request: Request, error: GenrtError | None) -> None:
         life = self._lives.pop(request)
-        self._failed += error is not None
-        self._answered += error is None
+        self._failed += request.weight * (error is not None)
+        self._answered += request.weight * (error is None)
         for question in life.questions:
             if question.error is not None:
                 continue
@@ -435,7 +442,7 @@ class Ledger:
                 continue
             del life.questions[question]
             if not life.questions and not life.sent:
-                self._dropped += 1
+                self._dropped += request.weight
                 del self._lives[request]
 
     # -- at the end ---------------------------------------------------------------------------
