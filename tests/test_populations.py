@@ -378,6 +378,27 @@ def test_a_question_that_is_too_large_for_the_memory_is_asked_again_in_parts(mos
         assert torch.equal(got, wanted)
 
 
+def test_the_parts_of_one_that_is_too_large_are_not_sent_together() -> None:
+    sizes: list[int] = []
+
+    class Small(ExactEngine):
+        def submit(self, requests: Any) -> None:
+            sizes.append(len(requests))
+            super().submit(requests)
+
+        def step(self) -> Any:
+            if sizes[-1] > 7:
+                raise torch.OutOfMemoryError("no room")
+            return super().step()
+
+    contexts = [[token, other] for token in range(4) for other in range(5)]
+    with genrt.load(engine=lambda: Small(MODEL), cache_bytes=0) as lm:
+        lm.population(contexts).draw_sync(seed=3)
+        s = lm.statistics().batcher
+    assert sizes == [20, 10, 5, 5, 5, 5]
+    assert (s.answered, s.largest_flush) == (20, 20)
+
+
 def test_a_question_that_never_fits_is_out_of_memory() -> None:
     class None_(ExactEngine):
         def step(self) -> Any:

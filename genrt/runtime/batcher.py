@@ -310,6 +310,8 @@ class Batcher:
         if any(isinstance(end.error, OutOfMemory) for end in finished):
             if len(self._flight) > 1:
                 finished = self._send_again(finished)
+            elif self._flight.weight > 1:  # a population, whose parts are asked next
+                self._flight.shrink()
         elif stepped:
             self._flight.grow()
         if not finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,3 +283,22 @@ def test_what_may_be_in_flight_is_halved_by_weight() -> None:
     flight.send([large])
     flight.clear()
     assert (flight.weight, flight.room) == (0, 4)
+
+
+async def test_a_population_that_is_too_large_by_itself_leaves_room_for_a_half() -> None:
+    """It fails, as only who asked can divide it; the halves then do not run out of memory together."""
+    hand = ByHand(Small(4))
+    whole = population(8)
+    with pytest.raises(Exception, match="no room"):
+        await whole_answer(hand, whole)
+    for part in whole.parts(4):
+        hand.ask(part)
+    await hand.finish()
+    assert flushes(hand) == [8, 4, 4]
+    assert hand.batcher.statistics().failed == 8
+
+
+async def whole_answer(hand: ByHand, request: Request) -> Any:
+    task = hand.ask(request)
+    await hand.finish()
+    return await task
