@@ -49,8 +49,8 @@ def load(
         engine_options: to vLLM's ``EngineArgs``, or transformers' ``from_pretrained``, as they are.
         cache_bytes: the bound of the row cache, on the engine's device; 0 is no cache.
         max_batch_size: the most requests in one flush, however many the engine takes to a step;
-            ``None`` is no bound. A population's draw counts as one for each sequence here and in the
-            queue; a larger one is a flush by itself.
+            ``None`` is no bound. A population's draw counts as one for each sequence, here and in
+            the queue.
         max_wait_seconds: how long a question waits for company once its loop has gone quiet.
         max_queued_requests: how many requests may wait for the engine. Questions beyond that wait for
             room, and event loops and threads take turns; none is refused.

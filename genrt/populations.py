@@ -342,7 +342,7 @@ class Populations:
     @property
     def most(self) -> int:
         """How many sequences are asked about by one request at most."""
-        return self._thread.engine.max_batch_size
+        return self._thread.most_together
 
     def begin(self, prompt: Prompts, n: int | None, adapter: str | None) -> Population:
         """Return a population that begins with a prompt, ``n`` times, or with prompts of its own each.

@@ -14,14 +14,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.errors import GenrtError
-from genrt.questions.contexts import Adapter
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
+from genrt.questions.sequences import Contexts, Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.ask import Asker
 from genrt.runtime.batcher import Batcher
@@ -65,6 +68,18 @@ def logprobs(*token_ids: int, adapter: Adapter | None = None) -> LogprobsRequest
 
 def sample(*token_ids: int, seed: int = 0, max_tokens: int = 3) -> SampleRequest:
     return SampleRequest(token_ids, max_tokens, seed=seed)
+
+
+def contexts_of(*rows: LogprobsRequest) -> Contexts:
+    """The contexts of these rows, as a population has them."""
+    sequences = Sequences.of(Limits(2**31, 2**31), [row.token_ids for row in rows])
+    return sequences.contexts(np.arange(len(rows)))
+
+
+def population_of(*rows: LogprobsRequest) -> PopulationDraw:
+    """Draws from these rows, seeded by their places."""
+    seeds = np.arange(len(rows), dtype=np.uint64)
+    return PopulationDraw(contexts_of(*rows), None, None, 1.0, seeds)
 
 
 def expected_row(request: LogprobsRequest, vocab_size: int = 8) -> torch.Tensor:

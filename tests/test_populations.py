@@ -355,6 +355,17 @@ def test_an_engine_that_fails_leaves_the_population_as_it_was() -> None:
         assert len(population.draw_sync().token_ids) == 2
 
 
+def test_max_batch_size_bounds_the_flushes_of_a_population() -> None:
+    contexts = [[token] for token in range(SIZE)]
+    with genrt.load(MODEL, engine="exact", max_batch_size=2) as lm:
+        draws = lm.population(contexts).draw_sync(seed=3)
+        s = lm.statistics().batcher
+        expected = lm.batch_draw_sync(contexts, seed=3)
+    assert (s.largest_flush, s.flushes) == (2, -(-SIZE // 2))
+    for got, wanted in zip(draws, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("most", [1, 3, 7])
 def test_a_question_that_is_too_large_for_the_memory_is_asked_again_in_parts(most: int) -> None:
     class Small(ExactEngine):

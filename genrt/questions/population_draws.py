@@ -68,7 +68,7 @@ class PopulationDraw:
     @property
     def weight(self) -> int:
         """How many questions it counts as: one for each sequence."""
-        return len(self.rows)
+        return len(self.contexts)
 
     @property
     def nbytes(self) -> int:

@@ -117,6 +117,7 @@ class EngineThread:
         make_thread: Callable[..., Rounds] = Rounds,
     ) -> None:
         self._process = os.getpid()
+        self._max_batch_size = max_batch_size or sys.maxsize
         self._restart_lock = threading.Lock()
         self._batcher = make_batcher(
             cache,
@@ -158,6 +159,11 @@ class EngineThread:
     def engine(self) -> Engine:
         """The engine, once ``opened`` has resolved to one; after a restart another one."""
         return self._loop.answering.engine
+
+    @property
+    def most_together(self) -> int:
+        """How much one request may weigh: what fits a flush, and the engine takes to a step."""
+        return min(self._max_batch_size, self.engine.max_batch_size)
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of the engine and of its rows' reading, once ``opened`` has resolved."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import genrt
@@ -20,13 +19,12 @@ from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import draw_request
-from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.tops import TopTokens
 from genrt.runtime.queue import Admission
 from genrt.runtime.waiters import Waiter
-from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, sample
+from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
 PACKAGE = Path(genrt.__file__).parent
 COUNTED = {
@@ -172,9 +170,8 @@ async def reads_of_one_row(count: int) -> None:
 
 async def populations_are_sent_one_at_a_time(count: int) -> None:
     hand = ByHand(max_batch_size=1)
-    seeds = np.arange(2, dtype=np.uint64)
     rows = [[logprobs(number, 1), logprobs(number, 2)] for number in range(count)]
-    asked = [hand.ask(PopulationDraw(pair, None, 1.0, seeds)) for pair in rows]
+    asked = [hand.ask(population_of(*pair)) for pair in rows]
     await finished(hand, *asked)
 
 

@@ -14,18 +14,17 @@ from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed, GenrtError, NotFinite
-from genrt.questions.contexts import Limits, nonces_of
+from genrt.questions.contexts import nonces_of
 from genrt.questions.draws import DrawToken
 from genrt.questions.population_draws import PopulationDraw, population_draw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.sequences import Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.testing.simulated_model import is_right
 from genrt.tokens.sampling import BatchDraw, Draw
-from tests.scripted import ScriptedEngine, expected_row, logprobs
+from tests.scripted import ScriptedEngine, contexts_of, expected_row, logprobs
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
 VOCAB_SIZE = ScriptedEngine.vocab_size
@@ -34,9 +33,8 @@ VOCAB_SIZE = ScriptedEngine.vocab_size
 def population(*rows: LogprobsRequest, seed: int = 0, **options: Any) -> PopulationDraw:
     given: dict[str, Any] = {"masks": None, "temperature": 1.0} | options
     places = np.arange(len(rows))
-    sequences = Sequences.of(Limits(VOCAB_SIZE, 100), [row.token_ids for row in rows])
     request = population_draw(
-        sequences.contexts(places),
+        contexts_of(*rows),
         None,
         places,
         nonces_of(0),

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +21,7 @@ from genrt.questions.request import Request
 from genrt.runtime.queue import Flight, Ready
 from genrt.runtime.streams import Streams
 from genrt.runtime.waiters import Entry
-from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, sample
+from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
 A, B, C = (logprobs(number) for number in range(1, 4))
 numbers = iter(range(4, 1000))
@@ -32,7 +31,7 @@ def population(size: int, *, equal: bool = False) -> PopulationDraw:
     """A question about so many sequences, which nobody else asks about."""
     first = logprobs(7, next(numbers))
     others = [first if equal else logprobs(7, next(numbers)) for _ in range(size - 1)]
-    return PopulationDraw([first, *others], None, 1.0, np.arange(size, dtype=np.uint64))
+    return population_of(first, *others)
 
 
 def flushes(hand: ByHand) -> list[int]:
