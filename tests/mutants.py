@@ -427,10 +427,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "a population fails once for every row that does",
             Swap("reader not in failed", "True"),
         ),
+    ),
+    *breaks(
+        "runtime.population_answers",
+        "test_population_answers.py",
         (
-            "AnsweringEngine.submit",
+            "FoundRows.__init__",
             "a population waits for a row as often as it is in it",
-            Swap("_Found(len(rows))", "_Found(len(request.rows))"),
+            Swap("len(set(asked))", "len(asked)"),
         ),
     ),
     *breaks(
@@ -562,7 +566,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.rows",
         "test_arguments.py test_lm.py",
         (
-            "packed_row_request",
+            "check_length",
             "the longest context is refused",
             Swap("count > limits.max_model_len", "count >= limits.max_model_len"),
         ),
@@ -816,7 +820,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "DecodeSteps._tokens_of",
             "a prepared step is run although its sequences have moved on",
-            Swap("positions == step.positions", "True"),
+            Swap("tokens.positions != step.positions", "False"),
         ),
         only="population or between_two_steps or cancelled_extension",
     ),
@@ -831,7 +835,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "RunnerV2.write",
             "a token is written in the place of its request in the flush",
-            Swap("slots[entry.request_id]", "tokens.index(entry)"),
+            Swap(
+                "[slots[each] for each in tokens.request_ids]",
+                "[*range(len(tokens.request_ids))]",
+            ),
         ),
     ),
     *breaks(

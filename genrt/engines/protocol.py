@@ -179,7 +179,8 @@ class Populating(Protocol):
         not, or there is no room: ask for its rows then."""
 
     def settle(self, population: PopulationDraw) -> None:
-        """Know the sequences of a population whose rows were asked for one by one. Do not raise."""
+        """Remember the sequences of a population whose rows were asked for one by one, so that others go
+        on from them. Do not raise."""
 
     def expect_after(
         self, population: PopulationDraw, drawn: torch.Tensor, on_host: Leaving

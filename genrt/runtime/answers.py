@@ -106,8 +106,12 @@ class AnsweringEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take a flush as an engine does, with reads. ``ready`` has those that need no forward."""
-        # One that is still to be forgotten may have sequences that the engine would go on from.
-        going_on = {} if self._unforgotten else self._populations.go_on(requests)
+        populations = [each for each in requests if isinstance(each, PopulationDraw)]
+        # What is still to be forgotten may be sequences that they would go on from.
+        if not populations or self._unforgotten:
+            self._submit(requests)
+            return
+        going_on = self._populations.go_on(populations)
         try:
             self._submit([each for each in requests if each not in going_on])
         except BaseException:
@@ -185,7 +189,8 @@ class AnsweringEngine:
         requests that the engine can't take."""
         cached, self._cached = self._cached, {}
         refused, self._refused = self._refused, []
-        refused += self._populations.ready()
+        if self._populations.found:
+            refused += self._populations.ready()
         return refused + self._answered([Read(each, row) for each, row in cached.items()])
 
     def step(self) -> list[Finished]:
@@ -199,7 +204,8 @@ class AnsweringEngine:
             raise
         for end in ends if self._unforgotten else ():
             self._unforgotten.pop(end.request, None)
-        ends = self._populations.ended(ends)
+        if self._populations.going_on:
+            ends = self._populations.ended(ends)
         if not self._readers:
             self._asked.difference_update([end.request for end in ends])
             return ends

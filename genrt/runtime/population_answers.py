@@ -42,6 +42,7 @@ class PopulationAnswers:
     """The populations in progress of one engine.
 
     ``found`` has those whose rows are asked for one by one; ``AnsweringEngine`` puts them there.
+    ``going_on`` are the others, which the engine has taken.
     ``reads`` and ``bytes_to_host`` count what was drawn, as ``EngineStatistics`` does.
 
     Args:
@@ -58,7 +59,7 @@ class PopulationAnswers:
         self._engine = engine
         self._populating = engine if isinstance(engine, Populating) else None
         self._expect = expect
-        self._going_on: dict[Request, None] = {}
+        self.going_on: dict[Request, None] = {}
 
     def go_on(self, requests: Sequence[Request]) -> dict[Request, None]:
         """Have the engine take the populations among these that go on by number; return those."""
@@ -73,17 +74,17 @@ class PopulationAnswers:
                 and populating.go_on(request)
             ):
                 taken[request] = None
-        self._going_on |= taken
+        self.going_on |= taken
         return taken
 
     def give_up(self, requests: Iterable[Request]) -> list[Request]:
         """Forget these; return those that the engine has to forget."""
-        return [each for each in requests if self._going_on.pop(each, self) is None]
+        return [each for each in requests if self.going_on.pop(each, self) is None]
 
     def clear(self) -> None:
         """Forget everything that is in progress."""
         self.found.clear()
-        self._going_on.clear()
+        self.going_on.clear()
 
     def release(self, asked: Sequence[Asked]) -> None:
         """Have the engine forget sequences that it knows by number."""
@@ -113,13 +114,13 @@ class PopulationAnswers:
 
     def ended(self, ends: list[Finished]) -> list[Finished]:
         """Return a step's ends, with draws in place of the rows of populations."""
-        return [self._drawn(end) for end in ends] if self._going_on else ends
+        return [self._drawn(end) for end in ends]
 
     def _drawn(self, end: Finished) -> Finished:
         population, populating = end.request, self._populating
         if populating is None or not isinstance(population, PopulationDraw):
             return end
-        self._going_on.pop(population, None)
+        self.going_on.pop(population, None)
         if end.error is not None:
             return end
         found: Any = end.result

@@ -174,6 +174,9 @@ def test_a_population_s_steps_are_right_and_prepared_where_they_can_be(
             particles = step([particles[0], particles[0], *particles[2:]])
         for _ in range(4):
             particles = step(particles)
+        assert len(particles[2]) > len(particles[0])
+        # A step is prepared for the shorter one, whose seat goes on as the longer one.
+        particles = step([particles[2], *particles[1:]])
         assert lm.statistics().engine.prepared > resampled.prepared or not ahead
         assert lm.statistics().engine.failed == 0
 

@@ -1,4 +1,4 @@
-"""What each vLLM request in progress is for, and what its row ends."""
+"""vLLM requests in progress: the purpose of each, and which questions their rows end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Sent: TypeAlias = LogprobsRequest | Generated
 """What vLLM is given one by one."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
-"""What a vLLM request is for: one question, or with others a population."""
+"""A question of its own, or a population that the vLLM request serves with others."""
 
 
 class Answered(NamedTuple):
-    """What the rows of a step end.
+    """The ends that the rows of a step make.
 
     Attributes:
         kept: the vLLM requests that are resident now with the context of a question.
@@ -39,7 +39,7 @@ class Answered(NamedTuple):
 
 
 class InProgress(dict[str, Purpose]):
-    """What vLLM has in progress, by id. Adapters and samples are held until it has ended."""
+    """The purposes of vLLM requests, by id. Adapters and samples are held until these have ended."""
 
     def __init__(self, adapters: VLLMAdapters, samples: Samples) -> None:
         super().__init__()

@@ -176,8 +176,8 @@ class SeatedPopulations:
         return self.answer(population, mine, together([under_way.rows[each] for each in mine]))
 
     def settle(self, population: PopulationDraw) -> None:
-        """Know the sequences of a population whose rows were asked for one by one, once they are needed:
-        by their contexts, as far as they are resident then."""
+        """Remember the sequences of a population whose rows were asked for one by one: they are found by
+        their contexts once they are needed, if all are resident then."""
         contexts, adapter, kept = population.contexts, population.adapter, self._open
         if kept is not None:
             self._known[population.asked] = lambda: _settled(kept, contexts, adapter)
