@@ -102,12 +102,10 @@ class PopulationDraw:
     def drawn(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
         """Return the draws as ``sampling.drawn`` does, without waiting for the device: from a row for
         each sequence, or from row ``places[i]`` for sequence ``i``."""
-        device, heat, masks = rows[0].device, None, None
-        numbers = moved(seeded_uniforms(self.seeds), device)
+        device, heat = rows[0].device, None
+        numbers, masks = _moved(seeded_uniforms(self.seeds), self.masks, device)
         if self.temperature != 1.0:
             heat = moved(torch.full((len(self), 1), self.temperature, dtype=torch.float64), device)
-        if self.masks is not None:
-            masks = _moved_masks(self.masks, device)
         size = rows_at_once(rows[0])
         at = None if places is None else moved(torch.from_numpy(places), device)
         parts: list[Tensor] = []
@@ -183,11 +181,20 @@ def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -
     return whole
 
 
-def _moved_masks(masks: np.ndarray, device: torch.device) -> Tensor:
-    """Return a copy of masks on the device, without synchronizing with it."""
-    packed = torch.empty(masks.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def _moved(
+    uniforms: Tensor, masks: np.ndarray | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return random numbers, float64 ``[n, 2]``, and masks on the device: by one copy, without
+    synchronizing with it."""
+    if masks is None:
+        return moved(uniforms, device), None
+    count, first = len(uniforms), uniforms.nbytes
+    both = torch.empty(first + masks.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    both[:first] = uniforms.view(torch.uint8).reshape(-1)
+    packed = both[first:].view(masks.shape)
     if masks.flags.writeable and masks.nbytes > MANY_BYTES:
         packed.copy_(torch.from_numpy(masks))  # on several cores
     else:
         packed.numpy()[:] = masks
-    return packed.to(device, non_blocking=True)
+    both = both.to(device, non_blocking=True)
+    return both[:first].view(torch.float64).view(count, 2), both[first:].view(masks.shape)

@@ -115,8 +115,9 @@ class Runner(Protocol):
         """Record that these are the tokens with which the step was run last."""
         ...
 
-    def reseat(self, seats: Sequence[Seat]) -> None:
-        """Copy blocks, and have these requests go on as other sequences."""
+    def reseat(self, seats: Sequence[Seat], *, in_place: bool = False) -> None:
+        """Copy blocks, and have these requests go on as other sequences: ``in_place`` if they are all as
+        long as those before, of which a prepared step is refreshed then."""
         ...
 
     def write(self, tokens: NextTokens) -> None:
@@ -197,7 +198,7 @@ class RunnerV1:
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         self.write(tokens)
 
-    def reseat(self, seats: Sequence[Seat]) -> None:
+    def reseat(self, seats: Sequence[Seat], *, in_place: bool = False) -> None:
         self._blocks.copy(_copies(seats))
         batch = self._runner.input_batch
         for request_id, token_ids, block_ids, _ in seats:
@@ -280,7 +281,7 @@ class RunnerV2:
             graph.cg_mode != CUDAGraphMode.FULL
         ):  # only a full graph runs without the rest of the step
             return None
-        return _prepared(output, list(batch.req_ids), (graph, batch))
+        return _prepared(output, list(batch.req_ids), (graph, batch, None))
 
     def _is_repeated(self, output: SchedulerOutput, before: Prepared) -> bool:
         """Return whether a step is of the same batch as the one before, and nothing but positions and
@@ -305,14 +306,16 @@ class RunnerV2:
         """Prepare what differs from one step to the next of the same batch: what ``execute_model`` does,
         less what is in its place already. The forward reads it from the runner's buffers."""
         runner, states = self._runner, self._runner.req_states
-        graph, batch = before.launch
+        graph, batch, tables = before.launch
         scheduled = output.scheduled_cached_reqs
         computed = np.array(scheduled.num_computed_tokens, np.int32)
         states.num_computed_tokens_np[batch.idx_mapping_np] = computed
-        for slot, block_ids in zip(batch.idx_mapping_np, scheduled.new_block_ids, strict=True):
-            if block_ids is not None:
-                runner.block_tables.append_block_ids(slot, block_ids, overwrite=False)
-        runner.block_tables.apply_staged_writes()
+        new = [n for n, ids in enumerate(scheduled.new_block_ids) if ids is not None]
+        for place in new:
+            slot, block_ids = batch.idx_mapping_np[place], scheduled.new_block_ids[place]
+            runner.block_tables.append_block_ids(slot, block_ids, overwrite=False)
+        if new:
+            runner.block_tables.apply_staged_writes()
         buffers = runner.input_buffers
         prepare_pos_seq_lens(
             batch.idx_mapping,
@@ -324,33 +327,38 @@ class RunnerV2:
         longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
         longest[: len(computed)] = torch.from_numpy(computed) + 1
         batch = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
+        if new or tables is None:
+            tables, slots = runner.prepare_attn(batch)
+        else:  # the tables are in the forward's buffer already
+            slots = runner.block_tables.compute_slot_mappings(
+                batch.idx_mapping,
+                batch.query_start_loc,
+                batch.positions,
+                num_tokens_padded=batch.num_tokens_after_padding,
+            )
         runner.model_state.prepare_attn(
-            batch,
-            graph.cg_mode,
-            *runner.prepare_attn(batch),
-            runner.attn_groups,
-            runner.kv_cache_config,
+            batch, graph.cg_mode, tables, slots, runner.attn_groups, runner.kv_cache_config
         )
-        return Prepared(before.request_ids, scheduled.num_computed_tokens, (graph, batch))
+        return Prepared(before.request_ids, scheduled.num_computed_tokens, (graph, batch, tables))
 
     def refresh(self, step: Prepared) -> None:
-        _, batch = step.launch
+        _, batch, _ = step.launch
         self._runner.block_tables.apply_staged_writes()
         self._runner.prepare_attn(batch)
 
     def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
         runner = self._runner
-        graph, _ = step.launch
+        graph, *_ = step.launch
         runner.input_buffers.input_ids[: len(token_ids)].copy_(token_ids)
         hidden_states = runner.cudagraph_manager.run_fullgraph(graph)
         logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
         return logits
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
-        _, batch = step.launch
+        _, batch, _ = step.launch
         self._runner.postprocess_num_computed_tokens(batch)
 
-    def reseat(self, seats: Sequence[Seat]) -> None:
+    def reseat(self, seats: Sequence[Seat], *, in_place: bool = False) -> None:
         self._blocks.copy(_copies(seats))
         states = self._runner.req_states
         for request_id, token_ids, block_ids, _ in seats:
@@ -358,10 +366,14 @@ class RunnerV2:
             states.prompt_len.np[slot] = states.prefill_len.np[slot] = length
             states.num_computed_prefill_tokens[slot] = length
             states.num_computed_tokens_np[slot] = length
-            states.num_computed_tokens.stage_write_elem(slot, length)
-            states.total_len.stage_write_elem(slot, length)
             self._runner.block_tables.append_block_ids(slot, (block_ids,), overwrite=True)
-        states.apply_staged_writes()
+            if not in_place:
+                states.num_computed_tokens.stage_write_elem(slot, length)
+                states.total_len.stage_write_elem(slot, length)
+        # In place, the device counts as many computed tokens already; and what it takes for the prompt
+        # is of the sequence before, which was computed too.
+        if not in_place:
+            states.apply_staged_writes()
 
     def write(self, tokens: NextTokens) -> None:
         last = self._runner.req_states.last_sampled_tokens

@@ -171,7 +171,7 @@ class DecodeSteps:
         else:
             self._mistaken += speculated is not None
             if self._seats:
-                self._runner.reseat(self._seats)
+                self._runner.reseat(self._seats, in_place=True)
                 self._runner.refresh(step)
                 self._seats.clear()
             token_ids = self._moved(tokens.token_ids, torch.int32)

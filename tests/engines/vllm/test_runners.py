@@ -70,6 +70,10 @@ class Tables:
         self.applied |= self._staged
         self._staged.clear()
 
+    def compute_slot_mappings(self, slots: Any, *_: Any, num_tokens_padded: int) -> str:
+        assert len(slots) == num_tokens_padded
+        return "slots"
+
 
 class Runner:
     """A V2 runner whose forward makes of each token the logits ``token + 1000 * position``, from the
@@ -256,6 +260,8 @@ class Batch:
     query_start_loc: Any
     seq_lens_cpu_upper_bound: Any
     num_computed_tokens_np: Any
+    positions: Any = "positions"
+    num_tokens_after_padding: int = 2
 
 
 class Repeating(Runner):
@@ -328,7 +334,9 @@ def test_a_step_of_the_same_batch_is_prepared_from_the_one_before() -> None:
     assert runner.block_tables.applied == {4: [1, 8], 0: [2]}
     assert runner.model_state.attended == [[9.0, 8.0, 0.0, 0.0]]  # type: ignore[attr-defined]
     shim.confirm(step, tokens(b=3, a=4))
+    attended = len(runner.attended)
     again = shim.prepare(next_step({}, b=9, a=8), step)
+    assert len(runner.attended) == attended, "the blocks are as they were"
     assert shim.run(again, torch.tensor([5, 6]))[:, 0].tolist() == [9005.0, 8006.0]
 
 
@@ -382,6 +390,19 @@ def test_a_reseated_request_has_the_tokens_and_blocks_of_the_other_sequence() ->
     assert runner.block_tables.applied == {4: [0, 1], 0: [0, 9]}
     assert torch.equal(runner.kv_caches[0][9], before[1])
     assert torch.equal(runner.kv_caches[0][:9], before[:9])
+
+
+def test_a_request_reseated_in_place_is_as_long_as_before_to_the_device() -> None:
+    runner = Runner({"a": 4, "b": 0})
+    shim = over(runner)
+    shim.reseat([seat("b", 6, [0, 9], copied=1)], in_place=True)
+    states = runner.req_states
+    states.apply_staged_writes()
+    assert states.num_computed_tokens.applied.tolist() == [-1] * SLOTS
+    assert states.total_len.applied.tolist() == [-1] * SLOTS
+    assert states.num_computed_tokens_np[0] == states.prefill_len.np[0] == 6
+    runner.block_tables.apply_staged_writes()
+    assert runner.block_tables.applied == {0: [0, 9]}
 
 
 def test_a_seat_that_ends_with_a_full_block_needs_no_copy() -> None:
