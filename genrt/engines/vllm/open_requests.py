@@ -51,24 +51,27 @@ class OpenRequests:
         self._flush += 1
         matched: list[str | None] = []
         forks: list[tuple[int, str]] = []
+        extended: dict[str, int] = {}
         parked, residents = self._scheduler.parked, self._residents
         # Sequences that go on step after step mostly come in the same order.
         guesses = self._populations.get(self._matched_in, ())[: len(requests)]
         self._matched_in = self._flush
         for request, guess in zip_longest(requests, guesses):
             adapter, context = request.adapter, request.packed
-            if guess in parked and residents.is_parent(guess, adapter, context):
+            is_free = guess in parked and guess not in extended
+            if is_free and residents.is_parent(guess, adapter, context):
                 parent: str | None = guess
             else:
                 parent = residents.parent(adapter, context)
-            if parent in parked:
-                self._wake([parent], [request.last_token])
-                self._extended += 1
+            if parent in parked and parent not in extended:
+                extended[parent] = request.last_token
                 matched.append(parent)
                 continue
             if parent is not None:
                 forks.append((len(matched), parent))
             matched.append(None)
+        self._wake([*extended], [*extended.values()])
+        self._extended += len(extended)
         if forks:
             for place, request_id in self._fork(requests, forks).items():
                 matched[place] = request_id
