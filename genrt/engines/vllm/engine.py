@@ -309,7 +309,8 @@ class VLLMEngine:
             finished.append(Finished(request, None if error else result, error))
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
-        self._give_up(self._in_progress.left_by(finished))
+        left = self._in_progress.left_by(finished)
+        self._give_up([each for each in left if each not in answered])
         finished += self._answered(answered, rows)
         self._abort(over)
         if isinstance(self._store, RemoteStore):

@@ -190,12 +190,11 @@ class OpenRequests:
     def keep_later(
         self, request_ids: Sequence[str], adapter: Adapter | None, contexts: Packed
     ) -> None:
-        """Record what ``keep`` does, of sequences of one population, whose contexts are asked for when
-        somebody looks for them. Those that have been evicted since they were answered are left out."""
-        self.keep(())
-        known = self._asked_in
-        here = {each: n for n, each in enumerate(request_ids) if each in known}
-        self._residents.put_later(here, adapter, contexts)
+        """Record what ``keep`` does, of sequences of one population that go on, before their rows are
+        there: in this moment they cease to be what they were. Their contexts are asked for when somebody
+        looks for them."""
+        numbers = {each: n for n, each in enumerate(request_ids)}
+        self._residents.put_later(numbers, adapter, contexts)
 
     def untouched(self, requests: Iterable[tuple[str, int]]) -> bool:
         """Return whether all these are parked, each as the flush beside it left it."""
@@ -203,10 +202,12 @@ class OpenRequests:
         return all([each in parked and asked_in.get(each) == flush for each, flush in requests])
 
     def resident(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
-        """Return the request that is resident with this context, and the flush it was part of last."""
+        """Return the request that is parked with this context, and the flush it was part of last."""
         request_id = self._residents.of_context(adapter, context)
-        flush = None if request_id is None else self._asked_in.get(request_id)
-        return None if request_id is None or flush is None else (request_id, flush)
+        # One that is under way may be growing beyond the context that it is known by.
+        if request_id is None or request_id not in self._scheduler.parked:
+            return None
+        return request_id, self._asked_in[request_id]
 
     @property
     def flush(self) -> int:

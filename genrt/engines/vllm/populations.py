@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from genrt.engines.protocol import Finished, PopulationRows
-from genrt.engines.residency import Packed
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.questions.contexts import Adapter
@@ -62,18 +61,11 @@ class _UnderWay:
     """A population in progress.
 
     Attributes:
-        firsts: the first sequence of each vLLM request; ``None``: the one at its place.
         rows: those that came in other steps than the last of them.
     """
 
     seats: _Seats
-    firsts: np.ndarray | None
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def contexts(self, contexts: Contexts) -> Packed:
-        """Return what returns the context of each vLLM request."""
-        packed, firsts = contexts.packed, self.firsts
-        return packed if firsts is None else lambda number: packed(int(firsts[number]))
 
 
 class SeatedPopulations:
@@ -92,7 +84,7 @@ class SeatedPopulations:
         )
         self._under_way: dict[PopulationDraw, _UnderWay] = {}
         # The last step's, if its sequences are all different.
-        self._answered: PopulationDraw | None = None
+        self._answered: Asked | None = None
 
     def __len__(self) -> int:
         """Return how many are in progress."""
@@ -123,7 +115,11 @@ class SeatedPopulations:
         for request_id in found if free else ():
             free.pop(request_id, None)
         now = np.full(len(found), kept.flush)
-        self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free), firsts)
+        self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free))
+        packed = population.contexts.packed
+        kept.keep_later(
+            found, adapter, packed if firsts is None else lambda number: packed(int(firsts[number]))
+        )
         if adapter is not None:
             self._adapters.hold(adapter)
         return found
@@ -142,8 +138,7 @@ class SeatedPopulations:
     def answer(
         self, population: PopulationDraw, request_ids: list[str], rows: torch.Tensor
     ) -> Finished:
-        """End a population by the rows ``[m, vocab_size]`` of these vLLM requests, which are its own and
-        are resident from now on; those of a population that fails, or is given up, are not."""
+        """End a population by the rows ``[m, vocab_size]`` of these vLLM requests, which are its own."""
         under_way = self._ended(population)
         seats = under_way.seats
         places = seats.places
@@ -152,10 +147,9 @@ class SeatedPopulations:
             order = np.array([at[each] for each in seats.request_ids])
             places = order if places is None else order[places]
         if self._open is not None:
-            contexts = under_way.contexts(population.contexts)
-            self._open.keep_later(seats.request_ids, population.adapter, contexts)
+            self._open.keep(())
         self._known[population.asked] = seats
-        self._answered = population if seats.places is None else None
+        self._answered = population.asked if seats.places is None else None
         return Finished(population, PopulationRows(rows, places))
 
     def put(
@@ -206,7 +200,7 @@ class SeatedPopulations:
     def expected(self, population: PopulationDraw) -> list[str]:
         """Return the requests of a population's sequences, if the last step answered it and they are all
         different; else none."""
-        if population is not self._answered:
+        if population.asked is not self._answered:
             return []
         known = self._known.get(population.asked)
         return known.request_ids if isinstance(known, _Seats) else []
