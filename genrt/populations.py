@@ -129,7 +129,7 @@ class Population:
         home, count = self._home, len(self._sequences)
         places = self._places(where)
         contexts, before = self._contexts(places), self._origins
-        origins = before if len(places) == count else before.take(places)
+        origins = before if len(places) == count else before.take(places).needed()
         asked = population_draw(
             contexts,
             home.adapters.bound(self._adapter),

@@ -53,11 +53,29 @@ class Origins:
             for each, start in zip(several, starts, strict=False)
         ]
         lengths = [each.lengths for each in several]
-        return cls(sum(asked, ()), np.concatenate(numbers), np.concatenate(lengths))
+        return cls(sum(asked, ()), np.concatenate(numbers), np.concatenate(lengths)).needed()
 
     def take(self, places: np.ndarray | slice) -> Self:
         """Return those of the sequences at these places, any number of times each."""
         return type(self)(self.asked, self.numbers[places], self.lengths[places])
+
+    def needed(self) -> Self:
+        """Return the same without the questions that no sequence goes on from, and each of them once."""
+        known = self.numbers >= 0
+        if not known.any():
+            return type(self).none(len(known))
+        if len(self.asked) == 1:
+            return self
+        ends = np.cumsum([each.count for each in self.asked])
+        of = np.searchsorted(ends, self.numbers, side="right")
+        asked = dict.fromkeys(self.asked[n] for n in np.unique(of[known]).tolist())
+        starts = dict(zip(asked, np.cumsum([0, *[each.count for each in asked]]), strict=False))
+        moved = [
+            starts.get(each, 0) - end + each.count
+            for each, end in zip(self.asked, ends, strict=True)
+        ]
+        numbers = np.where(known, self.numbers + np.array(moved)[np.where(known, of, 0)], -1)
+        return type(self)((*asked,), numbers, self.lengths)
 
     def cut(self, lengths: np.ndarray) -> Self:
         """Return what is left of them when the sequences are cut to at most these lengths."""
@@ -76,7 +94,7 @@ class Origins:
             return type(self)(tuple(asked), np.arange(count), lengths)
         others = np.ones(count, bool)
         others[places] = False
-        kept = self if (self.numbers[others] >= 0).any() else type(self).none(count)
+        kept = type(self)(self.asked, np.where(others, self.numbers, -1), self.lengths).needed()
         numbers, before = kept.numbers.copy(), kept.lengths.copy()
         numbers[places] = sum(each.count for each in kept.asked) + np.arange(len(places))
         before[places] = lengths

@@ -14,7 +14,7 @@ import torch
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
-from genrt.errors import EngineFailed, NotFinite
+from genrt.errors import NotFinite
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Origins
 from genrt.questions.population_draws import PopulationDraw
@@ -164,7 +164,7 @@ def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     assert not engine._in_progress
     assert not engine._populations
     engine.forget_residents()
-    scheduler: Any = engine._core.engine_core.scheduler  # type: ignore[union-attr]
+    scheduler: Any = engine._core.engine_core.scheduler
     assert not scheduler.requests
     assert not scheduler.parked
     kept: Any = engine._open
@@ -197,7 +197,7 @@ def test_a_question_between_the_steps_of_one_population_is_of_the_sequences_as_t
     assert turns.by_number == 8
     while turns.by_number > 6:
         turns.step()
-    assert 0 < turns.by_number
+    assert turns.by_number > 0
     others = [LogprobsRequest((*each[:-1], 5)) for each in particles.lists]
     turns.submit(*others)
     turns.finish(question, *others, *texts)
