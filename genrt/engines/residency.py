@@ -62,7 +62,9 @@ class Residents:
         self, numbers: Mapping[str, int], adapter: Adapter | None, contexts: Packed
     ) -> None:
         """Record that sequences are resident, each with a number, and that number ``i`` has the context
-        ``contexts(i)``, which is asked for when somebody looks for contexts."""
+        ``contexts(i)``, which is asked for when somebody looks for contexts. Only then are they put."""
+        for request_id in numbers:
+            self._later.pop(request_id, None)  # to the end, as in ``put``
         self._later.update({each: (adapter, contexts, n) for each, n in numbers.items()})
 
     def _put_all(self) -> None:

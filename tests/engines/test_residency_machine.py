@@ -1,4 +1,7 @@
-"""The index of resident sequences against a plain list of token sequences, under any order of events."""
+"""The index of resident sequences against a plain list of token sequences, under any order of events.
+
+Those put later are put, in order, when somebody looks for contexts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ def packed(context: Sequence[int]) -> bytes:
 
 
 class ResidentsMachine(RuleBasedStateMachine):
-    """``known`` has the sequences by name, in the order in which they were put last."""
+    """``known`` has the sequences by name, in the order in which they were put last; ``later`` those
+    that were put later since."""
 
     names = Bundle("names")
 
@@ -42,6 +46,8 @@ class ResidentsMachine(RuleBasedStateMachine):
         super().__init__()
         self.residents = Residents()
         self.known: dict[str, tuple[Adapter | None, Context]] = {}
+        self.later: dict[str, tuple[Adapter | None, Context]] = {}
+        self.read: list[int] = []
         self.count = 0
 
     # -- the events ---------------------------------------------------------------------------
@@ -82,14 +88,50 @@ class ResidentsMachine(RuleBasedStateMachine):
                 self.put(each, adapter, tokens)
         return fork
 
+    @rule(
+        target=names,
+        names=st.lists(names, max_size=4, unique=True),
+        more=st.lists(st.integers(0, 2), max_size=2),
+        twice=st.booleans(),
+    )
+    def put_later(self, names: list[str], more: list[int], twice: bool) -> str:
+        """Sequences of one population grow, one of which is new; their contexts are not read yet. Or the
+        new one is the equal of the first, which is put again after it."""
+        self.count += 1
+        new = str(self.count)
+        before = self.known | self.later
+        found = [before[name] for name in names if name in before]
+        adapter = found[0][0] if found else None
+        ids = [name for name in names if name in before and before[name][0] == adapter]
+        contexts = [(*before[name][1], *more) for name in ids]
+        ids, contexts = [*ids, new], [*contexts, contexts[0] if twice and contexts else (1, *more)]
+
+        def context(number: int) -> bytes:
+            self.read.append(number)
+            return packed(contexts[number])
+
+        reads = len(self.read)
+        self.residents.put_later({name: n for n, name in enumerate(ids)}, adapter, context)
+        put = [*zip(ids, contexts, strict=True)]
+        if twice:
+            self.residents.put_later({ids[0]: 0}, adapter, context)
+            put.append(put[0])
+        assert len(self.read) == reads
+        for name, tokens in put:
+            self.later.pop(name, None)
+            self.later[name] = adapter, tokens
+        return new
+
     @rule(name=consumes(names))
     def remove(self, name: str) -> None:
         self.residents.remove(name)
         self.residents.remove(name)
         self.known.pop(name, None)
+        self.later.pop(name, None)
 
     @rule(adapter=st.sampled_from(ADAPTERS))
     def remove_adapter(self, adapter: Adapter | None) -> None:
+        self.look()
         bound = [name for name, (other, _) in self.known.items() if other == adapter]
         assert sorted(self.residents.bound_to(adapter)) == sorted(bound)
         for name in bound:
@@ -116,12 +158,15 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_knows_what_it_was_told(self) -> None:
-        assert sorted(self.residents.request_ids()) == sorted(self.known)
-        assert len(self.residents) == len(self.known)
-        assert all(name in self.residents for name in self.known)
+        known = self.known | self.later
+        assert len(self.residents) == len(known)
+        assert all(name in self.residents for name in known)
         assert "unknown" not in self.residents
 
     def teardown(self) -> None:
+        self.look()
+        assert sorted(self.residents.request_ids()) == sorted(self.known)
+        assert not self.residents._later
         for name in list(self.known):
             self.residents.remove(name)
         assert not self.residents._by_digest
@@ -132,10 +177,21 @@ class ResidentsMachine(RuleBasedStateMachine):
     def put(self, name: str, adapter: Adapter | None, context: Context) -> None:
         self.residents.put(name, adapter, packed(context))
         self.known.pop(name, None)
+        self.later.pop(name, None)
         self.known[name] = adapter, context
+
+    def look(self) -> None:
+        """Somebody looks for contexts."""
+        for name, (adapter, context) in self.later.items():
+            self.known.pop(name, None)
+            self.known[name] = adapter, context
+        self.later.clear()
 
     def check(self, adapter: Adapter | None, asked: Context) -> None:
         """Every answer about this context."""
+        for name in self.later:
+            assert not self.residents.is_parent(name, adapter, packed(asked)), "it may have grown"
+        self.look()
         parents = [name for name, known in self.known.items() if known == (adapter, asked[:-1])]
         parent = self.residents.parent(adapter, packed(asked))
         assert parent == (parents[-1] if parents else None), "of several, the last put"
