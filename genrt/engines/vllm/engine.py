@@ -241,11 +241,12 @@ class VLLMEngine:
             self._count(rows=len(step.request_ids))
             return [self._populations.answer(population, step.request_ids, step.rows)]
         rows: list[torch.Tensor | None] = [*step.rows.unbind()]
-        self._decoded = [(self._in_progress[each], each) for each in step.request_ids]
         if self._populations:  # which fails with one of its rows
+            self._decoded = []
             for position in cast("FiniteCheck", check).wait():
                 rows[position] = None
             return self._answered(step.request_ids, rows)
+        self._decoded = [(self._in_progress[each], each) for each in step.request_ids]
         finished = self._answered(step.request_ids, rows)
         bad = cast("FiniteCheck", check).wait()
         for position in bad:

@@ -3,8 +3,10 @@ that from transformers' row, and most steps read no context."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
-from genrt.errors import NotFinite
+from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Origins
 from genrt.questions.population_draws import PopulationDraw
@@ -31,6 +33,8 @@ pytestmark = pytest.mark.vllm
 SIZE = 320
 SLOTS = 12
 LONGEST = 200
+BLOCK = 2 * 2 * 32 * 2 * 4 * 32
+"""Bytes: layers, KV heads, head size, K and V, of a float32, tokens."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 32,
@@ -58,25 +62,36 @@ class Particles:
         self.adapter = adapter
         self.lists = [[*each] for each in contexts]
 
-    def question(self, seed: int = 0) -> PopulationDraw:
-        places = np.arange(len(self.lists))
-        contexts = self.sequences.contexts(places)
-        origins = self.origins if self.origins.go_on(contexts.lengths) else None
-        seeds = np.arange(seed, seed + len(places)).astype(np.uint64)
-        return PopulationDraw(contexts, self.adapter, None, 1.0, seeds, origins)
+    def question(self, seed: int = 0, places: Sequence[int] | None = None) -> PopulationDraw:
+        at = np.arange(len(self.lists)) if places is None else np.array(places)
+        contexts = self.sequences.contexts(at)
+        origins = self.origins if places is None else self.origins.take(at).needed()
+        seeds = (seed + at).astype(np.uint64)
+        known = origins if origins.go_on(contexts.lengths) else None
+        return PopulationDraw(contexts, self.adapter, None, 1.0, seeds, known)
 
-    def answered(self, question: PopulationDraw) -> None:
-        places, lengths = np.arange(len(self.lists)), question.contexts.lengths
-        self.origins = self.origins.after([question.asked], places, lengths)
+    def answered(self, question: PopulationDraw, places: Sequence[int] | None = None) -> None:
+        at = np.arange(len(self.lists)) if places is None else np.array(places)
+        self.origins = self.origins.after([question.asked], at, question.contexts.lengths)
 
     def append(self, token_ids: Sequence[int]) -> None:
         self.sequences.append(np.array(token_ids))
         for each, token_id in zip(self.lists, token_ids, strict=True):
-            each.append(token_id)
+            each += [token_id] * (token_id >= 0)
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        self.sequences.cut(np.array(lengths))
+        self.origins = self.origins.cut(np.array(lengths))
+        for each, length in zip(self.lists, lengths, strict=True):
+            del each[length:]
 
     def take(self, places: Sequence[int]) -> Particles:
         lists = [self.lists[place] for place in places]
         return Particles(lists, self.adapter, self.origins.take(np.array(places)))
+
+    def join(self, other: Particles) -> Particles:
+        origins = Origins.joined([self.origins, other.origins])
+        return Particles([*self.lists, *other.lists], self.adapter, origins)
 
 
 class Turns:
@@ -87,6 +102,15 @@ class Turns:
         self.answering = AnsweringEngine(engine, RowCache(0))
         self.oracle = oracle
         self.ends: dict[Request, Finished] = {}
+        self.went_on = 0
+        take = self.answering._populations.go_on
+
+        def go_on(requests: Sequence[Request]) -> dict[Request, None]:
+            taken = take(requests)
+            self.went_on += len(taken)
+            return taken
+
+        self.answering._populations.go_on = go_on  # type: ignore[method-assign]
 
     def submit(self, *requests: Request) -> None:
         self.answering.submit(requests)
@@ -148,9 +172,28 @@ def engine(llama: Path) -> Iterator[VLLMEngine]:
     opened.close()
 
 
+@pytest.fixture(scope="module")
+def tight(llama: Path) -> Iterator[VLLMEngine]:
+    """An engine whose blocks hold few of the sequences."""
+    from genrt.engines.vllm.opening import open_vllm
+
+    opened = open_vllm(str(llama), options=OPTIONS | {"kv_cache_memory_bytes": 34 * BLOCK})
+    yield opened
+    opened.close()
+
+
 @pytest.fixture
 def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
-    """One engine for the file; nothing may be in progress after a test, nor known but what lives."""
+    yield from checked(engine, oracle)
+
+
+@pytest.fixture
+def tight_turns(tight: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
+    yield from checked(tight, oracle)
+
+
+def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
+    """Turns of one engine for the file; nothing may be in progress after a test, nor left."""
     engine.forget_residents()
     rows: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -160,14 +203,23 @@ def turns(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
             rows[key] = oracle(key)
         return rows[key]
 
-    yield Turns(engine, remembered)
+    turns = Turns(engine, remembered)
+    yield turns
+    answers = turns.answering._populations
+    assert not answers.found
+    assert not answers._going_on
     assert not engine._in_progress
     assert not engine._populations
-    engine.forget_residents()
-    scheduler: Any = engine._core.engine_core.scheduler
-    assert not scheduler.requests
-    assert not scheduler.parked
+    assert not engine._adapters._users
     kept: Any = engine._open
+    scheduler: Any = engine._core.engine_core.scheduler
+    assert set(kept._asked_in) == set(scheduler.parked) == set(scheduler.requests)
+    assert {*kept._residents._by_id, *kept._residents._later} == set(scheduler.requests)
+    gc.collect()
+    assert len(engine._populations._known) <= 1, "of the last step"
+    engine.forget_residents()
+    assert not scheduler.requests
+    assert not scheduler._waking
     assert not len(kept._residents)
     assert not kept._asked_in
     assert not kept._residents._by_digest
@@ -251,3 +303,144 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     for each in others:
         turns.check(each)
     turns.ask(particles)
+
+
+# -- whatever happens -------------------------------------------------------------------------------
+
+
+class Walk:
+    """Populations of one engine that grow, are resampled, cut, taken, joined and asked about in part,
+    together, beside rows and texts; some questions are cancelled, and some steps fail."""
+
+    def __init__(
+        self, turns: Turns, seed: int, breaks: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self.turns, self.breaks = turns, breaks
+        self.chance = random.Random(seed)
+        self.all = [Particles([*contexts_of(1, 20, seed) * 4, *contexts_of(2, 31, seed)])]
+        self.asked = 0
+
+    def step(self) -> None:
+        chance, turns = self.chance, self.turns
+        several = chance.sample(self.all, min(len(self.all), chance.choice([1, 1, 2])))
+        places: list[list[int] | None] = [
+            sorted(chance.sample(range(len(each.lists)), chance.randint(1, len(each.lists))))
+            if chance.random() < 0.25
+            else None
+            for each in several
+        ]
+        seed = chance.randrange(10**6)
+        questions = [each.question(seed, at) for each, at in zip(several, places, strict=True)]
+        self.asked += len(questions)
+        beside = [self.row() for _ in range(chance.choice([0, 0, 1, 2]))]
+        beside = [*dict.fromkeys(beside)]
+        texts = [SampleRequest((seed % SIZE,), 9, seed=1)] if chance.random() < 0.1 else []
+        turns.submit(*questions, *beside, *texts)
+        how = chance.random()
+        if how < 0.1:
+            if chance.random() < 0.5 and self.turns.engine._in_progress:
+                turns.step()
+            gone = questions if chance.random() < 0.5 else [*questions[:1], *beside]
+            turns.answering.cancel([each for each in gone if each not in turns.ends])
+        elif how < 0.16:
+            with self.breaks("fails"), pytest.raises(EngineFailed, match="scripted"):
+                turns.finish(*questions, *beside)
+        elif how < 0.22:
+            with self.breaks("not finite"):
+                turns.step()
+        while turns.engine._in_progress or turns.engine._ended or len(turns.engine._samples):
+            turns.step()
+        for row in beside:
+            if row in turns.ends:
+                self.check(row)
+        for each, at, question in zip(several, places, questions, strict=True):
+            if question in turns.ends and (found := self.check(question)) is not None:
+                each.answered(question, at)
+                token_ids = np.full(len(each.lists), -1)
+                token_ids[slice(None) if at is None else at] = found.token_ids.numpy()
+                each.append(token_ids.tolist())
+            if max(map(len, each.lists)) > LONGEST - 40:
+                each.cut([chance.randrange(1, 50)] * len(each.lists))
+        turns.ends.clear()
+        self.change()
+
+    def check(self, request: PopulationDraw | LogprobsRequest) -> Any:
+        if self.turns.ends[request].error is not None:
+            assert isinstance(self.turns.ends[request].error, NotFinite)
+            return None
+        return self.turns.check(request)
+
+    def row(self) -> LogprobsRequest:
+        """A context that shares much with a sequence."""
+        known = self.chance.choice(self.chance.choice(self.all).lists)
+        end = self.chance.choice([len(known), len(known), len(known) - 1, len(known) // 2])
+        return LogprobsRequest((*known[:end], self.chance.randrange(SIZE)))
+
+    def change(self) -> None:
+        chance, how = self.chance, self.chance.random()
+        number = chance.randrange(len(self.all))
+        each = self.all[number]
+        count = len(each.lists)
+        if how < 0.25:
+            self.all[number] = each.take(sorted(chance.choices(range(count), k=count)))
+        elif how < 0.32:
+            each.cut([max(1, len(one) - chance.randrange(4)) for one in each.lists])
+        elif how < 0.38 and len(self.all) < 3:
+            self.all.append(each.take(chance.choices(range(count), k=chance.randrange(1, 5))))
+        elif how < 0.44 and len(self.all) > 1:
+            other = self.all.pop(number)
+            joined = self.all[0].join(other)
+            self.all[0] = joined.take(range(min(len(joined.lists), 8)))
+        elif how < 0.5 and count > 1:
+            self.all[number] = each.take(range(count // 2))
+            self.all.append(each.take(range(count // 2, count)))
+            del self.all[:-3]
+        elif how < 0.54:
+            each.append([chance.randrange(-1, SIZE) for _ in each.lists])
+
+
+@pytest.fixture
+def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[None]]:
+    """Have the steps of an engine fail, or a row of theirs be not finite."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from genrt.engines.vllm import capture, speculation
+
+    log_probabilities = capture.log_probabilities
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("scripted failure")
+
+    def poisoned(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+        rows = log_probabilities(logits, **options).clone()
+        rows[-1, 0] = float("nan")
+        return rows
+
+    @contextmanager
+    def broken(how: str) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            if how == "fails":
+                patch.setattr(GPUModelRunner, "_model_forward", fails)
+            else:
+                patch.setattr(speculation, "log_probabilities", poisoned)
+            yield
+
+    return broken
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_walks(turns: Turns, seed: int, breaks: Any) -> None:
+    walk = Walk(turns, seed, breaks)
+    for _ in range(60):
+        walk.step()
+    assert turns.went_on > walk.asked / 3
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_random_walks_with_hardly_any_memory(tight_turns: Turns, seed: int, breaks: Any) -> None:
+    walk = Walk(tight_turns, seed, breaks)
+    before = tight_turns.engine.statistics().evicted
+    for _ in range(60):
+        walk.step()
+    assert tight_turns.went_on > 5
+    assert tight_turns.engine.statistics().evicted > before
