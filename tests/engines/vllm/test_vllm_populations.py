@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
@@ -23,7 +24,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
-from genrt.questions.sequences import Sequences
+from genrt.questions.sequences import Contexts, Sequences
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.tokens.sampling import BatchDraw
@@ -42,6 +43,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": SLOTS,
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 2**25,
+    "enable_lora": True,
+    "max_lora_rank": 8,
 }
 LIMITS = Limits(SIZE, LONGEST - 1)
 TOLERANCE = 1e-3
@@ -230,6 +233,75 @@ def contexts_of(count: int, length: int, seed: int) -> list[list[int]]:
     return [[choose.randrange(SIZE) for _ in range(length)] for _ in range(count)]
 
 
+# -- by number ------------------------------------------------------------------------------------
+
+
+def test_steps_after_the_first_go_by_number_and_read_no_context(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growth, resampling, a cut of nothing, questions about some, a part that is taken, a join."""
+    particles = Particles(contexts_of(6, 30, seed=9))
+    turns.grow(particles)
+    before, read = turns.engine.statistics(), list[int]()
+    packed = Contexts.packed
+    monkeypatch.setattr(
+        Contexts, "packed", lambda each, number: read.append(number) or packed(each, number)
+    )
+    for step in range(6):
+        questions = turns.went_on
+        question = particles.question(step)
+        turns.submit(question)
+        turns.finish(question)
+        # Of the first, which was asked for by rows, once; of the others never.
+        assert (turns.went_on, len(read)) == (questions + 1, 6)
+        particles.answered(question)
+        with monkeypatch.context() as patch:
+            patch.setattr(Contexts, "packed", packed)
+            particles.append(turns.check(question).token_ids.tolist())
+        if step % 2:
+            particles = particles.take([0, 0, 1, 4, 4, 5])
+            particles.cut([100] * 6)
+    after = turns.engine.statistics()
+    # After resampling the equal ones share a row, and one step later there are forks.
+    assert after.rows - before.rows == after.computed_tokens - before.computed_tokens == 32
+    assert after.forked - before.forked == 4
+    particles = particles.take([0, 2, 3, 5])
+    turns.grow(particles)
+    for _ in range(2):
+        some = particles.question(7, [0, 2])
+        turns.submit(some)
+        turns.finish(some)
+        particles.answered(some, [0, 2])
+        first, second = turns.check(some).token_ids.tolist()
+        particles.append([first, -1, second, -1])
+    turns.grow(particles.take([3, 1]).join(particles.take([0, 2])))
+    assert turns.went_on == 10
+    assert turns.engine.statistics().computed_tokens - after.computed_tokens == 12
+
+
+def test_equal_sequences_of_a_joined_population_share_a_row(turns: Turns) -> None:
+    particles = Particles(contexts_of(3, 20, seed=10))
+    turns.ask(particles)
+    twice = particles.take([0, 1]).join(particles.take([1, 2, 1]))
+    twice.append([4, 5, 5, 6, 5])
+    before = turns.engine.statistics().rows
+    turns.ask(twice)
+    assert turns.went_on == 1
+    assert turns.engine.statistics().rows - before == 3
+
+
+def test_sequences_grow_to_the_longest_by_number(turns: Turns) -> None:
+    particles = Particles(contexts_of(3, LONGEST - 4, seed=11))
+    for _ in range(4):
+        draws = turns.ask(particles)
+        if len(particles.lists[0]) < LONGEST - 1:
+            particles.append(draws.token_ids.tolist())
+    assert turns.went_on == 3
+    again = particles.take([0, 2])
+    again.cut([LONGEST - 3] * 2)
+    turns.ask(again)
+
+
 # -- what else uses a sequence ----------------------------------------------------------------------
 
 
@@ -303,6 +375,85 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     for each in others:
         turns.check(each)
     turns.ask(particles)
+
+
+def test_a_population_of_which_vllm_ends_a_request_fails_alone(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step of vLLM's own, whose other rows are there."""
+    particles, beside = Particles(contexts_of(4, 20, seed=4)), LogprobsRequest((9, 9, 9))
+    turns.grow(particles)
+    question = particles.question()
+    turns.submit(question, beside)
+    ended = next(each for each, of in turns.engine._in_progress.items() if of is question)
+    run, stop = turns.engine._steps.run, FinishReason.ABORT
+
+    def aborted(*, only_texts: bool) -> Sequence[EngineCoreOutput]:
+        turns.engine._core.abort_requests([ended])  # type: ignore[union-attr]
+        outputs = run(only_texts=only_texts)
+        return [*outputs, EngineCoreOutput(ended, [], finish_reason=stop)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(turns.engine._steps, "run", aborted)
+        turns.step()
+    turns.check(beside)
+    assert "ended the request" in str(turns.ends.pop(question).error)
+    turns.engine._open.forget([ended])  # type: ignore[union-attr]
+    turns.ask(particles)
+
+
+# -- adapters, restarts, tasks ------------------------------------------------------------------
+
+
+def test_a_population_of_an_adapter_goes_on_with_that_one_alone(
+    turns: Turns, loras: tuple[Path, Path], llama: Path
+) -> None:
+    """It is removed while the population is in progress, and another is loaded under its name."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    tuned = {
+        Adapter("a", number): PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32), path
+        ).eval()
+        for number, path in enumerate(loras)
+    }
+
+    def row(context: Sequence[int], adapter: Adapter) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = tuned[adapter](torch.tensor([list(context)])).logits[0, -1]
+        return logits.log_softmax(dim=-1)
+
+    first, second = tuned
+    turns.answering.add_adapter(first, loras[0])
+    base_too = Particles(contexts_of(3, 20, seed=12))
+    particles = Particles(contexts_of(3, 20, seed=12), first)
+    turns.grow(base_too)
+    oracle = turns.oracle
+
+    def grow(each: Particles, adapter: Adapter) -> None:
+        turns.oracle = lambda context: row(context, adapter)
+        turns.grow(each)
+        turns.oracle = oracle
+
+    for _ in range(3):
+        grow(particles, first)
+        turns.grow(base_too)
+    assert turns.went_on == 5
+    question = particles.question()
+    turns.submit(question)
+    turns.answering.add_adapter(second, loras[1])
+    turns.answering.remove_adapter(first)
+    turns.finish(question)
+    turns.oracle = lambda context: row(context, first)
+    turns.check(question)
+    turns.oracle = oracle
+    assert not turns.engine._adapters._users
+    rebound = Particles(particles.lists, second, particles.origins)
+    for _ in range(2):
+        grow(rebound, second)
+        turns.grow(base_too)
+    turns.answering.remove_adapter(second)
 
 
 # -- whatever happens -------------------------------------------------------------------------------
