@@ -867,6 +867,39 @@ MUTANTS: tuple[Mutant, ...] = (
         only="adapters",
     ),
     *breaks(
+        "engines.vllm.populations",
+        "test_vllm_populations.py",
+        (
+            "SeatedPopulations.go_on",
+            "sequences that go on are known by what they were",
+            Drop("kept.keep_later"),
+        ),
+        (
+            "SeatedPopulations.answer",
+            "rows are taken in the order of the batch",
+            Swap("seats.request_ids != request_ids", "False"),
+        ),
+        only="not random",
+    ),
+    *breaks(
+        "engines.vllm.open_requests",
+        "test_vllm_populations.py",
+        (
+            "OpenRequests.untouched",
+            "a sequence that somebody else used is as it was",
+            Swap("asked_in.get(each) == flush", "True"),
+        ),
+    ),
+    *breaks(
+        "questions.origins",
+        "test_origins.py",
+        (
+            "Origins.cut",
+            "a sequence that is cut goes on from what it was",
+            Swap("lengths < self.lengths", "lengths < 0"),
+        ),
+    ),
+    *breaks(
         "generation.journal",
         "test_jobs.py",
         (

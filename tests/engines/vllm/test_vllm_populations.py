@@ -244,9 +244,12 @@ def test_steps_after_the_first_go_by_number_and_read_no_context(
     turns.grow(particles)
     before, read = turns.engine.statistics(), list[int]()
     packed = Contexts.packed
-    monkeypatch.setattr(
-        Contexts, "packed", lambda each, number: read.append(number) or packed(each, number)
-    )
+
+    def counted(contexts: Contexts, number: int) -> bytes:
+        read.append(number)
+        return packed(contexts, number)
+
+    monkeypatch.setattr(Contexts, "packed", counted)
     for step in range(6):
         questions = turns.went_on
         question = particles.question(step)
@@ -389,7 +392,7 @@ def test_a_population_of_which_vllm_ends_a_request_fails_alone(
     run, stop = turns.engine._steps.run, FinishReason.ABORT
 
     def aborted(*, only_texts: bool) -> Sequence[EngineCoreOutput]:
-        turns.engine._core.abort_requests([ended])  # type: ignore[union-attr]
+        turns.engine._core.abort_requests([ended])
         outputs = run(only_texts=only_texts)
         return [*outputs, EngineCoreOutput(ended, [], finish_reason=stop)]
 
@@ -491,8 +494,10 @@ class Walk:
         if how < 0.1:
             if chance.random() < 0.5 and self.turns.engine._in_progress:
                 turns.step()
-            gone = questions if chance.random() < 0.5 else [*questions[:1], *beside]
-            turns.answering.cancel([each for each in gone if each not in turns.ends])
+            gone: list[Request] = (
+                [*questions] if chance.random() < 0.5 else [*questions[:1], *beside]
+            )
+            turns.answering.cancel(gone)
         elif how < 0.16:
             with self.breaks("fails"), pytest.raises(EngineFailed, match="scripted"):
                 turns.finish(*questions, *beside)
