@@ -210,7 +210,7 @@ def checked(engine: VLLMEngine, oracle: Oracle) -> Iterator[Turns]:
     yield turns
     answers = turns.answering._populations
     assert not answers.found
-    assert not answers._going_on
+    assert not answers.going_on
     assert not engine._in_progress
     assert not engine._populations
     assert not engine._adapters._users
@@ -584,14 +584,20 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
     return broken
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_walks(turns: Turns, seed: int, breaks: Any) -> None:
+LONG = pytest.mark.proof
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps"), [(1, 25), pytest.param(2, 60, marks=LONG), pytest.param(3, 60, marks=LONG)]
+)
+def test_random_walks(turns: Turns, seed: int, steps: int, breaks: Any) -> None:
     walk = Walk(turns, seed, breaks)
-    for _ in range(60):
+    for _ in range(steps):
         walk.step()
     assert turns.went_on > walk.asked / 3
 
 
+@LONG
 @pytest.mark.parametrize("seed", [4, 5])
 def test_random_walks_with_hardly_any_memory(tight_turns: Turns, seed: int, breaks: Any) -> None:
     walk = Walk(tight_turns, seed, breaks)
