@@ -111,11 +111,11 @@ class AnsweringEngine:
         if not populations or self._unforgotten:
             self._submit(requests)
             return
-        going_on = self._populations.go_on(populations)
         try:
+            going_on = self._populations.go_on(populations)
             self._submit([each for each in requests if each not in going_on])
         except BaseException:
-            if given_up := self._populations.give_up(going_on):
+            if given_up := self._populations.give_up(populations):
                 self._cancel(given_up)
             raise
 

@@ -73,8 +73,7 @@ class PopulationAnswers:
                 and request.origins
                 and populating.go_on(request)
             ):
-                taken[request] = None
-        self.going_on |= taken
+                taken[request] = self.going_on[request] = None
         return taken
 
     def give_up(self, requests: Iterable[Request]) -> list[Request]:

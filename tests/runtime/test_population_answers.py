@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from genrt.engines.protocol import Finished
 from genrt.errors import EngineFailed, GenrtError, NotFinite
 from genrt.questions.contexts import nonces_of
 from genrt.questions.draws import DrawToken
+from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import PopulationDraw, population_draw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
@@ -226,3 +228,37 @@ def test_parts_are_what_they_are_parts_of() -> None:
     joined = [each for part in parts for each in single(ends[part].result)]
     assert joined == single(ends[whole].result)
     assert whole.nbytes > sum(row.nbytes for row in rows)
+
+
+class Numbered(ScriptedEngine):
+    """An engine that knows populations by number, but for one that it fails to look for."""
+
+    def __init__(self, broken: PopulationDraw) -> None:
+        super().__init__()
+        self._broken = broken
+
+    def go_on(self, population: PopulationDraw) -> bool:
+        if population is self._broken:
+            raise RuntimeError("no")
+        return True
+
+    def settle(self, population: PopulationDraw) -> None: ...
+
+    def expect_after(self, *_: Any) -> None: ...
+
+    def release(self, asked: Any) -> None: ...
+
+
+def test_a_flush_that_fails_leaves_no_population_that_the_engine_has_taken() -> None:
+    one, other = population(A, B), population(B, C)
+    known = [
+        replace(each, origins=Origins.none(2).after([Asked(2)], np.arange(2), np.ones(2)))
+        for each in (one, other)
+    ]
+    scripted = Numbered(known[1])
+    engine = answering(scripted)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.submit(known)
+    assert scripted.cancelled == [[known[0]]]
+    engine.cancel(known)
+    assert scripted.cancelled == [[known[0]]]

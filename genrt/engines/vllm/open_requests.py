@@ -114,7 +114,9 @@ class OpenRequests:
         scheduler, request_ids = self._scheduler, [*parents]
         forked = _repeated(parents)
         seats = [*islice(free, len(forked))] if forked else []
-        if len(seats) < len(forked) or (forked and not scheduler.can_reseat(len(forked))):
+        if len(seats) < len(forked):
+            return None
+        if forked and not scheduler.can_reseat(seats, [parents[place] for place in forked]):
             return None
         for place, request_id in zip(forked, seats, strict=True):
             donor = parents[place]

@@ -141,9 +141,12 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             prompts.append(request.num_prompt_tokens)
         return NextTokens(request_ids, token_ids, positions, prompts)
 
-    def can_reseat(self, count: int) -> bool:
-        """Return whether so many parked requests can surely be reseated."""
-        return self._decodes_plainly and self._blocks[1].get_num_free_blocks() >= count
+    def can_reseat(self, request_ids: Sequence[str], donor_ids: Sequence[str]) -> bool:
+        """Return whether these parked requests can surely be reseated, each as a fork of its donor."""
+        if not self._decodes_plainly or self._blocks[1].get_num_free_blocks() < len(request_ids):
+            return False
+        pairs, known = zip(request_ids, donor_ids, strict=True), self.requests
+        return all(known[one].lora_request == known[other].lora_request for one, other in pairs)
 
     def reseat(self, request_id: str, donor_id: str, length: int) -> Seat | None:
         """Have a parked request go on with the first ``length`` tokens of another one and their blocks.
