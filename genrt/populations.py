@@ -16,7 +16,7 @@ from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Masks
 from genrt.questions.origins import Origins
 from genrt.questions.population_draws import joined_draws, population_draw
-from genrt.questions.rows import LogprobsRequest, check_length
+from genrt.questions.rows import check_length
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
     Contexts,
@@ -175,7 +175,8 @@ class Population:
             InvalidRequest: an argument that fits nothing; else as ``draw``.
         """
         moves = must_move(device, self._home.device)
-        rows = self._rows(self._contexts(self._places(where)))
+        contexts = self._contexts(self._places(where))
+        rows = contexts.rows(self._home.adapters.bound(self._adapter))
         requests = [host_row(row) for row in rows] if moves else rows
         found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
         if found:
@@ -303,12 +304,6 @@ class Population:
         contexts = self._sequences.contexts(places)
         check_length(self._home.limits, int(contexts.lengths.max(initial=0)))
         return contexts
-
-    def _rows(self, contexts: Contexts) -> list[LogprobsRequest]:
-        """Return the questions for the rows after these sequences."""
-        bound = self._home.adapters.bound(self._adapter)
-        packed = map(contexts.packed, range(len(contexts)))
-        return [LogprobsRequest(packed=each, adapter=bound) for each in packed]
 
     def _taken(self, name: str, places: Integers) -> tuple[Sequences, Origins]:
         self._check_open()

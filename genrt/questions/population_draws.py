@@ -57,8 +57,7 @@ class PopulationDraw:
     @property
     def rows(self) -> list[LogprobsRequest]:
         """The questions for the rows that are drawn from, in order; made every time."""
-        packed, adapter = self.contexts.packed, self.adapter
-        return [LogprobsRequest(packed=packed(n), adapter=adapter) for n in range(len(self))]
+        return self.contexts.rows(self.adapter)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int, shown
-from genrt.questions.contexts import TOKEN_BYTES, Limits
+from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits
+from genrt.questions.rows import LogprobsRequest
 from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
 
 __all__ = [
@@ -149,6 +150,10 @@ class Contexts:
     def packed(self, number: int) -> bytes:
         """Return one of them as a request has its context."""
         return self.table[self.places[number], : self.lengths[number]].tobytes()
+
+    def rows(self, adapter: Adapter | None) -> list[LogprobsRequest]:
+        """Return the questions for the rows after them, in order."""
+        return [LogprobsRequest(packed=self.packed(n), adapter=adapter) for n in range(len(self))]
 
     def part(self, part: slice) -> Contexts:
         """Return some of them."""

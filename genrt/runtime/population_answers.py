@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from genrt.engines.protocol import Engine, Finished, Populating, survived
-from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
@@ -84,11 +83,6 @@ class PopulationAnswers:
         """Forget everything that is in progress."""
         self.found.clear()
         self.going_on.clear()
-
-    def release(self, asked: Sequence[Asked]) -> None:
-        """Have the engine forget sequences that it knows by number."""
-        if self._populating is not None:
-            self._populating.release(asked)
 
     def ready(self) -> list[Finished]:
         """Return the ends of populations that lack no row."""

@@ -20,6 +20,9 @@ from tests import children
 pytestmark = [pytest.mark.proof, pytest.mark.vllm, pytest.mark.promise(number=10)]
 
 PATIENCE_SECONDS = 120
+BARE_ERRORS = ["--InteractiveShell.xmode=Minimal"]
+"""Errors by their names alone: an interrupt may end a loop at an instruction that has no line (in CPython
+3.11), and of such a traceback IPython shows nothing, not even that there was an error."""
 GOING = "going"
 
 OPEN = """
@@ -62,7 +65,10 @@ class Kernel:
 
     def __init__(self, **environment: str) -> None:
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(env=children.environment() | environment, cwd=str(children.ROOT))
+        environment = children.environment() | environment
+        self.manager.start_kernel(
+            env=environment, cwd=str(children.ROOT), extra_arguments=BARE_ERRORS
+        )
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=PATIENCE_SECONDS)

@@ -96,13 +96,20 @@ class OpenRequests:
             free, request = passed_over[population], requests[place]
             while free and place not in seated:
                 request_id = free.pop()
-                seat = self._scheduler.reseat(request_id, parent, len(request) - 1)
-                if seat is not None:
-                    self._residents.remove(request_id)
-                    self.steps.reseat(seat)
+                if self._reseat(request_id, parent, len(request) - 1):
                     self._wake([request_id], [request.last_token])
                     seated[place] = request_id
         return seated
+
+    def _reseat(self, request_id: str, donor: str, length: int) -> bool:
+        """Have a parked request go on with the first tokens of another one; return False, and change
+        nothing, where it is impossible."""
+        seat = self._scheduler.reseat(request_id, donor, length)
+        if seat is None:
+            return False
+        self._residents.remove(request_id)
+        self.steps.reseat(seat)
+        return True
 
     def go_on(
         self, parents: Sequence[str], token_ids: list[int], free: Iterable[str]
@@ -120,12 +127,8 @@ class OpenRequests:
             return None
         for place, request_id in zip(forked, seats, strict=True):
             donor = parents[place]
-            length = scheduler.requests[donor].num_computed_tokens
-            seat = scheduler.reseat(request_id, donor, length)
-            if seat is None:
+            if not self._reseat(request_id, donor, scheduler.requests[donor].num_computed_tokens):
                 raise RuntimeError("vLLM has no block where its pool has a free one")
-            self._residents.remove(request_id)
-            self.steps.reseat(seat)
             request_ids[place] = request_id
         self._wake_in_order(request_ids, token_ids)
         scheduler.admit()
