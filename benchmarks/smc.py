@@ -3,11 +3,12 @@
     python -m benchmarks.smc --particles 64 --json smc.json
 
 SMC runs texts of a model under a JSON schema with enumerations, integers and nested arrays, resampling
-included. Beside it the same questions are asked by ``await lm.draw(token_ids, mask=...)`` alone: as many
-contexts in as many steps, equally long and equally shared, under the masks of that run, which are there
-before the clock starts. Contexts differ from those of the run in their first tokens alone, so that both
-begin with prefixes that nobody has asked about, and grow resident sequences of their own. There is no
-row cache. Both are told as wall time of a particle's step, and their ratio is that within a repeat.
+included. Beside it the same questions are asked, under the masks of that run, which are there before the
+clock starts: by a population alone, with the run's seeds, tokens and ancestors; and by ``await
+lm.draw(token_ids, mask=...)`` alone, as many contexts in as many steps, equally long and equally shared.
+The latter differ from those of the run in their first tokens, so that both begin with prefixes that
+nobody has asked about; the population's first step alone finds a prompt that was asked about. There is no
+row cache. All are told as wall time of a particle's step, and a ratio is that within a repeat.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import genrt
 from benchmarks.setups import taken
 from genrt.constraints import abitmasks, json_schema
 from genrt.inference import SMC, Info, State, TextModel
+from genrt.inference.checks import seeds_of_step
 from genrt.lm import AsyncLM
+from genrt.populations import Population
 
 SCHEMA = {
     "type": "object",
@@ -57,6 +61,7 @@ SCHEMA = {
     "required": ["kind", "population", "neighbours"],
     "additionalProperties": False,
 }
+BESIDE = ("population", "draw")
 PROMPTS = "{number}, {mode}: a place as a JSON object with kind, population, neighbours.\n"
 
 
@@ -65,6 +70,7 @@ class Cost:
     """Milliseconds of wall time a particle-step, and how many of these there were."""
 
     smc: float
+    population: float
     draw: float
     particle_steps: int
 
@@ -82,9 +88,12 @@ def main() -> None:
     if arguments.quick:
         arguments.repeats, arguments.max_tokens = 2, 30
     result = asyncio.run(measured(arguments))
-    for name in ("smc", "draw"):
-        print(f"{name:5} {result[f'{name}_us']:8.1f} us a particle-step")
-    print(f"ratio {result['ratio']:8.2f} ({result['lowest']:.2f} to {result['highest']:.2f})")
+    print(f"{'smc':11} {result['smc_us']:8.1f} us a particle-step")
+    for name in BESIDE:
+        low, middle, high = result[f"of_{name}"]
+        print(
+            f"{name:11} {result[f'{name}_us']:8.1f}, smc is {middle:.2f} x that ({low:.2f}, {high:.2f})"
+        )
     if arguments.json is not None:
         with arguments.json.open("a") as file:
             file.write(json.dumps(result) + "\n")
@@ -99,18 +108,16 @@ async def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             await repeated(lm, arguments, number=number)
             for number in range(1, arguments.repeats + 1)
         ]
-    ratios = [cost.smc / cost.draw for cost in costs]
-    return {
+    found: dict[str, Any] = {
         "model": arguments.model or "embedded",
         "particles": arguments.particles,
-        "smc_us": 1000 * statistics.median(cost.smc for cost in costs),
-        "draw_us": 1000 * statistics.median(cost.draw for cost in costs),
-        "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-        "repeats": [asdict(cost) for cost in costs],
-        **taken(),
     }
+    for name in ("smc", *BESIDE):
+        found[f"{name}_us"] = 1000 * statistics.median(getattr(cost, name) for cost in costs)
+    for name in BESIDE:
+        ratios = [cost.smc / getattr(cost, name) for cost in costs]
+        found[f"of_{name}"] = [min(ratios), statistics.median(ratios), max(ratios)]
+    return found | {"repeats": [asdict(cost) for cost in costs], **taken()}
 
 
 async def repeated(lm: AsyncLM, arguments: argparse.Namespace, *, number: int) -> Cost:
@@ -131,22 +138,52 @@ async def repeated(lm: AsyncLM, arguments: argparse.Namespace, *, number: int) -
         [(other + list(p.token_ids), p.constraint_state) for p in grown(before, info)]
         for before, info in taken
     ]
-    asked = [step for step in asked if step]  # none, where all that resampling left were over
-    masks = [await abitmasks([constraint for _, constraint in step]) for step in asked]
+    masks = [
+        await abitmasks([constraint for _, constraint in step]) if step else None for step in asked
+    ]
+    began = time.perf_counter()
+    await drawn_by_population(lm.population(prompt, arguments.particles), taken, masks)
+    in_population = time.perf_counter() - began
     began = time.perf_counter()
     for step, packed in zip(asked, masks, strict=True):
-        await asyncio.gather(
-            *(lm.draw(context, mask=mask) for (context, _), mask in zip(step, packed, strict=True))
-        )
+        if packed is not None:  # none, where all that resampling left were over
+            await asyncio.gather(
+                *(
+                    lm.draw(context, mask=mask)
+                    for (context, _), mask in zip(step, packed, strict=True)
+                )
+            )
     in_draws = time.perf_counter() - began
     particle_steps = sum(map(len, asked))
-    return Cost(1000 * in_smc / particle_steps, 1000 * in_draws / particle_steps, particle_steps)
+    per_step = 1000 / particle_steps
+    return Cost(in_smc * per_step, in_population * per_step, in_draws * per_step, particle_steps)
 
 
-def grown(state: State, info: Info) -> list[Any]:
-    """The particles that this step asked about: its resampled ones, but for those that were over."""
-    asked = (info.token_ids >= 0) | np.isneginf(info.log_increments)
-    return [state.particles[ancestor] for ancestor in info.ancestors[asked]]
+async def drawn_by_population(
+    population: Population, taken: list[tuple[State, Info]], masks: list[torch.Tensor | None]
+) -> None:
+    """Ask what these steps asked; the particles go on with their tokens."""
+    for (before, info), packed in zip(taken, masks, strict=True):
+        if info.resampled:
+            population.resample(info.ancestors)
+        if packed is None:
+            continue
+        asked = was_asked(info)
+        whole = torch.zeros(len(population), packed.shape[1], dtype=torch.int32)
+        whole[torch.from_numpy(asked)] = packed
+        _, seed = seeds_of_step(before.seed, before.step)
+        await population.draw(masks=whole, where=asked, seed=seed)
+        population.append(info.token_ids)
+
+
+def was_asked(info: Info) -> Any:
+    """Which particles this step asked about: its resampled ones, but for those that were over."""
+    return (info.token_ids >= 0) | np.isneginf(info.log_increments)
+
+
+def grown(before: State, info: Info) -> list[Any]:
+    """Those particles."""
+    return [before.particles[ancestor] for ancestor in info.ancestors[was_asked(info)]]
 
 
 if __name__ == "__main__":

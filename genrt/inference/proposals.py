@@ -1,4 +1,8 @@
-"""The next token of each text: drawn from its row under the constraint's mask, or by rejection."""
+"""The next token of each text: drawn from its row under the constraint's mask, or by rejection.
+
+The texts of a step are a population, which the next step's goes on from: so nothing is looked up by its
+context. It is changed by nobody once it was asked about, so that particles are values.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from genrt.inference import awrs
 from genrt.inference.ends import Ends
 from genrt.inference.resampling import Floats
 from genrt.lm import AsyncLM
+from genrt.populations import Population
 from genrt.questions.contexts import seeds_at
 from genrt.tokens import sampling
 
@@ -26,6 +31,27 @@ Proposal: TypeAlias = Literal["mask", "awrs"]
 
 Drawn: TypeAlias = tuple[int, float]
 """A token, or ``DEAD``, and the logarithm of the mass it was drawn from."""
+
+
+class Frontier:
+    """The population of one step, until another goes on from it: so a history of particles holds none."""
+
+    __slots__ = ("population",)
+
+    def __init__(self, population: Population) -> None:
+        self.population: Population | None = population
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a text was before its last token: the sequence of this number. A copy of it, and a pickle, is
+    ``None``: a text that has none is found by its tokens, as one is whose frontier has moved on."""
+
+    frontier: Frontier
+    number: int
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +73,43 @@ class Proposals:
         """The end token, which a constrained model has."""
         return cast("int", self.eos_token_id)
 
+    def population(
+        self, texts: Sequence[tuple[int, ...]], places: Sequence[Place | None]
+    ) -> Population:
+        """Return these texts after the prompt, without a look at their tokens if they all go on from
+        places in one population."""
+        frontier = places[0].frontier if places[0] is not None else None
+        here = [
+            place.number for place in places if place is not None and place.frontier is frontier
+        ]
+        if frontier is not None and len(here) == len(texts) and (whole := frontier.population):
+            frontier.population = None
+            population = whole.take(here)
+            population.append([text[-1] for text in texts])
+            return population
+        if not any(texts):
+            return self.lm.population(self.prompt, len(texts), adapter=self.adapter)
+        return self.lm.population([self.prompt + text for text in texts], adapter=self.adapter)
+
     async def draw(
-        self, texts: Sequence[tuple[int, ...]], states: Sequence[State | None], seed: int
+        self,
+        population: Population,
+        texts: Sequence[tuple[int, ...]],
+        states: Sequence[State | None],
+        seed: int,
     ) -> list[Drawn]:
-        """Draw a token after each text, whose constraint is in the state beside it: one question to the
-        model for all of them, masks computed meanwhile."""
-        contexts = [self.prompt + text for text in texts]
+        """Draw a token after each text of a population, whose constraint is in the state beside it: one
+        question to the model for all of them, masks computed meanwhile."""
         at_last = [len(text) + 1 >= self.max_tokens for text in texts]
         if self.kind == "awrs" and self.is_constrained:
-            rows = await self.lm.batch_next_token_logprobs(contexts, adapter=self.adapter)
+            rows = await population.logprobs()
             checked = cast("Sequence[CheckedState]", states)
             return await self._by_rejection(rows, checked, at_last, seed)
         if self.temperature != 1:
-            asking = self.lm.batch_next_token_logprobs(contexts, adapter=self.adapter)
-            rows, masks = await asyncio.gather(asking, self._masks(states, at_last))
+            rows, masks = await asyncio.gather(population.logprobs(), self._masks(states, at_last))
             return await asyncio.to_thread(self._by_masks, rows, masks, seed)
         masks = await self._masks(states, at_last)
-        found = await self.lm.batch_draw(contexts, masks=masks, seed=seed, adapter=self.adapter)
+        found = await population.draw(masks=masks, seed=seed)
         return _drawn(found, masked=masks is not None)
 
     async def _masks(

@@ -44,7 +44,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from genrt.constraints import CheckedState, Constraint
@@ -55,7 +55,15 @@ from genrt.inference import checks
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
-from genrt.inference.proposals import Drawn, Proposal, Proposals, State, packed_tokens
+from genrt.inference.proposals import (
+    Drawn,
+    Frontier,
+    Place,
+    Proposal,
+    Proposals,
+    State,
+    packed_tokens,
+)
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
 from genrt.tokens.texts import Potential, Text, decoded
@@ -69,11 +77,13 @@ class TextParticle:
         generated: the text, without the prompt and without the end token.
         constraint_state: the constraint's state after it, ``None`` without a constraint.
         log_twist: what its log-weight has gained by a twist so far, to be taken off again.
+        place: where it was asked about last, if that is known.
     """
 
     generated: Text
     constraint_state: State | None
     log_twist: float = 0.0
+    place: Place | None = field(default=None, repr=False)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -259,23 +269,26 @@ class TextModel:
             # The empty text is the only one.
             nothing = [Growth(each, 0.0, DEAD) for each in particles]
             return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
-        drawn = await self._proposals.draw(
-            [particle.token_ids for particle in particles],
-            [particle.constraint_state for particle in particles],
-            seed,
-        )
-        grown = await asyncio.to_thread(self._advance, particles, drawn)
+        texts = [particle.token_ids for particle in particles]
+        population = self._proposals.population(texts, [each.place for each in particles])
+        states = [particle.constraint_state for particle in particles]
+        drawn = await self._proposals.draw(population, texts, states, seed)
+        grown = await asyncio.to_thread(self._advance, particles, drawn, Frontier(population))
         if start is not None:
             grown = await self._ended(grown, await asyncio.to_thread(self._complete, grown))
         return await self._judged(particles, grown)
 
     # -- what follows from a draw -------------------------------------------------------------
 
-    def _advance(self, particles: Sequence[TextParticle], drawn: Sequence[Drawn]) -> list[Growth]:
+    def _advance(
+        self, particles: Sequence[TextParticle], drawn: Sequence[Drawn], frontier: Frontier
+    ) -> list[Growth]:
         # Equal prefixes share their constraint's state, and so what is computed from it.
         advanced: dict[tuple[int, int], State] = {}
         grown = []
-        for particle, (token_id, log_mass) in zip(particles, drawn, strict=True):
+        for number, (particle, (token_id, log_mass)) in enumerate(
+            zip(particles, drawn, strict=True)
+        ):
             if token_id == DEAD:
                 grown.append(Growth(particle, -math.inf, DEAD))
                 continue
@@ -288,7 +301,8 @@ class TextModel:
                 if key not in advanced:
                     advanced[key] = state.advance(token_id)
                 state = advanced[key]
-            grown.append(Growth(TextParticle(text, state), log_mass, token_id))
+            place = Place(frontier, number)
+            grown.append(Growth(TextParticle(text, state, place=place), log_mass, token_id))
         return grown
 
     def _complete(self, grown: Sequence[Growth]) -> list[bool]:

@@ -1,0 +1,128 @@
+"""Random walks of a population whose questions are cancelled, timed out and overtaken by restarts, with
+others asking the same engine: each draw is that of a second, quiet runtime, and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt.errors import TimedOut
+from genrt.lm import AsyncLM
+from genrt.populations import Population
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 24,
+    "kv_cache_memory_bytes": 2**24,
+}
+COUNT = 12
+LONGEST = 90
+
+
+@pytest.fixture(scope="module")
+def runtimes(llama: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+    """One that is walked on, and a quiet one."""
+    with (
+        genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as lm,
+        genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as quiet,
+    ):
+        yield lm, quiet
+
+
+class Walk:
+    """A population and what happens to it."""
+
+    def __init__(self, lm: AsyncLM, seed: int) -> None:
+        self.lm = lm
+        self.rng = random.Random(seed)
+        prompt = [self.rng.randrange(lm.vocab_size) for _ in range(20)]
+        self.population = lm.population(prompt, COUNT)
+
+    async def cancelled(self) -> None:
+        """A draw is given up, anywhere on its way."""
+        draw = asyncio.ensure_future(self.population.draw(seed=self.rng.randrange(99)))
+        for _ in range(self.rng.randrange(6)):
+            await asyncio.sleep(0)
+        if self.rng.random() < 0.5:  # one that has reached the engine, whose step goes on
+            await self.lm.next_token_logprobs([self.rng.randrange(300)])
+        draw.cancel()
+        await asyncio.gather(draw, return_exceptions=True)
+
+    async def timed_out(self) -> None:
+        with contextlib.suppress(TimedOut):
+            await self.population.draw(timeout=self.rng.choice([0.0, 0.0001, 0.002]))
+
+    async def restarted(self) -> None:
+        """In the middle of a draw, which fails or is answered."""
+        draw = asyncio.ensure_future(self.population.draw(seed=1))
+        await asyncio.sleep(0)
+        await asyncio.gather(self.lm.arestart(), draw, return_exceptions=True)
+
+    async def evicted(self) -> None:
+        contexts = [[self.rng.randrange(300) for _ in range(40)] for _ in range(40)]
+        await self.lm.batch_next_token_logprobs(contexts)
+
+    async def from_another_loop(self) -> None:
+        """A closed loop's population goes on in this one."""
+        await asyncio.to_thread(self.population.draw_sync, seed=3)
+
+    def change(self) -> None:
+        """Another population of the same sequences, copied, cut or joined."""
+        population, rng = self.population, self.rng
+        if rng.random() < 0.4:
+            population.resample([rng.randrange(COUNT) for _ in range(COUNT)])
+        if rng.random() < 0.1:
+            first, second = population.split([COUNT // 3, COUNT - COUNT // 3])
+            self.population = second.join(first)
+        if rng.random() < 0.05 or int(population.lengths.max()) > LONGEST:
+            self.population.cut([rng.randrange(15, 40) for _ in range(COUNT)])
+
+
+async def checked(population: Population, quiet: AsyncLM, beside: AsyncLM, seed: int) -> None:
+    """Draw, beside a question of its last sequence and one of nobody's, and append."""
+    contexts = list(population)
+    found, wanted, row = await asyncio.gather(
+        population.draw(seed=seed),
+        quiet.batch_draw(contexts, seed=seed),
+        beside.next_token_logprobs(contexts[-1]),
+    )
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert float((found.logprobs - wanted.logprobs).abs().max()) < 1e-3
+    assert abs(float(row[found.token_ids[-1]]) - float(found.logprobs[-1])) < 1e-3
+    population.append(found.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [(0, 40), *(pytest.param(seed, 150, marks=pytest.mark.proof) for seed in range(1, 4))],
+)
+async def test_whatever_happens_to_its_questions_draws_are_those_of_its_sequences(
+    runtimes: tuple[AsyncLM, AsyncLM], seed: int, steps: int
+) -> None:
+    lm, quiet = runtimes
+    walk = Walk(lm, seed)
+    happenings = [walk.cancelled, walk.timed_out, walk.evicted, walk.from_another_loop]
+    for step in range(steps):
+        if step in (steps // 3, steps // 2):
+            await walk.restarted()
+        elif walk.rng.random() < 0.4:
+            await walk.rng.choice(happenings)()
+        await checked(walk.population, quiet, lm, seed=walk.rng.randrange(10**6))
+        walk.change()
+    engine: Any = lm._thread.engine
+    left = lm._thread.call(lambda _: [len(engine._in_progress), len(engine._populations)])
+    assert left.result() == [0, 0]
+    statistics = lm.statistics()
+    assert (statistics.batcher.queued, statistics.batcher.in_flight) == (0, 0)
+    assert statistics.engine.forked > 0  # since the last restart
+    assert statistics.engine.extended > 0
