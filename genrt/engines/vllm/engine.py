@@ -13,7 +13,6 @@ and refuses a vLLM that does not work this way.
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,15 +21,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
-from genrt.engines.vllm.config import core_request, row_params, translated
+from genrt.engines.vllm.config import translated
 from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
@@ -42,6 +40,7 @@ from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
 from genrt.engines.vllm.runners import runner_of
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
+from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
@@ -105,10 +104,11 @@ class VLLMEngine:
             self._populations = SeatedPopulations(self._open, self._adapters)
             core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
         self._decoded: list[tuple[Purpose, str]] = []  # what the last decode step computed
-        self._tickets = itertools.count(1)
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
         self._in_progress = InProgress(self._adapters, self._samples)
+        room = self.max_model_len + 1 if is_open else None
+        self._sending = Sending(self._core, own, self._adapters, self._samples, room)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
@@ -156,17 +156,11 @@ class VLLMEngine:
         self._count(requests=len(requests))
 
     def _add(self, request: Sent) -> str | None:
-        """Give one request to vLLM and return its id, which is its ticket in decimals. Where vLLM refuses
-        it, the next step ends it with its error."""
-        ticket = next(self._tickets)
-        request_id = str(ticket)
+        """Give one request to vLLM and return its id. Where vLLM refuses it, the next step ends it with
+        its error."""
         try:
-            lora = self._adapters.request(request.adapter)
-            with self._globals:
-                self._core.add_request(self._made(ticket, request, lora))
-        except Exception as error:
-            self._samples.forget([request_id])
-            refused = translated(error, "vLLM does not take this request")
+            request_id = self._sending.send(request)
+        except GenrtError as refused:
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return None
@@ -175,17 +169,12 @@ class VLLMEngine:
         self._in_progress.begin(request_id, request)
         return request_id
 
-    def _made(self, ticket: int, request: Sent, lora: LoRARequest | None) -> EngineCoreRequest:
-        """Return a request as vLLM's core takes it."""
-        if not isinstance(request, LogprobsRequest):
-            return self._samples.begin(str(ticket), request, lora)
-        # An open request ends with its last possible token, and never by itself before.
-        most = None if self._open is None else self.max_model_len + 1 - len(request)
-        params = row_params(ticket, open_for=most)
-        return core_request(str(ticket), request.token_ids, params, lora)
-
     def go_on(self, population: PopulationDraw) -> bool:
-        if (found := self._populations.go_on(population)) is None:
+        try:
+            found = self._populations.go_on(population, self._sending.send_all)
+        except GenrtError:  # which the rows, asked for one by one, are told
+            return False
+        if found is None:
             return False
         self._in_progress.update(dict.fromkeys(found, population))
         self._count(requests=len(found))
@@ -421,6 +410,7 @@ class VLLMEngine:
         """Open a request for every question from now on; nothing may be in progress."""
         self.forget_residents()
         self._open, self._populations = None, SeatedPopulations(None, self._adapters)
+        self._sending.room = None
 
     def close(self) -> None:
         """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines
@@ -429,7 +419,7 @@ class VLLMEngine:
             return
         core = self._core.engine_core
         self._core._finalizer.detach()
-        del self._steps  # which holds the core
+        del self._steps, self._sending  # which hold the core
         with heap_kept(), self._globals:
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()

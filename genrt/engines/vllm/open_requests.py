@@ -13,7 +13,7 @@ Rule:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, zip_longest
 
 from genrt.engines.residency import Packed, Residents
@@ -112,27 +112,44 @@ class OpenRequests:
         return True
 
     def go_on(
-        self, parents: Sequence[str], token_ids: list[int], free: Iterable[str]
+        self,
+        parents: Sequence[str],
+        token_ids: list[int],
+        free: Iterable[str],
+        begin: Callable[[Sequence[int]], list[str]],
     ) -> list[str] | None:
-        """Extend each of these parked sequences by a token; where one comes again, fork it into a seat
-        of ``free``, which are parked too. Return the vLLM request of each; ``None``, and change nothing,
-        if there are not enough seats, or blocks for them.
+        """Extend each of these parked sequences by a token; where one comes again, fork it: into a seat
+        of ``free``, which are parked too, or into a vLLM request that ``begin`` makes for its place.
+        Return the vLLM request of each; ``None``, and change nothing, if seats lack blocks.
+
+        Raises:
+            GenrtError: ``begin`` did; nothing has changed.
         """
         scheduler, request_ids = self._scheduler, [*parents]
         forked = _repeated(parents)
         seats = [*islice(free, len(forked))] if forked else []
-        if len(seats) < len(forked):
+        if seats and not scheduler.can_reseat(
+            seats, [parents[place] for place in forked[: len(seats)]]
+        ):
             return None
-        if forked and not scheduler.can_reseat(seats, [parents[place] for place in forked]):
-            return None
-        for place, request_id in zip(forked, seats, strict=True):
+        others = forked[len(seats) :]
+        added = dict(zip(others, begin(others) if others else (), strict=True))
+        for place, request_id in added.items():
+            donor = parents[place]
+            scheduler.share(request_id, donor, scheduler.requests[donor].num_computed_tokens)
+        for place, request_id in zip(forked, seats, strict=False):
             donor = parents[place]
             if not self._reseat(request_id, donor, scheduler.requests[donor].num_computed_tokens):
                 raise RuntimeError("vLLM has no block where its pool has a free one")
             request_ids[place] = request_id
-        self._wake_in_order(request_ids, token_ids)
+        woken = [place for place in range(len(parents)) if place not in added]
+        self._wake_in_order(
+            [request_ids[place] for place in woken], [token_ids[place] for place in woken]
+        )
         scheduler.admit()
-        self._extended += len(request_ids) - len(forked)
+        self._extended += len(parents) - len(forked)
+        for place, request_id in added.items():
+            request_ids[place] = request_id
         self._flush += 1
         self.remember(request_ids)
         return request_ids
@@ -193,12 +210,11 @@ class OpenRequests:
             self._residents.put(request_id, request.adapter, request.packed)
 
     def keep_later(
-        self, request_ids: Sequence[str], adapter: Adapter | None, contexts: Packed
+        self, numbers: dict[str, int], adapter: Adapter | None, contexts: Packed
     ) -> None:
         """Record what ``keep`` does, of sequences of one population that go on, before their rows are
-        there: in this moment they cease to be what they were. Their contexts are asked for when somebody
-        looks for them."""
-        numbers = {each: n for n, each in enumerate(request_ids)}
+        there: in this moment they cease to be what they were. Their contexts are asked for, by number,
+        when somebody looks for them."""
         self._residents.put_later(numbers, adapter, contexts)
 
     def untouched(self, requests: Iterable[tuple[str, int]]) -> bool:

@@ -25,7 +25,7 @@ from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.rows import not_finite
+from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Contexts
 from genrt.tokens.rows import together
 
@@ -61,10 +61,12 @@ class _UnderWay:
     """A population in progress.
 
     Attributes:
+        added: the vLLM requests that are new, which are resident once they have been computed.
         rows: those that came in other steps than the last of them.
     """
 
     seats: _Seats
+    added: dict[str, LogprobsRequest]
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -90,9 +92,12 @@ class SeatedPopulations:
         """Return how many are in progress."""
         return len(self._under_way)
 
-    def go_on(self, population: PopulationDraw) -> list[str] | None:
+    def go_on(
+        self, population: PopulationDraw, begin: Callable[[Sequence[LogprobsRequest]], list[str]]
+    ) -> list[str] | None:
         """Extend and fork sequences to those of a population; return the vLLM requests, or ``None`` where
-        ``Populating.go_on`` changes nothing."""
+        ``Populating.go_on`` changes nothing. ``begin`` makes those of forks that find no seat; what it
+        raises is raised, and nothing has changed."""
         origins, adapter, kept = population.origins, population.adapter, self._open
         if kept is None:
             return None
@@ -109,17 +114,27 @@ class SeatedPopulations:
         if not kept.untouched(zip(parents, flushes[rows].tolist(), strict=True)):
             return None
         free = _free(kept, seats, set(parents)) if _have_more(seats, parents) else {}
-        found = kept.go_on(parents, tokens.tolist(), free)
+        contexts = population.contexts
+
+        def packed(number: int) -> bytes:
+            return contexts.packed(number if firsts is None else int(firsts[number]))
+
+        added: dict[str, LogprobsRequest] = {}
+
+        def add(numbers: Sequence[int]) -> list[str]:
+            asked = [LogprobsRequest(packed=packed(n), adapter=adapter) for n in numbers]
+            added.update(zip(begin(asked), asked, strict=True))
+            return [*added]
+
+        found = kept.go_on(parents, tokens.tolist(), free, add)
         if found is None:
             return None
         for request_id in found if free else ():
             free.pop(request_id, None)
         now = np.full(len(found), kept.flush)
-        self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free))
-        packed = population.contexts.packed
-        kept.keep_later(
-            found, adapter, packed if firsts is None else lambda number: packed(int(firsts[number]))
-        )
+        self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free), added)
+        numbers = {each: n for n, each in enumerate(found) if each not in added}
+        kept.keep_later(numbers, adapter, packed)
         if adapter is not None:
             self._adapters.hold(adapter)
         return found
@@ -164,6 +179,8 @@ class SeatedPopulations:
             self.forget(population)
             return Finished(population, error=not_finite())
         under_way.rows[request_id] = row
+        if self._open is not None and (asked := under_way.added.pop(request_id, None)) is not None:
+            self._open.keep([(request_id, asked)])
         mine = under_way.seats.request_ids
         if len(under_way.rows) < len(mine):
             return None

@@ -305,6 +305,53 @@ def test_sequences_grow_to_the_longest_by_number(turns: Turns) -> None:
     turns.ask(again)
 
 
+def test_forks_that_find_no_seat_become_requests_of_their_own(turns: Turns) -> None:
+    """Two sequences become eight, of which texts leave room for a few at a time: whoever asks about one
+    that is still to be computed gets its own row."""
+    particles = Particles(contexts_of(2, 20, seed=12))
+    turns.ask(particles)
+    many = particles.take([0, 1] * 4)
+    many.append([30, 31, 32, 33, 34, 35, 36, 37])
+    texts = [SampleRequest((n, 1), max_tokens=40, seed=n) for n in range(SLOTS - 3)]
+    turns.submit(*texts)
+    for _ in range(3):
+        turns.step()
+    question = many.question()
+    turns.submit(question)
+    assert turns.by_number == 8
+    same = [LogprobsRequest(tuple(each)) for each in many.lists]
+    longer = [LogprobsRequest((*each, 9)) for each in many.lists]
+    turns.submit(*same, *longer)
+    turns.finish(question, *same, *longer, *texts)
+    many.answered(question)
+    many.append(turns.check(question).token_ids.tolist())
+    for each in (*same, *longer):
+        turns.check(each)
+    turns.ask(many)
+
+
+def test_where_vllm_takes_not_all_of_the_new_requests_the_rows_are_asked_for(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    particles = Particles(contexts_of(2, 20, seed=13))
+    turns.ask(particles)
+    many = particles.take([0, 1, 0, 1, 0])
+    many.append([30, 31, 32, 33, 34])
+    core, left = turns.engine._core, [1]
+    take = core.add_request
+
+    def add_request(*arguments: Any) -> None:
+        if not left:
+            monkeypatch.undo()
+            raise RuntimeError("no more")
+        left.pop()
+        take(*arguments)
+
+    monkeypatch.setattr(core, "add_request", add_request)
+    turns.ask(many)
+    assert turns.went_on == 0
+
+
 # -- what else uses a sequence ----------------------------------------------------------------------
 
 

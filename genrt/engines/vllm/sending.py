@@ -1,0 +1,77 @@
+"""How vLLM's core is given requests: each under an id that no other has had."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequest
+
+from genrt.engines.vllm.config import core_request, row_params, translated
+from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.in_progress import Sent
+from genrt.engines.vllm.lora import VLLMAdapters
+from genrt.engines.vllm.samples import Samples
+from genrt.questions.rows import LogprobsRequest
+
+__all__ = ["Sending"]
+
+
+class Sending:
+    """Gives requests to vLLM's core.
+
+    Args:
+        room: how many tokens an open request may have; ``None`` where none stays open.
+    """
+
+    def __init__(
+        self,
+        core: Any,
+        own: Globals,
+        adapters: VLLMAdapters,
+        samples: Samples,
+        room: int | None,
+    ) -> None:
+        self.room = room
+        self._core = core
+        self._globals = own
+        self._adapters = adapters
+        self._samples = samples
+        self._tickets = itertools.count(1)
+
+    def send(self, request: Sent) -> str:
+        """Return the id under which vLLM has it, which is its ticket in decimals.
+
+        Raises:
+            GenrtError: vLLM refuses it, and has nothing of it.
+        """
+        ticket = next(self._tickets)
+        try:
+            lora = self._adapters.request(request.adapter)
+            with self._globals:
+                self._core.add_request(self._made(ticket, request, lora))
+        except Exception as error:
+            self._samples.forget([str(ticket)])
+            raise translated(error, "vLLM does not take this request") from error
+        return str(ticket)
+
+    def send_all(self, rows: Sequence[LogprobsRequest]) -> list[str]:
+        """Send all of these, or none; else as ``send``."""
+        sent: list[str] = []
+        try:
+            sent += map(self.send, rows)
+        except BaseException:
+            with self._globals:
+                self._core.abort_requests(sent)
+            raise
+        return sent
+
+    def _made(self, ticket: int, request: Sent, lora: LoRARequest | None) -> EngineCoreRequest:
+        if not isinstance(request, LogprobsRequest):
+            return self._samples.begin(str(ticket), request, lora)
+        # An open request ends with its last possible token, and never by itself before.
+        most = None if self.room is None else self.room - len(request)
+        params = row_params(ticket, open_for=most)
+        return core_request(str(ticket), request.token_ids, params, lora)
