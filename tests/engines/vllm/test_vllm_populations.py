@@ -305,24 +305,25 @@ def test_sequences_grow_to_the_longest_by_number(turns: Turns) -> None:
     turns.ask(again)
 
 
-def test_forks_that_find_no_seat_become_requests_of_their_own(turns: Turns) -> None:
-    """Two sequences become eight, of which texts leave room for a few at a time: whoever asks about one
-    that is still to be computed gets its own row."""
-    particles = Particles(contexts_of(2, 20, seed=12))
+@pytest.mark.parametrize("texts", [0, SLOTS - 3])
+def test_forks_that_find_no_seat_become_requests_of_their_own(turns: Turns, texts: int) -> None:
+    """Two sequences become six, at once, or a few at a time where texts leave room for no more: whoever
+    asks about one that is still to be computed gets its own row."""
+    particles = Particles(contexts_of(2, 31, seed=12))  # a block is 32 tokens
     turns.ask(particles)
-    many = particles.take([0, 1] * 4)
-    many.append([30, 31, 32, 33, 34, 35, 36, 37])
-    texts = [SampleRequest((n, 1), max_tokens=40, seed=n) for n in range(SLOTS - 3)]
-    turns.submit(*texts)
-    for _ in range(3):
+    many = particles.take([0, 1] * 3)
+    many.append([30, 31, 32, 33, 34, 35])
+    others = [SampleRequest((n, 1), max_tokens=40, seed=n) for n in range(texts)]
+    if others:
+        turns.submit(*others)
         turns.step()
     question = many.question()
-    turns.submit(question)
-    assert turns.by_number == 8
     same = [LogprobsRequest(tuple(each)) for each in many.lists]
+    turns.submit(question, *same[3:])
+    assert turns.by_number == 6
     longer = [LogprobsRequest((*each, 9)) for each in many.lists]
-    turns.submit(*same, *longer)
-    turns.finish(question, *same, *longer, *texts)
+    turns.submit(*same[:3], *longer)
+    turns.finish(question, *same, *longer, *others)
     many.answered(question)
     many.append(turns.check(question).token_ids.tolist())
     for each in (*same, *longer):
