@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, SupportsIndex, TypeAlias, cast
 
@@ -14,7 +17,7 @@ from genrt.numbers import check_int, check_timeout, shown
 from genrt.questions.contexts import Limits, check_contexts
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Masks
-from genrt.questions.origins import Origins
+from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import joined_draws, population_draw
 from genrt.questions.rows import check_length
 from genrt.questions.sequences import (
@@ -65,6 +68,7 @@ class Population:
         # What the engine knows the sequences by; every change of the sequences is one of these too.
         self._origins = Origins.none(len(sequences)) if origins is None else origins
         self._is_closed = False
+        home.add(self)
         self._ask, self._ask_sync = home.asker.ask, home.asker.ask_sync
 
     # -- what it holds ------------------------------------------------------------------------
@@ -157,8 +161,11 @@ class Population:
                 timeout = None if until is None else max(0.0, until - time.monotonic())
             else:
                 break
+        answered = [part.asked for part in parts]
         if parts and self._origins is before:  # nothing else was resampled or cut meanwhile
-            self._origins = before.after([part.asked for part in parts], places, contexts.lengths)
+            self._origins = before.after(answered, places, contexts.lengths)
+        elif self._is_closed:
+            home.give_back(answered)
         return joined_draws(found, places, count)
 
     async def logprobs(
@@ -270,8 +277,11 @@ class Population:
         return type(self)(self._home, joined, self._adapter, origins)
 
     def close(self) -> None:
-        """Close the population: questions and changes raise ``Closed`` from now on. Idempotent."""
+        """Close the population: questions and changes raise ``Closed`` from now on, and the engine soon
+        keeps no sequence for it that no copy of it goes on from. Idempotent."""
         self._is_closed = True
+        before, self._origins = self._origins, Origins.none(len(self))
+        self._home.give_back(before.asked)
 
     def __enter__(self) -> Self:
         return self
@@ -328,6 +338,8 @@ class Populations:
         self.limits = limits
         self.adapters = adapters
         self.nonces = nonces
+        self._all: weakref.WeakSet[Population] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     @property
     def device(self) -> torch.device:
@@ -357,6 +369,21 @@ class Populations:
             contexts = [self._encoded(each) for each in check_contexts(given)]
             sequences = Sequences.of(self.limits, contexts)
         return Population(self, sequences, adapter)
+
+    def add(self, population: Population) -> None:
+        """Take note of a population."""
+        with self._lock:
+            self._all.add(population)
+
+    def give_back(self, asked: Sequence[Asked]) -> None:
+        """Have the engine free what it keeps of these questions, but for those that a population goes on
+        from."""
+        with self._lock:
+            needed = {each for population in self._all for each in population._origins.asked}
+        over = [each for each in asked if each not in needed]
+        if over:
+            with contextlib.suppress(Closed):  # which a forked child is told
+                self._thread.give_back(over)
 
     def _encoded(self, prompt: str | TokenIds) -> TokenIds:
         if isinstance(prompt, str):

@@ -36,6 +36,7 @@ from genrt.engines.protocol import (
 from genrt.errors import EngineDied, GenrtError, InvalidAdapter
 from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.contexts import Adapter
+from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request
@@ -402,6 +403,10 @@ class AnsweringEngine:
         self._prefixes.discard(prefix)
         if self._kept is not None:
             self._kept.release(prefix)
+
+    def give_back(self, asked: Sequence[Asked]) -> None:
+        """Have the engine forget sequences that no population goes on from."""
+        self._populations.release(asked)
 
     def _answered(self, reads: Sequence[Read]) -> list[Finished]:
         """Return the ends of reads whose rows are there. A group that fails, as when it runs out of

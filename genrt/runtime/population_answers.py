@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from genrt.engines.protocol import Engine, Finished, Populating, survived
+from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
@@ -84,6 +85,11 @@ class PopulationAnswers:
         self.found.clear()
         self.going_on.clear()
 
+    def release(self, asked: Sequence[Asked]) -> None:
+        """Have the engine forget sequences that it knows by number."""
+        if self._populating is not None:
+            self._populating.release(asked)
+
     def ready(self) -> list[Finished]:
         """Return the ends of populations that lack no row."""
         whole = [each for each, found in self.found.items() if not found.missing]
@@ -126,7 +132,7 @@ class PopulationAnswers:
         except Exception as error:
             return Finished(population, error=survived(error))
         if bool(draws.log_mass.isnan().any()):
-            populating.release([population.asked])
+            self.release([population.asked])
             return Finished(population, error=not_finite())
         return Finished(population, draws)
 

@@ -19,12 +19,13 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine, EngineStatistics
 from genrt.errors import Closed, EngineFailed
+from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
@@ -197,6 +198,14 @@ class EngineThread:
         self._check_process()
         self._loop.release(prefix)
         self._wake()
+
+    def give_back(self, asked: Sequence[Asked]) -> None:
+        """Have the engine forget soon what these questions of populations were about.
+
+        Raises:
+            Closed: in a forked child.
+        """
+        self.call(lambda _: self._loop.answering.give_back(asked))
 
     def belong_to(self, owner: object) -> None:
         """Have the thread end when its owner is garbage, unless it is closed before. An interpreter that

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,3 +127,96 @@ async def test_whatever_happens_to_its_questions_draws_are_those_of_its_sequence
     assert (statistics.batcher.queued, statistics.batcher.in_flight) == (0, 0)
     assert statistics.engine.forked > 0  # since the last restart
     assert statistics.engine.extended > 0
+
+
+# -- what is given back -------------------------------------------------------------------------
+
+
+def held(lm: AsyncLM) -> tuple[int, int, int]:
+    """How many sequences are resident, questions known by number, and blocks that are not free."""
+
+    def look(_: object) -> tuple[int, int, int]:
+        engine: Any = lm._thread.engine
+        pool = engine._core.engine_core.scheduler.kv_cache_manager.block_pool
+        free, known = pool.get_num_free_blocks(), engine._populations._known
+        return engine.statistics().resident, len(known), pool.num_gpu_blocks - 1 - free
+
+    return lm._thread.call(look).result()
+
+
+@pytest.fixture
+def empty(runtimes: tuple[AsyncLM, AsyncLM]) -> AsyncLM:
+    lm = runtimes[0]
+    engine: Any = lm._thread.engine
+    lm._thread.call(lambda _: engine.forget_residents()).result()
+    gc.collect()
+    assert held(lm)[0] == 0
+    return lm
+
+
+async def grown(population: Population, steps: int) -> None:
+    for seed in range(steps):
+        population.append((await population.draw(seed=100 * seed)).token_ids)
+
+
+async def test_a_closed_population_gives_back_all_it_took(empty: AsyncLM) -> None:
+    for steps in (1, 2, 20):
+        with empty.population([1, 2, 3], COUNT) as population:
+            await grown(population, steps)
+            population.resample([0, 1] * (COUNT // 2))
+            await population.draw()
+            assert held(empty)[0] >= 1
+        assert held(empty) == (0, 0, 0)
+
+
+async def test_what_a_copy_goes_on_from_is_given_back_with_the_copy(empty: AsyncLM) -> None:
+    with empty.population([1, 2, 3], COUNT) as population:
+        await grown(population, 4)
+        copy = population.take(range(4))
+    before = empty.statistics().engine
+    assert before.resident >= 4
+    await grown(copy, 2)
+    after = empty.statistics().engine
+    assert after.computed_tokens - before.computed_tokens == 8
+    copy.close()
+    copy.close()
+    assert held(empty) == (0, 0, 0)
+
+
+async def test_closed_in_the_middle_of_a_draw_it_gives_back_what_that_took(empty: AsyncLM) -> None:
+    population = empty.population([1, 2, 3], COUNT)
+    await grown(population, 3)
+    draw = asyncio.ensure_future(population.draw())
+    await asyncio.sleep(0)
+    population.close()
+    assert len((await draw).token_ids) == COUNT
+    assert held(empty)[0] <= 1  # the questions before it, whose sequences went on
+    assert held(empty)[1] == 0
+
+
+async def test_closing_after_a_restart_and_after_the_runtime_is_quiet(
+    empty: AsyncLM, llama: Path
+) -> None:
+    with empty.population([1, 2, 3], COUNT) as population:
+        await grown(population, 3)
+        await empty.arestart()
+    assert held(empty) == (0, 0, 0)
+    async with await genrt.aload(str(llama), engine_options=OPTIONS) as lm:
+        late = lm.population([1, 2, 3], 4)
+        await late.draw()
+    late.close()
+
+
+@pytest.mark.proof
+async def test_ten_thousand_short_lived_populations_leave_nothing(empty: AsyncLM) -> None:
+    for number in range(500):
+        several = [empty.population([number % 300, number // 300, 2, n], 2) for n in range(20)]
+        await asyncio.gather(*(grown(population, 1) for population in several))
+        for population in several[::2]:
+            population.close()
+        del population, several
+    gc.collect()
+    resident, known, _ = held(empty)
+    assert resident <= 200
+    assert known <= 1
+    assert len(empty._populations._all) == 0
