@@ -163,3 +163,15 @@ def test_the_notebook_on_texts_tells_inference_from_structured_generation() -> N
     assert smc < 0.15 < 0.5 < choice
     assert re.search(r"^Egypt +Cairo$", text, re.M)
     assert "complete (" in text
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+@pytest.mark.embedded
+@pytest.mark.promise(number=36)
+def test_the_notebook_on_populations_draws_the_same_in_both_ways() -> None:
+    text = printed(executed("populations.ipynb"))
+    assert re.search("^the same texts: +True$", text, re.M)
+    assert re.search("^the same weights: True$", text, re.M)
+    ways = re.findall(r"(\d+) questions, \d+ engine steps", text)
+    assert int(ways[0]) == int(ways[1]) > 64 * 4
