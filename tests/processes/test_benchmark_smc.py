@@ -1,4 +1,5 @@
-"""``benchmarks.smc`` runs through in its quick mode, and asks by draws what SMC asked by rows."""
+"""``benchmarks.smc`` runs through in its quick mode, and asks twice more what SMC asked: by a population,
+and by draws of each particle."""
 
 from __future__ import annotations
 
@@ -25,14 +26,15 @@ BYTES = NGram.random(
 @pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.embedded
-def test_both_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "smc.json"
     arguments = f"smc --quick --particles 3 --repeats 2 --json {file}".split()
     monkeypatch.setattr(sys, "argv", arguments)
     smc.main()
     [result] = map(json.loads, file.read_text().splitlines())
     assert (result["model"], result["particles"]) == ("embedded", 3)
-    assert 0 < result["lowest"] <= result["ratio"] <= result["highest"]
+    for ratios in (result["of_population"], result["of_draw"]):
+        assert 0 < ratios[0] <= ratios[1] <= ratios[2]
     assert result["versions"]["torch"] == torch.__version__
     assert [each["particle_steps"] > 0 for each in result["repeats"]] == [True, True]
 
@@ -43,9 +45,8 @@ async def test_the_draws_are_of_the_runs_steps() -> None:
         cost = await smc.repeated(lm, Namespace(particles=5, max_tokens=25), number=1)
         after = lm.statistics()
     asked = after.batcher.questions - before.batcher.questions
-    assert asked == 2 * cost.particle_steps
-    assert cost.smc > 0
-    assert cost.draw > 0
+    assert asked == 3 * cost.particle_steps
+    assert min(cost.smc, cost.population, cost.draw) > 0
 
 
 async def test_a_step_grew_the_resampled_and_not_the_finished() -> None:
