@@ -308,10 +308,10 @@ class Batcher:
         """End these requests: cache the rows, then hand every waiter its own. Those that ran out of
         memory with others in flight are queued again."""
         if any(isinstance(end.error, OutOfMemory) for end in finished):
+            if self._flight.weight > 1:
+                self._flight.shrink()  # one alone may be a population, whose parts are asked next
             if len(self._flight) > 1:
                 finished = self._send_again(finished)
-            elif self._flight.weight > 1:  # a population, whose parts are asked next
-                self._flight.shrink()
         elif stepped:
             self._flight.grow()
         if not finished:
@@ -346,7 +346,6 @@ class Batcher:
         """Queue those again that ran out of memory, first of all, for a smaller flush; the rest."""
         short = [end.request for end in finished if isinstance(end.error, OutOfMemory)]
         with self._lock:
-            self._flight.shrink()
             self._requeue([entry for entry in map(self._entries.get, short) if entry is not None])
         return [end for end in finished if not isinstance(end.error, OutOfMemory)]
 
@@ -391,6 +390,11 @@ class Batcher:
         """True once questions are refused; read without the lock."""
         return self._closed is not None
 
+    @property
+    def most_in_flight(self) -> int:
+        """How much the engine's memory may have room for; read without the lock."""
+        return self._flight.most
+
     def close(self, reason: GenrtError | None = None) -> bool:
         """End every waiter with ``reason`` (``Closed`` by default), and every later question too.
         Idempotent; returns at once, whatever the engine is doing.
@@ -419,11 +423,8 @@ class Batcher:
             waiter.missing = 0
         for entry in self._entries.values():
             entry.waiters.clear()
-        self._entries.clear()
-        self._on_loops.clear()
-        self._ready.clear()
-        self._flight.clear()
-        self._bindings.clear()
+        for each in (self._entries, self._on_loops, self._ready, self._flight, self._bindings):
+            each.clear()
         return waiters
 
     def reopen(self) -> None:
@@ -438,11 +439,9 @@ class Batcher:
 
     def statistics(self) -> BatcherStatistics:
         with self._lock:
+            admission, weight = self._admission, self._flight.weight
             return BatcherStatistics(
-                **self._counted,
-                queued=self._admission.queued,
-                in_flight=self._flight.weight,
-                waiting=len(self._admission),
+                **self._counted, queued=admission.queued, in_flight=weight, waiting=len(admission)
             )
 
     def __repr__(self) -> str:

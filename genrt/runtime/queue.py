@@ -238,15 +238,15 @@ class Ready:
 
 class Flight:
     """The entries in flight; those of them that are withdrawn, which the engine is to forget at the next
-    turn, unless somebody asks for them first; and how much there may be: anything, until the engine's
-    memory runs out. ``streams`` are those of them whose tokens are told meanwhile."""
+    turn, unless somebody asks for them first; and how much there may be, ``most``: anything, until the
+    engine's memory runs out. ``streams`` are those of them whose tokens are told meanwhile."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._entries: dict[Entry, int] = {}  # with the weight of each
         self._weight = 0
         self._withdrawn: dict[Entry, None] = {}
-        self._most = sys.maxsize
+        self.most = sys.maxsize
         self._good_steps = 0
 
     def __len__(self) -> int:
@@ -268,18 +268,18 @@ class Flight:
     @property
     def room(self) -> int:
         """How much more may be sent."""
-        return max(0, self._most - self._weight)
+        return max(0, self.most - self._weight)
 
     def shrink(self) -> None:
         """Halve what may be in flight, after running out of memory with what is now."""
-        self._most = max(1, self._weight // 2)
+        self.most = max(1, self._weight // 2)
         self._good_steps = 0
 
     def grow(self) -> None:
         """Count a step that went well; after ``GOOD_STEPS`` of them, double what may be in flight."""
         self._good_steps += 1
         if self._good_steps == GOOD_STEPS:
-            self._most = min(2 * self._most, sys.maxsize)
+            self.most = min(2 * self.most, sys.maxsize)
             self._good_steps = 0
 
     def send(self, entries: Iterable[Entry]) -> int:

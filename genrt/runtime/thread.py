@@ -163,8 +163,10 @@ class EngineThread:
 
     @property
     def most_together(self) -> int:
-        """How much one request may weigh: what fits a flush, and the engine takes to a step."""
-        return min(self._max_batch_size, self.engine.max_batch_size)
+        """How much one request may weigh: what fits a flush and the engine's memory, and the engine takes
+        to a step."""
+        fits = min(self._max_batch_size, self._batcher.most_in_flight)
+        return min(fits, self.engine.max_batch_size)
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of the engine and of its rows' reading, once ``opened`` has resolved."""
