@@ -875,11 +875,26 @@ MUTANTS: tuple[Mutant, ...] = (
             Drop("kept.keep_later"),
         ),
         (
+            "SeatedPopulations.go_on",
+            "a request that is still to be computed is there to be forked",
+            Swap("each not in added", "True"),
+        ),
+        (
             "SeatedPopulations.answer",
             "rows are taken in the order of the batch",
             Swap("seats.request_ids != request_ids", "False"),
         ),
         only="not random",
+    ),
+    *breaks(
+        "populations",
+        "test_population_walks.py",
+        (
+            "Populations.give_back",
+            "what a copy goes on from is given back with the original",
+            Swap("each not in needed", "True"),
+        ),
+        only="copy_goes",
     ),
     *breaks(
         "engines.vllm.open_requests",
