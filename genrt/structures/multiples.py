@@ -13,14 +13,13 @@ from genrt.structures.intervals import BOUNDS
 
 
 def has_numbers(schemas: list[dict[str, Any]], integer: bool) -> bool:
-    """Tell whether some number satisfies several schemas. Without a ``multipleOf`` llguidance finds that
-    itself; with one it takes only numbers from 0 on."""
-    step = common_multiple(schemas)
-    if step is None:
-        return True
-    step = _least_common_multiple(step, Fraction(1)) if integer else step
+    """Tell whether some number satisfies several schemas. With a ``multipleOf`` llguidance takes only
+    numbers from 0 on."""
+    multiple = common_multiple(schemas)
+    step = _least_common_multiple(multiple or Fraction(1), Fraction(1)) if integer else multiple
     # Each bound with whether it is itself left out: the strictest is the greatest. Upper ones negated.
-    lows: list[tuple[Fraction, bool]] = [(Fraction(0), False)]
+    least = -math.inf if multiple is None else Fraction(0)
+    lows: list[tuple[Fraction | float, bool]] = [(least, False)]
     highs: list[tuple[Fraction | float, bool]] = [(-math.inf, False)]
     for schema in schemas:
         for key in BOUNDS:
@@ -33,6 +32,8 @@ def has_numbers(schemas: list[dict[str, Any]], integer: bool) -> bool:
                 else:
                     highs.append((-bound, strict))
     (low, above), (high, below) = max(lows), max(highs)
+    if step is None or low == -math.inf:
+        return low < -high or (low == -high and not above and not below)
     first = step * math.ceil(low / step)
     first += step if above and first == low else 0
     return first < -high or (first == -high and not below)

@@ -289,6 +289,9 @@ class _Prepared:
             why = f"{', '.join(map(repr, references[:3]))} leads back to itself without end"
         elif any("multipleOf" in schema for schema in dead):
             why = "no number from 0 on has this multipleOf within these bounds"
+        elif bounded := [each for each in dead if not each.keys().isdisjoint(BOUNDS)]:
+            bounds = (f"{key} {bounded[0][key]}" for key in BOUNDS if key in bounded[0])
+            why = f"no number is within {', '.join(bounds)}"
         else:
             why = "something in it is required, and can't be"
         return InvalidConstraint(f"the JSON schema allows no value: {why}; change it")

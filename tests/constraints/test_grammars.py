@@ -169,7 +169,7 @@ def test_any_value_is_accepted_as_python_writes_it(value: Any, whitespace: str) 
         ({"type": "string", "pattern": "(?=a)"}, "look-around"),
         ({"$ref": "#/$defs/gone"}, "gone"),
         ({"$ref": "http://localhost/schema"}, "does not fetch"),
-        ({"minimum": 3, "maximum": 2, "type": "integer"}, r"minimum \(3\) is greater than maximum"),
+        ({"minimum": 3, "maximum": 2, "type": "integer"}, "within minimum 3, maximum 2"),
         ({"x-guidance": 1}, "give an object"),
         ({"const": "\ud800"}, "JSON schema"),
     ],

@@ -212,6 +212,23 @@ NO_MULTIPLE = {"multipleOf": 7, "minimum": 1, "maximum": 6}
             ["1"],
         ),
         # Numbers that there are not.
+        *(
+            (
+                {
+                    "$defs": {"m": {"anyOf": [{"anyOf": [{"$ref": "#/$defs/m"}]}, number]}},
+                    "type": "object",
+                    "additionalProperties": {"$ref": "#/$defs/m"},
+                },
+                ["{}"],
+            )
+            for number in (
+                {"type": "integer", "minimum": -1, "maximum": -3},
+                {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": -2},
+                {"type": "integer", "minimum": 1.25, "maximum": 1.75},
+                {"type": "number", "exclusiveMinimum": 2, "maximum": 2},
+                {"type": "number", "minimum": 1, "allOf": [{"maximum": 0.5}]},
+            )
+        ),
         ({"type": ["array", "integer"], "maxItems": 0, **NO_MULTIPLE}, ["[]"]),
         ({"type": "array", "items": {"type": "number", "multipleOf": 0.5, "maximum": -1}}, ["[]"]),
         (
