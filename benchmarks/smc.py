@@ -141,8 +141,12 @@ async def repeated(lm: AsyncLM, arguments: argparse.Namespace, *, number: int) -
     masks = [
         await abitmasks([constraint for _, constraint in step]) if step else None for step in asked
     ]
+    wholes = [
+        None if packed is None else spread(info, packed)
+        for (_, info), packed in zip(taken, masks, strict=True)
+    ]
     began = time.perf_counter()
-    await drawn_by_population(lm.population(prompt, arguments.particles), taken, masks)
+    await drawn_by_population(lm.population(prompt, arguments.particles), taken, wholes)
     in_population = time.perf_counter() - began
     began = time.perf_counter()
     for step, packed in zip(asked, masks, strict=True):
@@ -168,12 +172,16 @@ async def drawn_by_population(
             population.resample(info.ancestors)
         if packed is None:
             continue
-        asked = was_asked(info)
-        whole = torch.zeros(len(population), packed.shape[1], dtype=torch.int32)
-        whole[torch.from_numpy(asked)] = packed
         _, seed = seeds_of_step(before.seed, before.step)
-        await population.draw(masks=whole, where=asked, seed=seed)
+        await population.draw(masks=packed, where=was_asked(info), seed=seed)
         population.append(info.token_ids)
+
+
+def spread(info: Info, packed: torch.Tensor) -> torch.Tensor:
+    """Return a mask for each particle, of those of the particles that were asked about."""
+    whole = torch.zeros(len(info.token_ids), packed.shape[1], dtype=torch.int32)
+    whole[torch.from_numpy(was_asked(info))] = packed
+    return whole
 
 
 def was_asked(info: Info) -> Any:

@@ -82,7 +82,8 @@ class Proposals:
         here = [
             place.number for place in places if place is not None and place.frontier is frontier
         ]
-        if frontier is not None and len(here) == len(texts) and (whole := frontier.population):
+        whole = frontier.population if frontier is not None else None
+        if frontier is not None and whole is not None and len(here) == len(texts):
             frontier.population = None
             population = whole.take(here)
             population.append([text[-1] for text in texts])

@@ -142,10 +142,11 @@ class OpenRequests:
             if not self._reseat(request_id, donor, scheduler.requests[donor].num_computed_tokens):
                 raise RuntimeError("vLLM has no block where its pool has a free one")
             request_ids[place] = request_id
-        woken = [place for place in range(len(parents)) if place not in added]
-        self._wake_in_order(
-            [request_ids[place] for place in woken], [token_ids[place] for place in woken]
-        )
+        if added:  # which run without being woken
+            woken = [place for place in range(len(parents)) if place not in added]
+            self._wake_in_order([request_ids[n] for n in woken], [token_ids[n] for n in woken])
+        else:
+            self._wake_in_order(request_ids, token_ids)
         scheduler.admit()
         self._extended += len(parents) - len(forked)
         for place, request_id in added.items():

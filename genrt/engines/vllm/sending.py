@@ -54,7 +54,8 @@ class Sending:
                 self._core.add_request(self._made(ticket, request, lora))
         except Exception as error:
             self._samples.forget([str(ticket)])
-            raise translated(error, "vLLM does not take this request") from error
+            refused = translated(error, "vLLM does not take this request")
+            raise refused from refused.__cause__  # it may be the error itself
         return str(ticket)
 
     def send_all(self, rows: Sequence[LogprobsRequest]) -> list[str]:
