@@ -825,7 +825,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="population or between_two_steps or cancelled_extension",
     ),
     *breaks(
-        "engines.vllm.runners",
+        "engines.vllm.runner_v2",
         "test_runners.py",
         (
             "RunnerV2.reseat",
@@ -865,6 +865,48 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("request.lora_request != donor.lora_request", "False"),
         ),
         only="adapters",
+    ),
+    *breaks(
+        "engines.vllm.populations",
+        "test_spread.py",
+        (
+            "SeatedPopulations.go_on",
+            "a request that comes twice is as the last of the two says",
+            Swap("kept.untouched(pairs)", "kept.untouched(dict(pairs).items())"),
+        ),
+        (
+            "SeatedPopulations.spread",
+            "forks that nobody has asked for are resident for nobody",
+            Drop("kept.keep_later"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.speculation",
+        "test_spread.py",
+        (
+            "DecodeSteps._part_of",
+            "a step ahead answers for other tokens than it was run with",
+            Swap("[ran[place] for place in places] != tokens.token_ids", "False"),
+        ),
+        (
+            "DecodeSteps.prepare_next",
+            "the runner is not told of forks that are made ahead",
+            Drop("self._runner.reseat"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.runner_v2",
+        "test_runners.py",
+        (
+            "RunnerV2.confirm",
+            "what was run and not asked for counts as computed",
+            Swap("len(tokens) == len(step.request_ids)", "True"),
+        ),
+        (
+            "RunnerV2.reseat",
+            "a fork made ahead is not looked up",
+            Swap("self._is_moved = True", "self._is_moved = False"),
+        ),
     ),
     *breaks(
         "engines.vllm.populations",

@@ -45,6 +45,7 @@ ROOMS = (
     "structures",
     "tokens",
     "models.py",
+    "launches.py",
     "numbers.py",
     "errors.py",
 )

@@ -12,20 +12,27 @@ WORDS = 1024
 """How many words of eight bytes one program copies."""
 
 
-def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int) -> None:
-    """Copy, at each of the addresses ``bases``, int64 ``[layers]``, the stretches of so many words with
-    the numbers ``pairs[:, 0]`` to those with the numbers ``pairs[:, 1]``, int64 ``[n, 2]``, without
-    synchronizing with the device. No stretch is both."""
+def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int, stride: int) -> None:
+    """Copy, after each of the addresses ``bases``, int64 ``[layers]``, the stretches of so many words
+    with the numbers ``pairs[:, 0]`` to those with the numbers ``pairs[:, 1]``, int64 ``[n, 2]``, without
+    synchronizing with the device. A stretch begins ``stride`` words after the one before; none is both.
+    """
     grid = (len(pairs), len(bases), triton.cdiv(words, WORDS))
-    _copy[grid](bases, pairs, words, BLOCK=WORDS)
+    _copy[grid](bases, pairs, words, stride, BLOCK=WORDS)
 
 
 @triton.jit
-def _copy(bases: tl.tensor, pairs: tl.tensor, words: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _copy(
+    bases: tl.tensor,
+    pairs: tl.tensor,
+    words: tl.tensor,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     pair, layer, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     base = tl.load(bases + layer).to(tl.pointer_type(tl.int64))
     source, copy = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
     word = part * BLOCK + tl.arange(0, BLOCK)
     inside = word < words
-    numbers = tl.load(base + source * words + word, mask=inside)
-    tl.store(base + copy * words + word, numbers, mask=inside)
+    numbers = tl.load(base + source * stride + word, mask=inside)
+    tl.store(base + copy * stride + word, numbers, mask=inside)

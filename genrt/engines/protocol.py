@@ -64,7 +64,7 @@ class EngineStatistics:
         reads: questions answered from rows that stayed on the device.
         bytes_to_host: bytes copied off the device.
         extended: rows of a resident sequence that grew by a token.
-        forked: rows of a new sequence that shares the blocks of a resident one.
+        forked: new sequences that share the blocks of a resident one, some of them made ahead.
         evicted: resident sequences dropped to make room.
         resident: sequences that are resident at this moment.
         kept_tokens: tokens of prefixes whose KV blocks are held at this moment.

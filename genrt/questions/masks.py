@@ -75,7 +75,7 @@ def packed_masks(masks: Masks | None, count: int, vocab_size: int) -> np.ndarray
             given = given[:1]
         packed = _packed_table(given, vocab_size)
         if packed is not None:
-            check_masks(masks, count)
+            _check_count(len(masks), count)
             return (
                 np.broadcast_to(packed, (count, packed.shape[1])) if len(packed) < count else packed
             )
@@ -122,9 +122,13 @@ def check_masks(masks: Masks | None, count: int) -> Sequence[Mask | None]:
     given: object = masks
     if isinstance(given, str | bytes | bytearray | memoryview) or not isinstance(given, Sequence):
         raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
-    if len(masks) != count:
-        raise InvalidRequest(f"{len(masks)} masks for {count} contexts: give one for each")
+    _check_count(len(masks), count)
     return masks
+
+
+def _check_count(given: int, count: int) -> None:
+    if given != count:
+        raise InvalidRequest(f"{given} masks for {count} contexts: give one for each")
 
 
 _SWAPPED_INT32 = np.dtype(np.int32).newbyteorder()

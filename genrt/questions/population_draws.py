@@ -17,11 +17,9 @@ from genrt.questions.origins import Asked, Origins
 from genrt.questions.reads import moved
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Contexts
-from genrt.tokens.rows import together
+from genrt.tokens.draw_graphs import DrawGraphs, fill
+from genrt.tokens.rows import Leaving, together
 from genrt.tokens.sampling import BatchDraw, Draw, drawn, rows_at_once, seeded_uniforms
-
-MANY_BYTES = 2**18
-"""Masks of so many bytes are copied by all of torch's threads."""
 
 __all__ = ["PopulationDraw", "joined_draws", "population_draw"]
 
@@ -122,6 +120,18 @@ class PopulationDraw:
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def launched(
+        self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None, graphs: DrawGraphs
+    ) -> tuple[Tensor, Leaving]:
+        """Return what ``drawn`` does, and the same on its way to the host: by one launch where it can be,
+        and valid until the next one then."""
+        if isinstance(rows, Tensor) and self.temperature == 1.0:
+            found = graphs.drawn(rows, self.seeds, self.masks, places)
+            if found is not None:
+                return found
+        whole = self.drawn(rows, places)
+        return whole, Leaving(whole)
+
     def is_answer(self, rows: Sequence[Tensor], result: object) -> bool:
         """Return whether each draw is possible after its row, as ``DrawToken.is_answer`` has it."""
         if not isinstance(result, BatchDraw) or len(result.token_ids) != len(rows):
@@ -191,9 +201,6 @@ def _moved(
     both = torch.empty(first + masks.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both[:first] = uniforms.view(torch.uint8).reshape(-1)
     packed = both[first:].view(masks.shape)
-    if masks.flags.writeable and masks.nbytes > MANY_BYTES:
-        packed.copy_(torch.from_numpy(masks))  # on several cores
-    else:
-        packed.numpy()[:] = masks
+    fill(packed, masks)
     both = both.to(device, non_blocking=True)
     return both[:first].view(torch.float64).view(count, 2), both[first:].view(masks.shape)

@@ -169,15 +169,16 @@ def check_integers(
         InvalidRequest: these are no integers from ``low`` to ``high`` in a flat sequence, or not as many.
     """
     found = _flat(name, given)
-    if found.dtype == bool or not np.issubdtype(found.dtype, np.integer):
+    if found.dtype.kind not in "iu":
         if len(found):
             raise InvalidRequest(f"{name} must be integers, got {shown(given)}")
         found = found.astype(np.int64)
     _check_count(name, found, count)
-    wrong = np.flatnonzero((found < low) | (found > high))
-    if len(wrong):
+    wrong = (found < low) | (found > high)
+    if wrong.any():
+        first = int(wrong.argmax())
         raise InvalidRequest(
-            f"{name} must be from {low} to {high}, but at place {wrong[0]} there is {found[wrong[0]]}"
+            f"{name} must be from {low} to {high}, but at place {first} there is {found[first]}"
         )
     return found.astype(np.int64)
 

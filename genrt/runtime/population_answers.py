@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from genrt.engines.protocol import Engine, Finished, Populating, survived
@@ -17,6 +19,7 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.tokens.draw_graphs import DrawGraphs
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
 
@@ -60,6 +63,7 @@ class PopulationAnswers:
         self._populating = engine if isinstance(engine, Populating) else None
         self._expect = expect
         self.going_on: dict[Request, None] = {}
+        self._graphs = DrawGraphs()
 
     def go_on(self, requests: Sequence[Request]) -> dict[Request, None]:
         """Have the engine take the populations among these that go on by number; return those."""
@@ -103,8 +107,8 @@ class PopulationAnswers:
             self._expect(found.asked, whole[:, 0])
 
         try:
-            whole = population.drawn([found.rows[row] for row in found.asked])
-            draws = self._arrived(population, whole, expect)
+            rows = [found.rows[row] for row in found.asked]
+            draws = self._arrived(population, rows, None, expect)
         except Exception as error:
             return Finished(population, error=survived(error))
         if self._populating is not None:
@@ -128,10 +132,10 @@ class PopulationAnswers:
             populating.expect_after(population, whole, on_host)
 
         try:
-            draws = self._arrived(population, population.drawn(found.rows, found.places), expect)
+            draws = self._arrived(population, found.rows, found.places, expect)
         except Exception as error:
             return Finished(population, error=survived(error))
-        if bool(draws.log_mass.isnan().any()):
+        if np.isnan(draws.log_mass.numpy()).any():
             self.release([population.asked])
             return Finished(population, error=not_finite())
         return Finished(population, draws)
@@ -139,15 +143,17 @@ class PopulationAnswers:
     def _arrived(
         self,
         population: PopulationDraw,
-        whole: Tensor,
+        rows: Sequence[Tensor] | Tensor,
+        places: np.ndarray | None,
         expect: Callable[[Tensor, Leaving], None],
     ) -> BatchDraw:
         """Return draws, by one copy to the host. The engine is told of the tokens before anything waits
         for them."""
-        on_host = Leaving(whole)
+        whole, on_host = population.launched(rows, places, self._graphs)
         expect(whole, on_host)
-        token_ids, logprobs, log_mass = on_host.arrived().unbind(dim=-1)
+        found = on_host.arrived().numpy()
         self.reads += len(population)
         if self._engine.device.type != "cpu":
             self.bytes_to_host += whole.nbytes
-        return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
+        token_ids = torch.from_numpy(found[:, 0].astype(np.int64))
+        return BatchDraw(token_ids, *torch.from_numpy(found[:, 1:].T.astype(np.float32)))

@@ -75,6 +75,32 @@ def drawn(
     return found
 
 
+def launch(
+    address: Tensor,
+    stride: int,
+    width: int,
+    seeds: Tensor,
+    places: Tensor,
+    mask: Tensor | None,
+    reduced: Tensor,
+    found: Tensor,
+    *,
+    block: int,
+    largest: float,
+    greedy_below: float,
+) -> None:
+    """Write what ``drawn`` returns, without temperatures, to ``found``, so that it can be launched again
+    and again: ``address``, int64 ``[2]`` of which the first counts, is where the rows are then, at a
+    multiple of 16 bytes; ``seeds``, int64 ``[n]``, are the bits of those that ``seeded_uniforms`` takes.
+    """
+    count, blocks = len(seeds), triton.cdiv(width, block)
+    mask_stride = 0 if mask is None else mask.stride(0)
+    rows = address, stride, width, mask, mask_stride, None, places
+    tiles, padded = triton.cdiv(blocks, TILE), max(16, triton.next_power_of_2(blocks))
+    _reduce[(count, tiles)](*rows, reduced, blocks, greedy_below, TILE, block)
+    _choose[(count,)](*rows, reduced, blocks, seeds, found, greedy_below, largest, padded, block)
+
+
 # Arguments are None, known to the compiler, where there is no mask, temperature or place. None depends on
 # the number of draws; scalars are loaded wherever they lie, so their alignment makes no other variant.
 _ANY_ALIGNMENT = ["mask", "heat", "places", "numbers"]
@@ -98,6 +124,7 @@ def _reduce(
     """Write each block's greatest entry and sums of weights, untempered and tempered: ``reduced``
     float32 ``[n, 2 or 3, blocks]``."""
     draw = tl.program_id(0).to(tl.int64)
+    batch = _rows(batch)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     tokens = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     entries = _entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
@@ -132,9 +159,15 @@ def _choose(
 ) -> None:
     """Write a token id, logprob and log mass per draw: ``found`` float64 ``[n, 3]``."""
     draw = tl.program_id(0).to(tl.int64)
+    batch = _rows(batch)
     largest = tl.full([], LARGEST, tl.float64)
-    first = tl.load(numbers + 2 * draw)
-    second = tl.load(numbers + 2 * draw + 1)
+    if numbers.dtype.element_ty == tl.int64:
+        golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+        state = _finalised(tl.load(numbers + draw).to(tl.uint64, bitcast=True) + golden)
+        first, second = _uniform(state + golden), _uniform(state + golden + golden)
+    else:
+        first = tl.load(numbers + 2 * draw)
+        second = tl.load(numbers + 2 * draw + 1)
     first = tl.where(first > largest, largest, first)
     second = tl.where(second > largest, largest, second)
 
@@ -184,6 +217,29 @@ def _choose(
     tl.store(found + 3 * draw, tl.where(is_dead, -1.0, token_id))
     tl.store(found + 3 * draw + 1, tl.where(is_dead, float("-inf"), logprob))
     tl.store(found + 3 * draw + 2, log_mass)
+
+
+@triton.jit
+def _rows(batch: tl.tensor) -> tl.tensor:
+    """Return where the rows begin, which an address may say."""
+    if batch.dtype.element_ty == tl.int64:
+        batch = tl.multiple_of(tl.load(batch).to(tl.pointer_type(tl.float32)), 16)
+    return batch
+
+
+@triton.jit
+def _finalised(bits: tl.tensor) -> tl.tensor:
+    """Apply SplitMix64's finaliser, as ``sampling._finalised`` does."""
+    bits = (bits ^ (bits >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    bits = (bits ^ (bits >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def _uniform(state: tl.tensor) -> tl.tensor:
+    """Return the number in [0, 1) that a state gives."""
+    bits = _finalised(state) >> 11
+    return bits.to(tl.float64) * tl.full([], 1.1102230246251565e-16, tl.float64)  # 2**-53
 
 
 @triton.jit

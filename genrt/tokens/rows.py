@@ -65,14 +65,28 @@ class Leaving:
     def __init__(self, tensor: Tensor) -> None:
         self._on_host = tensor.to("cpu", non_blocking=True)
         self._done: torch.Event | None = None
+        self._is_lent = False
         if tensor.is_cuda:
             self._done = torch.Event(tensor.device)
             self._done.record()
+
+    @classmethod
+    def lent(cls, on_host: Tensor, device: torch.device) -> Leaving:
+        """Return one whose copy to ``on_host``, which others will be copied to after it, the device's
+        current stream was given last."""
+        leaving = cls(on_host)
+        leaving._is_lent = True
+        if device.type != "cpu":
+            leaving._done = torch.Event(device)
+            leaving._done.record()
+        return leaving
 
     def arrived(self) -> Tensor:
         """Block until the copy is done and return it."""
         if self._done is not None:
             self._done.synchronize()
+        if self._is_lent:
+            self._on_host, self._is_lent = self._on_host.clone(), False
         return self._on_host
 
 

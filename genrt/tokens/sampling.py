@@ -248,15 +248,15 @@ def drawn(
     return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
 
 
+def has_kernels(batch: Tensor) -> bool:
+    """Return whether the kernels take rows like these, and are there."""
+    is_theirs = batch.is_cuda and batch.dtype == torch.float32 and batch.stride(-1) == 1
+    return is_theirs and _fused() is not None
+
+
 def _is_for_kernels(batch: Tensor, numbers: Tensor, mask: Tensor | None) -> bool:
     """Return whether these are what the kernels take."""
-    return (
-        batch.is_cuda
-        and batch.dtype == torch.float32
-        and batch.stride(-1) == 1
-        and (mask is None or mask.dtype == torch.uint8)
-        and len(numbers) > 0
-    )
+    return (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0 and has_kernels(batch)
 
 
 @functools.lru_cache

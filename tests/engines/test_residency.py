@@ -532,9 +532,9 @@ def test_many_adapters_residents_stay_apart(llama: Path, loras: tuple[Path, Path
 def test_where_residents_rows_are_wrong_they_are_switched_off_with_one_warning(
     llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from genrt.engines.vllm import runners
+    from genrt.engines.vllm import runner_v1
 
-    monkeypatch.setattr(runners.RunnerV1, "write", lambda *_: None)
+    monkeypatch.setattr(runner_v1.RunnerV1, "write", lambda *_: None)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", RuntimeWarning)
         lm = load(llama, blocks=200, max_num_seqs=16)

@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.tokens import sampling
-from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, drawn
+from genrt.tokens import draw_graphs, sampling
+from genrt.tokens.draw_graphs import DrawGraphs
+from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, drawn, seeded_uniforms
 
 LAST = 1 - 2.0**-53
 """The largest number under 1 in float64."""
@@ -182,14 +183,32 @@ def alone(case: Case, index: int) -> Case:
     return Case(case.batch, case.numbers[index : index + 1], mask, heat, row)
 
 
+def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
+    """Return the draws of a case without temperatures, as those of a population go, and those of its
+    kernels from the same numbers."""
+    seeds = np.arange(len(case.numbers), dtype=np.uint64) * np.uint64(2**61 + 5)
+    mask, places = [None if x is None else x.numpy() for x in (case.mask, case.places)]
+    found = graphs.drawn(case.batch, seeds, mask, places)
+    assert found is not None
+    whole, on_host = found
+    assert torch.equal(whole.view(torch.int64), on_host.arrived().view(torch.int64))
+    return whole.clone(), by_kernels(case._replace(numbers=seeded_uniforms(seeds)))
+
+
 def main(widths: Sequence[int]) -> None:
     """Print every disagreement of the kernels with torch, with the law, and with themselves."""
     warnings.simplefilter("ignore")  # numpy's, of the interpreter: 0 / 0 and the logarithm of 0
+    vars(draw_graphs)["has_kernels"] = lambda _: True  # there is no GPU
+    graphs = DrawGraphs()
     for width in widths:
         for number, case in enumerate(cases(width)):
             found = by_kernels(case)
             for line in disagreements(case, found, by_torch(case)):
                 print(f"{width}, case {number}: {line}")
+            if case.heat is None and case.batch.data_ptr() % 16 == 0:
+                whole, right = by_graphs(case, graphs)
+                if not torch.equal(whole.view(torch.int64), right.view(torch.int64)):
+                    print(f"{width}, case {number}: as a population's draws they are others")
             for index in (0, 2, len(found) - 1):
                 [single] = by_kernels(alone(case, index)).view(torch.int64)  # NaN equals itself
                 if not torch.equal(single, found.view(torch.int64)[index]):

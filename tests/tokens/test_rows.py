@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from genrt.tokens.rows import apart, stacked, together
+from genrt.tokens.rows import Leaving, apart, stacked, together
 
 
 def step(count: int = 6, width: int = 5) -> Tensor:
@@ -177,3 +177,11 @@ def test_a_row_without_memory_for_its_copy_raises_and_changes_nothing() -> None:
     with Full(), pytest.raises(torch.OutOfMemoryError):
         apart(rows)
     assert all(bool((row == 1).all()) for row in rows)
+
+
+def test_what_arrived_in_lent_memory_is_not_overwritten_by_the_next() -> None:
+    memory = torch.tensor([1.0, 2.0])
+    leaving = Leaving.lent(memory, torch.device("cpu"))
+    assert leaving.arrived().tolist() == [1.0, 2.0]
+    memory += 5.0
+    assert leaving.arrived().tolist() == [1.0, 2.0]

@@ -38,7 +38,8 @@ from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
-from genrt.engines.vllm.runners import runner_of
+from genrt.engines.vllm.runner_v1 import RunnerV1
+from genrt.engines.vllm.runner_v2 import RunnerV2
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.speculation import DecodeSteps
@@ -94,7 +95,7 @@ class VLLMEngine:
         if is_open:
             steps = DecodeSteps(
                 core.scheduler,
-                runner_of(model_runner),
+                (RunnerV2 if self.runner == "V2" else RunnerV1)(model_runner),
                 core.model_executor.execute_model,
                 enabled=not own_processors,
                 ahead=self.device.type == "cuda",
@@ -218,17 +219,19 @@ class VLLMEngine:
         if self._open is None or step is None:
             return None
         population = self._populations.whole(step.request_ids)
+        if population is None:
+            step = step.alone()
         check = FiniteCheck(step.rows) if population is None else None
         ready = self._globals.marked()
         # The device computes from here on, until it is waited for: all else is done meanwhile.
-        self._open.steps.prepare_next()
+        self._open.steps.prepare_next([] if population is None else self._populations.spread())
         if population is not None:
             for request_id in step.request_ids:
                 del self._in_progress[request_id]
             if ready is not None:  # the rows are read on the default stream
                 torch.cuda.default_stream(self.device).wait_event(ready)
             self._count(rows=len(step.request_ids))
-            return [self._populations.answer(population, step.request_ids, step.rows)]
+            return [self._populations.answer(population, *step)]
         rows: list[torch.Tensor | None] = [*step.rows.unbind()]
         if self._populations:  # which fails with one of its rows
             self._decoded = []

@@ -47,12 +47,8 @@ class Turns:
         own = threading.get_ident()
         with self._changed:
             if self._holder != own:
-                self._waiting.append(own)
-                try:
-                    self._changed.wait_for(lambda: not self._depth and self._waiting[0] == own)
-                finally:  # also of an interrupt: then it may be the next one's turn
-                    self._waiting.remove(own)
-                    self._changed.notify_all()
+                if self._depth or self._waiting:
+                    self._wait(own)
                 self._holder = own
             self._depth += 1
 
@@ -61,7 +57,16 @@ class Turns:
             self._depth -= 1
             if not self._depth:
                 self._holder = None
-                self._changed.notify_all()
+                if self._waiting:
+                    self._changed.notify_all()
+
+    def _wait(self, own: int) -> None:
+        self._waiting.append(own)
+        try:
+            self._changed.wait_for(lambda: not self._depth and self._waiting[0] == own)
+        finally:  # also of an interrupt: then it may be the next one's turn
+            self._waiting.remove(own)
+            self._changed.notify_all()
 
 
 _TURNS = Turns()

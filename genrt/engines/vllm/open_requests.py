@@ -155,6 +155,18 @@ class OpenRequests:
         self.remember(request_ids)
         return request_ids
 
+    def spread(self, parents: Sequence[str], seats: Sequence[str]) -> bool:
+        """Have parked requests go on, in the order of the two, as forks of requests whose step is under
+        way, with all tokens of these; return False, and change nothing, where that is impossible."""
+        scheduler = self._scheduler
+        if not scheduler.can_reseat(seats, parents, beside=len(scheduler.running)):
+            return False
+        for request_id, donor in zip(seats, parents, strict=True):
+            if not self._reseat(request_id, donor, scheduler.requests[donor].num_computed_tokens):
+                raise RuntimeError("vLLM has no block where its pool has a free one")
+            self._asked_in[request_id] = self._flush
+        return True
+
     def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
         """Wake these in the order of the last time, if they are the same: a prepared step is of that."""
         if request_ids != self._order:
@@ -230,6 +242,11 @@ class OpenRequests:
         if request_id is None or request_id not in self._scheduler.parked:
             return None
         return request_id, self._asked_in[request_id]
+
+    @property
+    def most(self) -> int:
+        """How many sequences a step computes at most."""
+        return int(self._scheduler.max_num_running_reqs)
 
     @property
     def flush(self) -> int:

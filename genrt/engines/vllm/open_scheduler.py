@@ -29,11 +29,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from genrt.engines.vllm.decode_output import decode_output
 from genrt.engines.vllm.runners import NextTokens, Seat
 
 if TYPE_CHECKING:
@@ -141,12 +142,16 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             prompts.append(request.num_prompt_tokens)
         return NextTokens(request_ids, token_ids, positions, prompts)
 
-    def can_reseat(self, request_ids: Sequence[str], donor_ids: Sequence[str]) -> bool:
-        """Return whether these parked requests can surely be reseated, each as a fork of its donor."""
-        if not self._decodes_plainly or self._blocks[1].get_num_free_blocks() < len(request_ids):
+    def can_reseat(
+        self, request_ids: Sequence[str], donor_ids: Sequence[str], *, beside: int = 0
+    ) -> bool:
+        """Return whether these parked requests can surely be reseated, each as a fork of its donor, and
+        go on with ``beside`` others."""
+        blocks = len(request_ids) * (2 if beside else 1) + beside
+        if not self._decodes_plainly or self._blocks[1].get_num_free_blocks() < blocks:
             return False
-        pairs, known = zip(request_ids, donor_ids, strict=True), self.requests
-        return all(known[one].lora_request == known[other].lora_request for one, other in pairs)
+        loras = [[self.requests[n].lora_request for n in ids] for ids in (request_ids, donor_ids)]
+        return loras[0] == loras[1]
 
     def reseat(self, request_id: str, donor_id: str, length: int) -> Seat | None:
         """Have a parked request go on with the first ``length`` tokens of another one and their blocks.
@@ -169,11 +174,14 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         ):
             return None
         full = length // self.block_size
-        donated = manager.req_to_blocks[donor_id]
+        donated, before = manager.req_to_blocks[donor_id], manager.pop_blocks_for_free(request_id)
         kept = donated[:full]
-        # Touched before the others are freed: the two may have blocks in common.
-        pool.touch(kept)
-        manager.free(request_id)
+        # Mostly the two begin alike, and those blocks stay as they are. Of the others, the two may have
+        # some in common too: they are touched before any is freed.
+        pairs = enumerate(zip(before, kept, strict=False))
+        alike = next((n for n, (a, b) in pairs if a is not b), min(len(before), full))
+        pool.touch(kept[alike:])
+        pool.free_blocks(reversed(before[alike:]))
         [own] = pool.get_new_blocks(1)
         manager.req_to_blocks[request_id] = [*kept, own]
         manager.num_cached_block[request_id] = full
@@ -210,23 +218,31 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         """Schedule the next step if it gives one token to every running request, all of them open, and
         there is room for it: return what ``schedule`` would. Return ``None`` where ``schedule`` has more
         to do."""
-        if not self._nothing_but(self.running, tokens_ahead=1):
-            return None
-        if self.parked:
-            self._make_room()
-        output = self._one_token_each(self.running)
+        output = self._scheduled(self.running, tokens_ahead=1)
         if output is not None:
             self._begin_decode_step()
         return output
 
-    def decode_step_ahead(self) -> SchedulerOutput | None:
+    def decode_step_ahead(
+        self, forks: Sequence[str] = (), order: Sequence[str] = ()
+    ) -> SchedulerOutput | None:
         """Schedule the step after a ``decode_step`` that has not been ended, as if each of its requests
-        went on with a token. Return ``None`` where there is no room for it."""
-        if not self._nothing_but(self.running, tokens_ahead=0):
+        went on with a token, and parked ``forks`` too; in this order, if these are all. Return ``None``
+        where there is no room for it."""
+        requests = [*self.running, *(self.parked[each] for each in forks)]
+        known = {request.request_id: request for request in requests}
+        if known.keys() == set(order):
+            requests = [known[each] for each in order]
+        return self._scheduled(requests, tokens_ahead=0)
+
+    def _scheduled(
+        self, requests: Sequence[Request], *, tokens_ahead: int
+    ) -> SchedulerOutput | None:
+        if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
             return None
-        if self.parked:
+        if self.parked and len(requests) == len(self.running):  # for forks there was room
             self._make_room()
-        return self._one_token_each(self.running)
+        return self._one_token_each(requests)
 
     def begin_prepared(self, request_ids: Collection[str]) -> bool:
         """Begin the step that ``decode_step_ahead`` scheduled for these requests, and return True, if it
@@ -252,7 +268,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or self.kv_holding_waiting
             or not self._decodes_plainly
             or requests[0].request_id not in self._open  # so that texts alone cost nothing here
-            or len(requests) > self.max_num_scheduled_tokens
+            or len(requests) > min(self.max_num_scheduled_tokens, self.max_num_running_reqs)
             or self._pause_state != PauseState.UNPAUSED
             or not self._open.issuperset([request.request_id for request in requests])
         ):
@@ -285,25 +301,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         finished, self.finished_req_ids = self.finished_req_ids, set()
         preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         self.prev_step_scheduled_req_ids = set(request_ids)
-        return SchedulerOutput(
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=request_ids,
-                resumed_req_ids=set(),
-                new_token_ids=[],
-                all_token_ids={},
-                new_block_ids=new_blocks,
-                num_computed_tokens=computed,
-                num_output_tokens=[len(request._output_token_ids) for request in requests],
-            ),
-            num_scheduled_tokens=dict.fromkeys(request_ids, 1),
-            total_num_scheduled_tokens=len(requests),
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            finished_req_ids=finished,
-            preempted_req_ids=preempted,
-            free_encoder_mm_hashes=[],
-            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+        return decode_output(
+            requests, new_blocks, finished, preempted, self._get_new_block_ids_to_zero()
         )
 
     def _begin_decode_step(self) -> None:

@@ -31,6 +31,9 @@ from genrt.tokens.rows import together
 
 __all__ = ["SeatedPopulations"]
 
+MOST_FORKS = 64
+"""For how many sequences of a population forks are made before they are asked for: beside the forward."""
+
 
 @dataclass(slots=True)
 class _Seats:
@@ -42,6 +45,8 @@ class _Seats:
         places: which of the requests is each sequence's, int64 ``[n]``; ``None``: the one at its place.
         adapter: of all.
         spare: requests that earlier questions were about and no later one, each with its flush.
+        forks: requests that have become forks of these, for sequences that shared one, with their flush.
+        own: the request of each sequence then, no two of them the same.
     """
 
     request_ids: list[str]
@@ -49,10 +54,13 @@ class _Seats:
     places: np.ndarray | None
     adapter: Adapter | None
     spare: dict[str, int] = field(default_factory=dict)
+    forks: dict[str, int] = field(default_factory=dict)
+    own: list[str] | None = None
 
     def pairs(self) -> Iterator[tuple[str, int]]:
         """Yield every request with its flush."""
         yield from zip(self.request_ids, self.flushes.tolist(), strict=True)
+        yield from self.forks.items()
         yield from self.spare.items()
 
 
@@ -106,12 +114,21 @@ class SeatedPopulations:
         if origins is None or len(seats) < len(known) or not seats:
             return None
         request_ids, flushes, rows = _joined(seats, [each.count for each in origins.asked])
-        rows, tokens = rows[origins.numbers], population.contexts.last_tokens
-        firsts, places = _different(rows << 32 | tokens)
+        numbers, tokens = origins.numbers, population.contexts.last_tokens
+        firsts, places = _different(rows[numbers] << 32 | tokens)
         if firsts is not None:
-            rows, tokens = rows[firsts], tokens[firsts]
+            numbers, tokens = numbers[firsts], tokens[firsts]
+        rows = rows[numbers]
         parents = [request_ids[row] for row in rows.tolist()]
-        if not kept.untouched(zip(parents, flushes[rows].tolist(), strict=True)):
+        # One request may come twice here, with another flush: as joined populations share it.
+        pairs = [*zip(parents, flushes[rows].tolist(), strict=True)]
+        if len(seats) == 1 and (own := seats[0].own) is not None:
+            parents, forks = [own[number] for number in numbers.tolist()], seats[0].forks
+            pairs = [
+                (each, forks.get(each, flush))
+                for each, (_, flush) in zip(parents, pairs, strict=True)
+            ]
+        if not kept.untouched(pairs):
             return None
         free = _free(kept, seats, set(parents)) if _have_more(seats, parents) else {}
         contexts = population.contexts
@@ -126,15 +143,18 @@ class SeatedPopulations:
             added.update(zip(begin(asked), asked, strict=True))
             return [*added]
 
-        found = kept.go_on(parents, tokens.tolist(), free, add)
+        # Seats for all sequences: a step ahead is for these, see ``spread``.
+        seated, wanted = len(set(parents)) + len(free), len(population)
+        grows = kept.steps.ahead and seated < wanted <= min(kept.most, len(parents) + MOST_FORKS)
+        found = kept.go_on(parents, tokens.tolist(), {} if grows else free, add)
         if found is None:
             return None
         for request_id in found if free else ():
             free.pop(request_id, None)
         now = np.full(len(found), kept.flush)
         self._under_way[population] = _UnderWay(_Seats(found, now, places, adapter, free), added)
-        numbers = {each: n for n, each in enumerate(found) if each not in added}
-        kept.keep_later(numbers, adapter, packed)
+        later = {each: n for n, each in enumerate(found) if each not in added}
+        kept.keep_later(later, adapter, packed)
         if adapter is not None:
             self._adapters.hold(adapter)
         return found
@@ -150,21 +170,56 @@ class SeatedPopulations:
         is_it = len(mine) == len(request_ids) and not under_way.rows
         return population if is_it and set(mine) == set(request_ids) else None
 
+    def spread(self) -> list[str]:
+        """Give the sequences of the population in progress, if it is the only one, a request each; return
+        the new ones among these: forks of those whose step is under way. So each sequence can be computed
+        with the token that will be drawn after it, before it is asked which of them go on."""
+        kept = self._open
+        if kept is None or not kept.steps.foresees or len(self._under_way) != 1:
+            return []
+        [(population, under_way)] = self._under_way.items()
+        seats = under_way.seats
+        if seats.places is None or under_way.added:
+            return []
+        request_ids, places = seats.request_ids, seats.places.tolist()
+        first = {row: number for number, row in reversed([*enumerate(places)])}
+        others = [number for number, row in enumerate(places) if first[row] != number]
+        if len(others) > MOST_FORKS:
+            return []
+        free = [each for each, flush in seats.spare.items() if kept.untouched([(each, flush)])]
+        forks, parents = free[: len(others)], [request_ids[places[number]] for number in others]
+        if len(forks) < len(others) or not kept.spread(parents, forks):
+            return []
+        seats.own = [request_ids[row] for row in places]
+        for number, fork in zip(others, forks, strict=True):
+            seats.own[number] = fork
+            seats.forks[fork] = kept.flush
+            del seats.spare[fork]
+        numbers = dict(zip(forks, others, strict=True))
+        kept.keep_later(numbers, population.adapter, population.contexts.packed)
+        return forks
+
     def answer(
-        self, population: PopulationDraw, request_ids: list[str], rows: torch.Tensor
+        self,
+        population: PopulationDraw,
+        request_ids: list[str],
+        rows: torch.Tensor,
+        at_rows: Sequence[int] | None = None,
     ) -> Finished:
-        """End a population by the rows ``[m, vocab_size]`` of these vLLM requests, which are its own."""
+        """End a population by the rows ``[m, vocab_size]`` of these vLLM requests, which are its own:
+        those at ``at_rows``, or all in order."""
         under_way = self._ended(population)
         seats = under_way.seats
         places = seats.places
-        if seats.request_ids != request_ids:
-            at = {request_id: n for n, request_id in enumerate(request_ids)}
+        if seats.request_ids != request_ids or at_rows is not None:
+            at = dict(zip(request_ids, at_rows or range(len(rows)), strict=True))
             order = np.array([at[each] for each in seats.request_ids])
             places = order if places is None else order[places]
         if self._open is not None:
             self._open.keep(())
         self._known[population.asked] = seats
-        self._answered = population.asked if seats.places is None else None
+        is_one_each = seats.places is None or seats.own is not None
+        self._answered = population.asked if is_one_each else None
         return Finished(population, PopulationRows(rows, places))
 
     def put(
@@ -215,12 +270,12 @@ class SeatedPopulations:
         return free
 
     def expected(self, population: PopulationDraw) -> list[str]:
-        """Return the requests of a population's sequences, if the last step answered it and they are all
-        different; else none."""
+        """Return the request of each of a population's sequences, if the last step answered it and they
+        are all different; else none."""
         if population.asked is not self._answered:
             return []
         known = self._known.get(population.asked)
-        return known.request_ids if isinstance(known, _Seats) else []
+        return (known.own or known.request_ids) if isinstance(known, _Seats) else []
 
     def forget(self, population: PopulationDraw) -> bool:
         """Forget a population in progress; return whether it was."""
@@ -295,5 +350,5 @@ def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 def _have_more(several: Sequence[_Seats], used: Sequence[str]) -> bool:
     """Return whether there are other requests than those used."""
-    total = sum(len(seats.request_ids) + len(seats.spare) for seats in several)
+    total = sum(len([*seats.pairs()]) for seats in several)
     return total > len(used) or len(set(used)) < len(used)

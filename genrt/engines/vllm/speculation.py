@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from genrt.engines.vllm.capture import log_probabilities
@@ -35,11 +36,20 @@ RETRY = 16
 
 
 class DecodedStep(NamedTuple):
-    """A decode step that was launched: its requests, and their rows in the same order, which the device
-    may still be computing."""
+    """A decode step that was launched: its requests, and their rows, which the device may still be
+    computing. Request ``i`` has row ``i``, or row ``places[i]`` of more."""
 
     request_ids: list[str]
     rows: torch.Tensor
+    places: list[int] | None = None
+
+    def alone(self) -> DecodedStep:
+        """Return the same with no more rows than requests."""
+        if self.places is None:
+            return self
+        at = _pinned(self.places, torch.int64, self.rows.device)
+        rows = self.rows.index_select(0, at.to(self.rows.device, non_blocking=True))
+        return DecodedStep(self.request_ids, _read_elsewhere(rows))
 
 
 class _Speculated(NamedTuple):
@@ -49,12 +59,11 @@ class _Speculated(NamedTuple):
     order: list[int] | None  # of the requests: where the token of each is
     rows: torch.Tensor
 
-    def was_right(self, tokens: NextTokens) -> bool:
-        drawn = self.on_host.arrived()
-        found = (drawn if drawn.ndim == 1 else drawn[:, 0]).clamp(min=0.0).long().tolist()
-        if self.order is not None:
-            found = [found[place] for place in self.order]
-        return bool(tokens.token_ids == found)
+    def token_ids(self) -> list[int]:
+        """Return the tokens, in the order of the step, once they are on the host."""
+        drawn = self.on_host.arrived().numpy()
+        found = (drawn if drawn.ndim == 1 else drawn[:, 0]).clip(0.0).astype(np.int64).tolist()
+        return found if self.order is None else [found[place] for place in self.order]
 
 
 class DecodeSteps:
@@ -84,7 +93,7 @@ class DecodeSteps:
         self._runner = runner
         self._execute = execute
         self._enabled = enabled
-        self._ahead = ahead
+        self.ahead = ahead
         self._device = device
         # What the runner has not been told yet; ``run`` tells it.
         self._seats: list[Seat] = []
@@ -131,6 +140,8 @@ class DecodeSteps:
             tokens = self._tokens_of(prepared)
             if tokens is not None:
                 return self._run_prepared(prepared, tokens, speculated)
+            if speculated is not None and (step := self._part_of(prepared, speculated)) is not None:
+                return step
             self._unused += 1
             self._mistaken += speculated is not None
         self._before = None
@@ -164,7 +175,11 @@ class DecodeSteps:
     def _run_prepared(
         self, step: Prepared, tokens: NextTokens, speculated: _Speculated | None
     ) -> DecodedStep:
-        if speculated is not None and not self._seats and speculated.was_right(tokens):
+        if (
+            speculated is not None
+            and not self._seats
+            and speculated.token_ids() == tokens.token_ids
+        ):
             rows = speculated.rows
             self._mistaken = 0
             self.speculated += 1
@@ -174,28 +189,61 @@ class DecodeSteps:
                 self._runner.reseat(self._seats, in_place=True)
                 self._runner.refresh(step)
                 self._seats.clear()
-            token_ids = self._moved(tokens.token_ids, torch.int32)
-            rows = _normalised(self._runner.run(step, token_ids))
+            rows = _normalised(
+                self._runner.run(step, _pinned(tokens.token_ids, torch.int32, self._device))
+            )
+        self._confirmed(step, tokens)
+        return DecodedStep(step.request_ids, rows)
+
+    def _part_of(self, step: Prepared, speculated: _Speculated) -> DecodedStep | None:
+        """Answer the next step by a speculated one of more requests, if their tokens were right."""
+        tokens, at = self._tokens, {each: n for n, each in enumerate(step.request_ids)}
+        if self._seats or not tokens or not at.keys() >= set(tokens.request_ids):
+            return None
+        places, ran = [at[each] for each in tokens.request_ids], speculated.token_ids()
+        if (
+            len(set(places)) < len(places)
+            or [step.positions[place] for place in places] != tokens.positions
+            or [ran[place] for place in places] != tokens.token_ids
+            or not self._scheduler.begin_prepared(set(tokens.request_ids))
+        ):
+            return None
+        self._mistaken = 0
+        self.speculated += 1
+        self._confirmed(step, tokens)
+        return DecodedStep(tokens.request_ids, speculated.rows, places)
+
+    def _confirmed(self, step: Prepared, tokens: NextTokens) -> None:
         self._runner.confirm(step, tokens)
         self._before = step
         self._tokens = NextTokens()
         self._unused = 0
         self.prepared += 1
-        return DecodedStep(step.request_ids, rows)
 
-    def _moved(self, numbers: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Copy numbers to the device without synchronizing with it."""
-        on_host = torch.tensor(numbers, dtype=dtype, pin_memory=self._device.type == "cuda")
-        return on_host.to(self._device, non_blocking=True)
+    @property
+    def foresees(self) -> bool:
+        """True if the step after the one that ``run`` launched will likely be prepared and speculated."""
+        return (
+            self.ahead
+            and self._is_steady
+            and self._is_worth_it(self._unused)
+            and self._is_worth_it(self._mistaken)
+        )
 
     @torch.inference_mode()
-    def prepare_next(self) -> None:
+    def prepare_next(self, forks: Sequence[str] = ()) -> None:
         """Prepare the step after the one that ``run`` launched, while the device computes, if it will
-        likely be used; then park the requests of the launched one."""
-        if self._ahead and self._is_steady and self._is_worth_it(self._unused):
-            output = self._scheduler.decode_step_ahead()
+        likely be used; then park the requests of the launched one. ``forks`` of these requests, which
+        are parked, take part in the prepared step."""
+        if self.ahead and self._is_steady and self._is_worth_it(self._unused):
+            order = self._before.request_ids if self._before is not None else ()
+            output = self._scheduler.decode_step_ahead(forks, order)
             if output is not None:
+                if self._seats:
+                    self._runner.reseat(self._seats)
+                    self._seats.clear()
                 self._prepared = self._runner.prepare(output, self._before)
+            self._mistaken += bool(forks) and self._prepared is None
         self._scheduler.end_decode_step()
 
     def can_speculate(self, count: int) -> bool:
@@ -221,7 +269,8 @@ class DecodeSteps:
             if len(places) != len(request_ids) or places.keys() != set(step.request_ids):
                 return
             order = [places[request_id] for request_id in step.request_ids]
-            tokens = tokens.index_select(0, self._moved(order, torch.int64))
+            there = _pinned(order, torch.int64, self._device).to(self._device, non_blocking=True)
+            tokens = tokens.index_select(0, there)
         rows = _normalised(self._runner.run(step, tokens.clamp(min=0.0)))
         self._speculated = _Speculated(on_host, order, rows)
 
@@ -231,7 +280,16 @@ class DecodeSteps:
 
 def _normalised(logits: torch.Tensor) -> torch.Tensor:
     """Return a step's rows, without synchronizing with the device."""
-    rows = log_probabilities(logits, may_overwrite=True)
-    if rows.is_cuda:  # allocated on vLLM's stream, read on the default one
+    return _read_elsewhere(log_probabilities(logits, may_overwrite=True))
+
+
+def _read_elsewhere(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that were allocated on vLLM's stream, and are read on the default one."""
+    if rows.is_cuda:
         rows.record_stream(torch.cuda.default_stream(rows.device))
     return rows
+
+
+def _pinned(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers on the host, from where they are copied without waiting for the device."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")

@@ -59,6 +59,8 @@ class Tables:
 
     def __init__(self) -> None:
         self.applied: dict[int, list[int]] = {}
+        self.num_blocks = SimpleNamespace(gpu=torch.zeros(SLOTS))
+        self.gathered = 0
         self._staged: dict[int, list[int]] = {}
 
     def append_block_ids(self, slot: int, groups: Any, *, overwrite: bool) -> None:
@@ -69,6 +71,11 @@ class Tables:
     def apply_staged_writes(self) -> None:
         self.applied |= self._staged
         self._staged.clear()
+
+    def gather_block_tables(self, slots: Any, *, num_reqs_padded: int) -> str:
+        assert len(slots) == num_reqs_padded
+        self.gathered += 1
+        return "tables"
 
     def compute_slot_mappings(self, slots: Any, *_: Any, num_tokens_padded: int) -> str:
         assert len(slots) == num_tokens_padded
@@ -138,11 +145,9 @@ def step_of(**computed: int) -> Any:
 
 
 def over(runner: Runner) -> Any:
-    from genrt.engines.vllm.runners import RunnerV2, runner_of
+    from genrt.engines.vllm.runner_v2 import RunnerV2
 
-    found = runner_of(runner)
-    assert isinstance(found, RunnerV2)
-    return found
+    return RunnerV2(runner)
 
 
 def tokens(**token_ids: int) -> Any:
@@ -161,7 +166,7 @@ def seat(request_id: str, length: int, block_ids: list[int], copied: int | None)
 def test_what_is_scripted_is_in_the_table() -> None:
     from tests.engines.vllm.test_vllm_parts import TABLE
 
-    listed = {name for file in ("runners.py", "block_copies.py") for _, name in TABLE[file]}
+    listed = {name for file in ("runner_v2.py", "block_copies.py") for _, name in TABLE[file]}
     scripted = {"graph", "attended", "counted"}
     runner = Runner({})
     touched = {*vars(runner), *vars(runner.req_states)} - scripted
@@ -232,7 +237,8 @@ REPEATED = {
     "lora_config": None,
     "dcp_size": 1,
     "pcp_manager": None,
-    "attn_groups": "groups",
+    "attn_groups": [[SimpleNamespace(metadata_builders=["another attention's"])]],
+    "max_model_len": 30,
 }
 """What the V2 runner is like where a step can be prepared from the one before."""
 
@@ -262,6 +268,7 @@ class Batch:
     num_computed_tokens_np: Any
     positions: Any = "positions"
     num_tokens_after_padding: int = 2
+    num_reqs_after_padding: int = 2
 
 
 class Repeating(Runner):
@@ -298,14 +305,14 @@ class Repeating(Runner):
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's kernel for positions, in torch; and what a model's state is."""
-    from genrt.engines.vllm import runners
+    from genrt.engines.vllm import runner_v2
 
     def prepare(slots: Any, starts: Any, computed: Any, positions: Any, seq_lens: Any) -> None:
         positions[: len(slots)] = computed[slots]
         seq_lens[: len(slots)] = computed[slots] + 1
 
-    monkeypatch.setattr(runners, "prepare_pos_seq_lens", prepare)
-    monkeypatch.setattr(runners, "DefaultModelState", ModelState)
+    monkeypatch.setattr(runner_v2, "prepare_pos_seq_lens", prepare)
+    monkeypatch.setattr(runner_v2, "DefaultModelState", ModelState)
 
 
 def next_step(blocks: dict[str, list[int]], **computed: int) -> Any:
@@ -318,8 +325,13 @@ def next_step(blocks: dict[str, list[int]], **computed: int) -> Any:
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_a_step_of_the_same_batch_is_prepared_from_the_one_before() -> None:
-    runner = Repeating({"a": 4, "b": 0})
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_step_of_the_same_batch_is_prepared_from_the_one_before(is_fixed: bool) -> None:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    builder = object.__new__(FlashAttentionMetadataBuilder) if is_fixed else "another attention's"
+    groups = [[SimpleNamespace(metadata_builders=[builder])]]
+    runner = Repeating({"a": 4, "b": 0}, attn_groups=groups)
     shim = over(runner)
     runner.block_tables.applied = {4: [1], 0: [2]}
     before = shim.prepare(next_step({}, a=6, b=7))
@@ -332,12 +344,43 @@ def test_a_step_of_the_same_batch_is_prepared_from_the_one_before() -> None:
     assert runner.input_buffers.seq_lens[:2].tolist() == [9.0, 8.0]
     assert runner.req_states.num_computed_tokens_np[[0, 4]].tolist() == [8, 7]
     assert runner.block_tables.applied == {4: [1, 8], 0: [2]}
-    assert runner.model_state.attended == [[9.0, 8.0, 0.0, 0.0]]  # type: ignore[attr-defined]
+    # FlashAttention finds the lengths on the device, and what is launched is the same in every step.
+    attended = [[30.0] * 4] if is_fixed else [[9.0, 8.0, 0.0, 0.0]]
+    assert runner.model_state.attended == attended  # type: ignore[attr-defined]
     shim.confirm(step, tokens(b=3, a=4))
-    attended = len(runner.attended)
+    gathered = runner.block_tables.gathered
     again = shim.prepare(next_step({}, b=9, a=8), step)
-    assert len(runner.attended) == attended, "the blocks are as they were"
+    assert runner.block_tables.gathered == gathered == 1, "the blocks are as they were"
     assert shim.run(again, torch.tensor([5, 6]))[:, 0].tolist() == [9005.0, 8006.0]
+    shim.confirm(again, tokens(b=5, a=6))
+    shim.prepare(next_step({"b": [9]}, b=10, a=9), again)
+    assert runner.block_tables.gathered == 2
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_what_was_run_ahead_and_not_asked_for_does_not_count() -> None:
+    runner = Repeating({"a": 4, "b": 0, "c": 2})
+    shim = over(runner)
+    before = shim.prepare(next_step({}, a=6, b=6, c=6))
+    shim.run(before, torch.tensor([1, 2, 3]))
+    shim.confirm(before, tokens(c=1, a=3))
+    assert runner.req_states.num_computed_tokens.gpu[[4, 0, 2]].tolist() == [7, 6, 7]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_a_fork_made_ahead_is_looked_up_by_the_step_after() -> None:
+    runner = Repeating({"a": 4, "b": 0})
+    shim = over(runner)
+    before = shim.prepare(next_step({}, a=6, b=7))
+    shim.run(before, torch.tensor([1, 2]))
+    shim.confirm(before, tokens(b=1, a=2))
+    step = shim.prepare(next_step({}, b=8, a=7), before)
+    shim.confirm(step, tokens(b=1, a=2))
+    gathered = runner.block_tables.gathered
+    shim.reseat([seat("b", 8, [5, 6, 9], copied=None)])
+    shim.prepare(next_step({}, b=8, a=8), step)
+    assert runner.block_tables.applied[0] == [5, 6, 9]
+    assert runner.block_tables.gathered == gathered + 1
 
 
 def changed(step: Any, **fields: Any) -> Any:

@@ -1,0 +1,240 @@
+"""vLLM's model runner V2 as open requests need it; see ``runners.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from genrt.engines.vllm.block_copies import BlockCopies
+from genrt.engines.vllm.runners import (
+    NextTokens,
+    Prepared,
+    Runner,
+    Seat,
+    Stopped,
+    copies,
+    prepared,
+)
+from genrt.launches import Repeated
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+__all__ = ["RunnerV2"]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A step's batch, with what launches its forward, and those of the steps after it.
+
+    Attributes:
+        graph: which of vLLM's CUDA graphs the forward is.
+        batch: vLLM's description of the step.
+        count: launches what counts the step's tokens as computed.
+        look_up: launches what finds blocks and slots after a change of them, by where vLLM has the
+            numbers of blocks: it keeps them in two places by turns.
+        tables: the block tables in the forward's buffer, once they are there.
+        place: launches what finds positions and slots, where that is the same in every step.
+    """
+
+    graph: Any
+    batch: Any
+    count: Repeated
+    look_up: dict[int, Repeated] = field(default_factory=dict)
+    tables: Any = None
+    place: Repeated | None = None
+
+
+class _Stopping:
+    """A stand-in for the KV connector, which the V2 runner tells of every forward: stops it."""
+
+    def pre_forward(self, output: SchedulerOutput, batch: Any, **_: Any) -> NoReturn:
+        """Raise ``Stopped`` with the batch that the forward is about to compute."""
+        raise Stopped(batch)
+
+
+class RunnerV2(Runner):
+    """Requests have a slot for as long as they are known."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._blocks = BlockCopies(runner)
+        self._is_moved = False  # blocks have changed that no forward has looked up since
+
+    def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
+        if before is not None and self._is_repeated(output, before):
+            return self._repeated(output, before)
+        runner = self._runner
+        connector, prepare_inputs = runner.kv_connector, runner.prepare_inputs
+        graphs: list[Any] = []
+
+        def keep_graph(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
+            graphs.append(graph)
+            return prepare_inputs(output, state, graph, *more)
+
+        runner.kv_connector, runner.prepare_inputs = _Stopping(), keep_graph
+        try:
+            runner.execute_model(output)
+        except Stopped as stopped:
+            [batch] = stopped.args
+        finally:
+            runner.kv_connector = connector
+            del runner.prepare_inputs
+        self._is_moved = False
+        [graph] = graphs
+        if (
+            graph.cg_mode != CUDAGraphMode.FULL
+        ):  # only a full graph runs without the rest of the step
+            return None
+        count = Repeated(lambda: runner.postprocess_num_computed_tokens(batch))
+        return prepared(output, list(batch.req_ids), _Batch(graph, batch, count))
+
+    def _has_fixed_metadata(self) -> bool:
+        """Return whether the attention finds everything that changes from step to step on the device."""
+        return all(
+            type(builder) is FlashAttentionMetadataBuilder
+            for groups in self._runner.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+        )
+
+    def _is_repeated(self, output: SchedulerOutput, before: Prepared) -> bool:
+        """Return whether a step is of the same batch as the one before, and nothing but positions and
+        blocks have to be prepared: for a model of text alone, without adapters."""
+        runner = self._runner
+        return (
+            output.scheduled_cached_reqs.req_ids == before.request_ids
+            and not output.finished_req_ids
+            and not output.preempted_req_ids
+            and not output.new_block_ids_to_zero
+            and type(runner.model_state) is DefaultModelState
+            and runner.model_state.rope_state is None
+            and not runner.uses_inputs_embeds
+            and runner.fast_prefill is None
+            and runner.lora_config is None
+            and runner.dcp_size == 1
+            and runner.pcp_manager is None
+            and runner.model_config.rswa_window is None
+        )
+
+    def _repeated(self, output: SchedulerOutput, before: Prepared) -> Prepared:
+        """Prepare what differs from one step to the next of the same batch: what ``execute_model`` does,
+        less what is in its place already. The forward reads it from the runner's buffers."""
+        runner, states, launch = self._runner, self._runner.req_states, before.launch
+        scheduled, batch = output.scheduled_cached_reqs, launch.batch
+        computed = np.array(scheduled.num_computed_tokens, np.int32)
+        states.num_computed_tokens_np[batch.idx_mapping_np] = computed
+        new = [n for n, ids in enumerate(scheduled.new_block_ids) if ids is not None]
+        for place in new:
+            slot, block_ids = batch.idx_mapping_np[place], scheduled.new_block_ids[place]
+            runner.block_tables.append_block_ids(slot, block_ids, overwrite=False)
+        if new or self._is_moved:
+            runner.block_tables.apply_staged_writes()
+        if new or self._is_moved or launch.tables is None:
+            self._is_moved = False
+            launch.tables = runner.block_tables.gather_block_tables(
+                batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding
+            )
+        if launch.place is None and self._has_fixed_metadata():
+            # As vLLM captures its forward: what holds for the longest sequence holds for every step.
+            longest = torch.full_like(batch.seq_lens_cpu_upper_bound, runner.max_model_len)
+            fixed = launch.graph, replace(batch, seq_lens_cpu_upper_bound=longest), launch.tables
+            launch.place = Repeated(lambda: self._place(*fixed))
+        if launch.place is not None:
+            launch.place()
+        else:
+            longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
+            longest[: len(computed)] = torch.from_numpy(computed) + 1
+            now = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
+            self._place(launch.graph, now, launch.tables)
+        return Prepared(before.request_ids, scheduled.num_computed_tokens, launch)
+
+    def _place(self, graph: Any, batch: Any, tables: Any) -> None:
+        """Find the positions and slots of a step, and tell the attention of them."""
+        runner = self._runner
+        prepare_pos_seq_lens(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            runner.req_states.num_computed_tokens.gpu,
+            runner.input_buffers.positions,
+            runner.input_buffers.seq_lens,
+        )
+        slots = runner.block_tables.compute_slot_mappings(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            batch.positions,
+            num_tokens_padded=batch.num_tokens_after_padding,
+        )
+        runner.model_state.prepare_attn(
+            batch, graph.cg_mode, tables, slots, runner.attn_groups, runner.kv_cache_config
+        )
+
+    def refresh(self, step: Prepared) -> None:
+        runner, launch = self._runner, step.launch
+        runner.block_tables.apply_staged_writes()
+        place = runner.block_tables.num_blocks.gpu.data_ptr()
+        if place not in launch.look_up:
+            batch = launch.batch
+            launch.look_up[place] = Repeated(lambda: runner.prepare_attn(batch))
+        launch.look_up[place]()
+        self._is_moved = False
+
+    def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
+        runner = self._runner
+        runner.input_buffers.input_ids[: len(token_ids)].copy_(token_ids, non_blocking=True)
+        hidden_states = runner.cudagraph_manager.run_fullgraph(step.launch.graph)
+        logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
+        return logits
+
+    def confirm(self, step: Prepared, tokens: NextTokens) -> None:
+        if len(tokens) == len(step.request_ids):
+            step.launch.count()
+            return
+        # The others are as if they had not been computed.
+        slots, batch = self._runner.req_states.req_id_to_index, step.launch.batch
+        on_host = torch.tensor(
+            [slots[each] for each in tokens.request_ids], pin_memory=batch.idx_mapping.is_cuda
+        )
+        there = on_host.to(batch.idx_mapping.device, non_blocking=True)
+        self._runner.postprocess_num_computed_tokens(replace(batch, idx_mapping=there))
+
+    def reseat(self, seats: Sequence[Seat], *, in_place: bool = False) -> None:
+        self._blocks.copy(copies(seats))
+        self._is_moved = True
+        states = self._runner.req_states
+        for request_id, token_ids, block_ids, _ in seats:
+            slot, length = states.req_id_to_index[request_id], len(token_ids)
+            states.prompt_len.np[slot] = states.prefill_len.np[slot] = length
+            states.num_computed_prefill_tokens[slot] = length
+            states.num_computed_tokens_np[slot] = length
+            self._runner.block_tables.append_block_ids(slot, (block_ids,), overwrite=True)
+            if not in_place:
+                states.num_computed_tokens.stage_write_elem(slot, length)
+                states.total_len.stage_write_elem(slot, length)
+        # In place, the device counts as many computed tokens already; and what it takes for the prompt
+        # is of the sequence before, which was computed too.
+        if not in_place:
+            states.apply_staged_writes()
+
+    def write(self, tokens: NextTokens) -> None:
+        last = self._runner.req_states.last_sampled_tokens
+        slots = self._runner.req_states.req_id_to_index
+        pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
+        if last.is_cuda:
+            pairs = pairs.pin_memory().to(last.device, non_blocking=True)
+        last[pairs[0], 0] = pairs[1]
+
+    def take_logits(self) -> tuple[list[str], torch.Tensor]:
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        batch = state.input_batch
+        logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
+        self._runner.postprocess_num_computed_tokens(batch)
+        return list(batch.req_ids), logits

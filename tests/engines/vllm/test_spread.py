@@ -1,0 +1,225 @@
+"""Populations on an engine that runs steps ahead, as engines on GPUs do: sequences that share a row are
+forked before they are asked for, so that their draws are computed whichever of them go on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genrt
+from genrt.engines.vllm import speculation
+from genrt.engines.vllm.speculation import DecodeSteps
+from genrt.lm import AsyncLM
+from genrt.populations import Population
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 2**24,
+}
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def runtimes(llama: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+    """One that runs steps ahead, as on a GPU, and a quiet one that does not."""
+    original = DecodeSteps.__init__
+
+    def init(self: DecodeSteps, *positional: Any, **named: Any) -> None:
+        original(self, *positional, **named | {"ahead": True})
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DecodeSteps, "__init__", init)
+        lm = genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0)
+    with lm, genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as quiet:
+        yield lm, quiet
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is prepared, and run ahead, whatever came of that before."""
+    monkeypatch.setattr(speculation, "MISSES", 10**9)
+    steady = property(lambda _: True, lambda _, value: None)
+    monkeypatch.setattr(DecodeSteps, "_is_steady", steady, raising=False)
+
+
+async def same(population: Population, quiet: AsyncLM, seed: int) -> None:
+    """Draw, as the quiet runtime does for each sequence, and append."""
+    found, wanted = await asyncio.gather(
+        population.draw(seed=seed), quiet.batch_draw(list(population), seed=seed)
+    )
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    assert float((found.logprobs - wanted.logprobs).abs().max()) < 1e-3
+    population.append(found.token_ids)
+
+
+def halved(rng: random.Random) -> list[int]:
+    """Ancestors by which half of the sequences are replaced by the other half."""
+    order, ancestors = rng.sample(range(COUNT), COUNT), [*range(COUNT)]
+    for survivor, replaced in zip(order[: COUNT // 2], order[COUNT // 2 :], strict=True):
+        ancestors[replaced] = survivor
+    return ancestors
+
+
+def held(lm: AsyncLM) -> tuple[int, int]:
+    """How many sequences are resident, and blocks that are not free."""
+
+    def look(_: object) -> tuple[int, int]:
+        engine: Any = lm._thread.engine
+        scheduler = engine._core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        assert set(scheduler.parked) == set(engine._open._asked_in)
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        return engine.statistics().resident, used
+
+    return lm._thread.call(look).result()
+
+
+@pytest.mark.parametrize("contexts", ["one", "many"])
+async def test_steps_after_resampling_have_run_before_anybody_asks(
+    runtimes: tuple[AsyncLM, AsyncLM], contexts: str
+) -> None:
+    lm, quiet = runtimes
+    rng, prompt = random.Random(3), [5, 6, 7]
+    many = [[n, *prompt] for n in range(COUNT)]
+    with lm.population(prompt, COUNT) if contexts == "one" else lm.population(many) as population:
+        for step in range(32):
+            if step == 16:
+                before = lm.statistics().engine
+            await same(population, quiet, seed=100 * step)
+            population.resample(halved(rng))
+    after = lm.statistics().engine
+    assert after.speculated - before.speculated >= 15
+    assert after.steps - before.steps == 16
+    assert held(lm) == (0, 0), "closing gives the forks back too"
+
+
+async def test_rare_resampling_stops_no_step_ahead(runtimes: tuple[AsyncLM, AsyncLM]) -> None:
+    lm, quiet = runtimes
+    rng = random.Random(4)
+    with lm.population([[n, 1, 2] for n in range(COUNT)]) as population:
+        for step in range(30):
+            if step == 6:
+                before = lm.statistics().engine.speculated
+            await same(population, quiet, seed=100 * step)
+            if step % 7 == 3:
+                population.resample(halved(rng))
+    assert lm.statistics().engine.speculated - before >= 23
+
+
+async def test_sequences_that_end_stop_no_step_ahead(runtimes: tuple[AsyncLM, AsyncLM]) -> None:
+    """Of those that are left, every one has been run."""
+    lm, quiet = runtimes
+    with lm.population([[n, 3, 4] for n in range(COUNT)]) as population:
+        for step in range(4):
+            await same(population, quiet, seed=100 * step)
+        before = lm.statistics().engine.speculated
+        for step in range(COUNT):
+            where = [number >= step for number in range(COUNT)]
+            found = await population.draw(where=where, seed=9 + 100 * step)
+            wanted = await quiet.batch_draw(list(population), seed=9 + 100 * step)
+            assert found.token_ids[step:].tolist() == wanted.token_ids[step:].tolist()
+            population.append(found.token_ids)
+    assert lm.statistics().engine.speculated - before >= COUNT - 1
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_becomes_of_a_step_ahead_draws_are_right(
+    runtimes: tuple[AsyncLM, AsyncLM], seed: int
+) -> None:
+    """Other tokens than were drawn, resampling, cuts, splits and joins, other populations and questions
+    in between, some of a forked sequence, draws that are given up."""
+    lm, quiet = runtimes
+    rng = random.Random(seed)
+    population, other = lm.population([1, 2, 3, seed], COUNT), lm.population([4, seed], 3)
+    for step in range(50):
+        beside: list[Any] = []
+        if rng.random() < 0.15:
+            beside.append(lm.next_token_logprobs(rng.choice([*population])))
+        if rng.random() < 0.1:
+            beside.append(other.draw(seed=step))
+        if rng.random() < 0.1:
+            given_up = asyncio.ensure_future(population.draw())
+            for _ in range(rng.randrange(5)):
+                await asyncio.sleep(0)
+            given_up.cancel()
+        await asyncio.gather(same(population, quiet, seed=rng.randrange(10**6)), *beside)
+        chance = rng.random()
+        if chance < 0.5:
+            population.resample(halved(rng))
+        elif chance < 0.6:
+            population.resample([rng.randrange(COUNT) for _ in range(COUNT)])
+        elif chance < 0.65:
+            population.cut([max(4, int(n) - rng.randrange(3)) for n in population.lengths])
+        elif chance < 0.75:
+            drawn = population.token_ids[range(COUNT), population.lengths - 1].tolist()
+            population.cut([int(n) - 1 for n in population.lengths])
+            population.append([rng.choice([token, 7]) for token in drawn])
+            if rng.random() < 0.7:
+                population.resample(halved(rng))
+        elif chance < 0.85:
+            first, second = population.split([COUNT // 2, COUNT - COUNT // 2])
+            population = second.join(first)
+        if int(population.lengths.max()) > 100:
+            population.cut(20)
+    engine: Any = lm._thread.engine
+    assert lm._thread.call(lambda _: len(engine._in_progress)).result() == 0
+    assert lm.statistics().engine.speculated > 0
+    population.close()
+    other.close()
+    del population, other, first, second
+    gc.collect()
+
+
+@pytest.mark.usefixtures("always")
+async def test_a_request_that_went_on_with_another_population_is_not_taken_for_what_it_was(
+    runtimes: tuple[AsyncLM, AsyncLM],
+) -> None:
+    """Two copies share their requests; one goes on, the other is joined with it."""
+    lm, quiet = runtimes
+    population = lm.population([[n, 8, 9] for n in range(COUNT)])
+    for step in range(3):
+        await same(population, quiet, seed=100 * step)
+    left = population.take(range(COUNT // 2))
+    right = population.take([0, 1, 2, *range(COUNT // 2, COUNT)])
+    await same(left, quiet, seed=1)
+    joined = right.join(left)
+    for step in range(3):
+        await same(joined, quiet, seed=200 + 100 * step)
+
+
+@pytest.mark.usefixtures("always")
+async def test_forks_are_evicted_like_every_sequence(runtimes: tuple[AsyncLM, AsyncLM]) -> None:
+    lm, quiet = runtimes
+    rng = random.Random(7)
+    with lm.population([[n, 8, 9] for n in range(COUNT)]) as population:
+        for step in range(12):
+            await same(population, quiet, seed=100 * step)
+            population.resample(halved(rng))
+            if step % 4 == 3:
+                crowd = [[rng.randrange(300) for _ in range(40)] for _ in range(60)]
+                await lm.batch_next_token_logprobs(crowd)
+
+
+async def test_forks_are_forgotten_with_all_residents(runtimes: tuple[AsyncLM, AsyncLM]) -> None:
+    lm, quiet = runtimes
+    rng = random.Random(8)
+    population = lm.population([[n, 8, 9] for n in range(COUNT)])
+    for step in range(8):
+        await same(population, quiet, seed=100 * step)
+        population.resample(halved(rng))
+    engine: Any = lm._thread.engine
+    lm._thread.call(lambda _: engine.forget_residents()).result()
+    assert held(lm) == (0, 0)
+    await same(population, quiet, seed=5)
+    population.close()
