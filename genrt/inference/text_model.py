@@ -362,5 +362,7 @@ class TextModel:
         for place, twist in twists.items():
             particle, log_weight, token_id = grown[place]
             gained = log_weight + twist - particles[place].log_twist
-            judged[place] = Growth(replace(particle, log_twist=twist), gained, token_id)
+            if twist != particle.log_twist:
+                particle = replace(particle, log_twist=twist)
+            judged[place] = Growth(particle, gained, token_id)
         return judged

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from genrt.launches import Repeated
 from genrt.tokens.rows import Leaving
-from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, has_kernels, rows_at_once
+from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, has_kernels
 
 __all__ = ["MANY_BYTES", "DrawGraphs"]
 
 MOST_KINDS = 4
 """How many kinds of draws, by their number and masks, have their memory at once."""
+
+MOST_DRAWS = 4096
+"""How many draws are one launch at most: the memory for their masks stays."""
 
 MANY_BYTES = 2**18
 """Masks of so many bytes are copied by all of torch's threads."""
@@ -53,7 +56,7 @@ class DrawGraphs:
             masks: packed, uint8 ``[n, size]``.
         """
         count, mask_bytes = len(seeds), 0 if masks is None else masks.shape[1]
-        if not has_kernels(rows) or count > rows_at_once(rows[0]) or rows.data_ptr() % 16:
+        if not has_kernels(rows) or count > MOST_DRAWS or rows.data_ptr() % 16:
             return None
         kind = _Kind(_rounded(count), mask_bytes, rows.shape[1], rows.stride(0))
         graph = self._kinds.pop(kind, None) or _Graph(kind, rows.device)
