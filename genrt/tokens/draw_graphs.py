@@ -17,7 +17,7 @@ from genrt.launches import Repeated
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, has_kernels
 
-__all__ = ["MANY_BYTES", "DrawGraphs"]
+__all__ = ["DrawGraphs", "fill"]
 
 MOST_KINDS = 4
 """How many kinds of draws, by their number and masks, have their memory at once."""

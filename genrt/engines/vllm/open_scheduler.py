@@ -286,7 +286,6 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def _one_token_each(self, requests: Sequence[Request]) -> SchedulerOutput | None:
         """Schedule a step that computes one more token of each of these; ``None`` if blocks are
         lacking."""
-        request_ids = [request.request_id for request in requests]
         computed = [request.num_computed_tokens for request in requests]
         # The first token of a block needs the block; with the last one vLLM enters it by its hash.
         at_edges = [n for n, count in enumerate(computed) if (count + 1) % self.block_size <= 1]
@@ -300,7 +299,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             new_blocks[n] = blocks.get_block_ids(allow_none=True)
         finished, self.finished_req_ids = self.finished_req_ids, set()
         preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
-        self.prev_step_scheduled_req_ids = set(request_ids)
+        self.prev_step_scheduled_req_ids = {request.request_id for request in requests}
         return decode_output(
             requests, new_blocks, finished, preempted, self._get_new_block_ids_to_zero()
         )

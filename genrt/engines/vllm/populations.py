@@ -350,5 +350,5 @@ def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 def _have_more(several: Sequence[_Seats], used: Sequence[str]) -> bool:
     """Return whether there are other requests than those used."""
-    total = sum(len([*seats.pairs()]) for seats in several)
+    total = sum(len(each.request_ids) + len(each.forks) + len(each.spare) for each in several)
     return total > len(used) or len(set(used)) < len(used)

@@ -223,19 +223,18 @@ class DecodeSteps:
     @property
     def foresees(self) -> bool:
         """True if the step after the one that ``run`` launched will likely be prepared and speculated."""
-        return (
-            self.ahead
-            and self._is_steady
-            and self._is_worth_it(self._unused)
-            and self._is_worth_it(self._mistaken)
-        )
+        return self._prepares and self._is_worth_it(self._mistaken)
+
+    @property
+    def _prepares(self) -> bool:
+        return self.ahead and self._is_steady and self._is_worth_it(self._unused)
 
     @torch.inference_mode()
     def prepare_next(self, forks: Sequence[str] = ()) -> None:
         """Prepare the step after the one that ``run`` launched, while the device computes, if it will
         likely be used; then park the requests of the launched one. ``forks`` of these requests, which
         are parked, take part in the prepared step."""
-        if self.ahead and self._is_steady and self._is_worth_it(self._unused):
+        if self._prepares:
             order = self._before.request_ids if self._before is not None else ()
             output = self._scheduler.decode_step_ahead(forks, order)
             if output is not None:
