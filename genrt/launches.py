@@ -7,13 +7,32 @@ A CUDA graph of a dozen is one launch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["Repeated"]
+__all__ = ["Graphs", "Repeated", "Staged"]
 
 TIMES = 8
 """How often work is launched as it is: to capture it takes as long as to launch it a few times more."""
+
+
+class Graphs:
+    """Where graphs are captured whose kernels need memory: they share it, and the stream, so that it does
+    not grow with their number. They run one after the other; what one has made is there until another
+    runs."""
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Where they are captured."""
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def memory(self) -> Any:
+        """The pool that their memory is of."""
+        return torch.cuda.graph_pool_handle()
 
 
 class Repeated:
@@ -26,16 +45,20 @@ class Repeated:
     Args:
         launch: launches them, and waits for nothing.
         times: how often it is called before they are captured.
+        graphs: where, if others share their memory.
     """
 
-    def __init__(self, launch: Callable[[], object], *, times: int = TIMES) -> None:
+    def __init__(
+        self, launch: Callable[[], object], *, times: int = TIMES, graphs: Graphs | None = None
+    ) -> None:
         self._launch = launch
+        self._graphs = graphs or Graphs()
         self._left: int | None = times if torch.cuda.is_available() else None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
         if self._left == 0:
-            self._graph, self._left = _captured(self._launch), None
+            self._graph, self._left = _captured(self._launch, self._graphs), None
         if self._graph is not None:
             self._graph.replay()
             return
@@ -44,13 +67,53 @@ class Repeated:
             self._left -= 1
 
 
-def _captured(launch: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+class Staged:
+    """Kernels that are launched again and again with other numbers: these go to the device in the same
+    launch.
+
+    Args:
+        shape: of the numbers, int64.
+        launch: launches what reads them, on the device, and waits for nothing.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        device: torch.device,
+        launch: Callable[[torch.Tensor], object],
+    ) -> None:
+        is_cuda = device.type == "cuda"
+        on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
+        there = torch.empty_like(on_host, device=device)
+
+        def go() -> None:
+            there.copy_(on_host, non_blocking=True)
+            launch(there)
+
+        self._go = Repeated(go)
+        self._numbers = on_host.numpy()
+        self._read = torch.Event(device) if is_cuda else None
+
+    def free(self) -> np.ndarray:
+        """Wait until the device has the numbers of the last launch, and return them, to be changed."""
+        if self._read is not None:
+            self._read.synchronize()
+        return self._numbers
+
+    def launch(self) -> None:
+        """Run the kernels with the numbers as they are now."""
+        self._go()
+        if self._read is not None:
+            self._read.record()
+
+
+def _captured(launch: Callable[[], object], graphs: Graphs) -> torch.cuda.CUDAGraph | None:
     """Return a graph of what this launches, or ``None`` where it can't be captured."""
     graph = torch.cuda.CUDAGraph()
     # A default stream can't be captured. Other threads go on with theirs: the mode is for this one.
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(graphs.stream):
         try:
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(graphs.memory, capture_error_mode="thread_local")
             try:
                 launch()
             finally:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genrt import launches
-from genrt.launches import Repeated
+from genrt.launches import Repeated, Staged
 
 
 class Graph:
@@ -24,7 +24,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was done, on a machine that has a GPU."""
     done: list[str] = []
 
-    def captured(launch: object) -> Graph:
+    def captured(launch: object, graphs: object) -> Graph:
         done.append("captured")
         return Graph(done)
 
@@ -43,7 +43,7 @@ def test_it_is_captured_after_some_times_and_replayed_from_then_on(done: list[st
 def test_what_cannot_be_captured_is_launched_every_time(
     done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "_captured", lambda _: done.append("tried"))
+    monkeypatch.setattr(launches, "_captured", lambda *_: done.append("tried"))
     repeated = Repeated(lambda: done.append("launched"), times=1)
     for _ in range(4):
         repeated()
@@ -72,3 +72,13 @@ def test_what_is_launched_may_fail_and_is_launched_again(done: list[str]) -> Non
     for _ in range(3):
         repeated()
     assert done == ["launched", "launched", "launched", "captured", "replayed"]
+
+
+def test_numbers_are_read_as_they_are_at_the_launch() -> None:
+    read: list[list[int]] = []
+    staged = Staged((3,), torch.device("cpu"), lambda numbers: read.append(numbers.tolist()))
+    for first in (1, 2):
+        staged.free()[:] = [first, 0, -first]
+        staged.launch()
+    staged.launch()
+    assert read == [[1, 0, -1], [2, 0, -2], [2, 0, -2]]

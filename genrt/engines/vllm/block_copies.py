@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from genrt.launches import Repeated
+from genrt.launches import Staged
 
 __all__ = ["BlockCopies"]
 
@@ -36,36 +36,6 @@ class _Stretches(NamedTuple):
     stride: int
 
 
-class _Staged:
-    """Copies of up to so many blocks, as one launch: their numbers go to the device, and a kernel copies.
-
-    Args:
-        bases: where the caches begin, int64 ``[layers]`` on the device.
-    """
-
-    def __init__(self, most: int, bases: torch.Tensor, stretches: _Stretches) -> None:
-        from genrt.engines.block_kernels import copy_words
-
-        on_host = torch.zeros(most, 2, dtype=torch.int64, pin_memory=True)
-        there = torch.empty_like(on_host, device=bases.device)
-
-        def go() -> None:
-            there.copy_(on_host, non_blocking=True)
-            copy_words(bases, there, *stretches)
-
-        self._go = Repeated(go)
-        self._pairs = on_host.numpy()
-        self._read = torch.Event(bases.device)
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make the second block of each pair a copy of the first."""
-        self._read.synchronize()  # the numbers before
-        self._pairs[: len(pairs)] = pairs
-        self._pairs[len(pairs) :] = NOTHING
-        self._go()
-        self._read.record()
-
-
 class BlockCopies:
     """Copies blocks of the KV caches of one runner. It does not hold them.
 
@@ -77,7 +47,7 @@ class BlockCopies:
         self._runner = runner
         self._stretches: _Stretches | None = None  # of every cache, on a GPU
         self._bases: torch.Tensor | None = None  # where the different caches begin, on the device
-        self._staged: dict[int, _Staged] = {}
+        self._staged: dict[int, Staged] = {}
         caches = runner.kv_caches
         if caches[0].is_cuda:
             self._stretches = _alike(caches, runner.kv_cache_config.num_blocks)
@@ -85,18 +55,23 @@ class BlockCopies:
             self._bases = torch.tensor([*addresses], device=caches[0].device)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Make the second block of each pair a copy of the first, without synchronizing with the device.
-        No block that is copied is a copy itself."""
-        if not pairs:
-            return
+        """Make the second block of each pair a copy of the first, one pair after the other, without
+        synchronizing with the device."""
+        for group in _independent(pairs):
+            self._copy(group)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         caches, count = self._runner.kv_caches, self._runner.kv_cache_config.num_blocks
         if self._bases is not None and self._stretches is not None:
             most = LEAST
             while most < len(pairs):
                 most *= 2
             if most not in self._staged:
-                self._staged[most] = _Staged(most, self._bases, self._stretches)
-            self._staged[most].copy(pairs)
+                self._staged[most] = _staged(most, self._bases, self._stretches)
+            numbers = self._staged[most].free()
+            numbers[: len(pairs)] = pairs
+            numbers[len(pairs) :] = NOTHING
+            self._staged[most].launch()
         elif self._bases is not None:
             copy_kv_cache_blocks_inplace(caches, count, pairs)
         else:
@@ -105,6 +80,30 @@ class BlockCopies:
                 blocks = cache.view(count, -1, *cache.shape[1:])
                 for source, copy in pairs:
                     blocks[copy].copy_(blocks[source])
+
+
+def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return these in groups, each of which may be copied at once: no block that one pair of it writes is
+    another's."""
+    groups: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, copy in pairs:
+        if not groups or source in written or copy in written or copy in read:
+            groups.append([])
+            read, written = set(), set()
+        groups[-1].append((source, copy))
+        read.add(source)
+        written.add(copy)
+    return groups
+
+
+def _staged(most: int, bases: torch.Tensor, stretches: _Stretches) -> Staged:
+    """Return copies of up to so many blocks, as one launch, for caches that begin at these addresses,
+    int64 ``[layers]`` on the device."""
+    from genrt.engines.block_kernels import copy_words
+
+    return Staged((most, 2), bases.device, lambda pairs: copy_words(bases, pairs, *stretches))
 
 
 def _alike(caches: Sequence[torch.Tensor], count: int) -> _Stretches | None:

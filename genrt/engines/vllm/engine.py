@@ -220,18 +220,18 @@ class VLLMEngine:
             return None
         population = self._populations.whole(step.request_ids)
         if population is None:
-            step = step.alone()
+            step = step.own()
         check = FiniteCheck(step.rows) if population is None else None
         ready = self._globals.marked()
         # The device computes from here on, until it is waited for: all else is done meanwhile.
-        self._open.steps.prepare_next([] if population is None else self._populations.spread())
+        self._open.steps.prepare_next(None if population is None else self._populations.spread())
         if population is not None:
             for request_id in step.request_ids:
                 del self._in_progress[request_id]
             if ready is not None:  # the rows are read on the default stream
                 torch.cuda.default_stream(self.device).wait_event(ready)
             self._count(rows=len(step.request_ids))
-            return [self._populations.answer(population, *step)]
+            return [self._populations.answer(population, step.request_ids, step.rows, step.places)]
         rows: list[torch.Tensor | None] = [*step.rows.unbind()]
         if self._populations:  # which fails with one of its rows
             self._decoded = []

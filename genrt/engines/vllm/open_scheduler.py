@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from genrt.engines.vllm.decode_output import decode_output
-from genrt.engines.vllm.runners import NextTokens, Seat
+from genrt.engines.vllm.runners import NextTokens, Seat, in_common
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
@@ -178,15 +178,15 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         kept = donated[:full]
         # Mostly the two begin alike, and those blocks stay as they are. Of the others, the two may have
         # some in common too: they are touched before any is freed.
-        pairs = enumerate(zip(before, kept, strict=False))
-        alike = next((n for n, (a, b) in pairs if a is not b), min(len(before), full))
+        alike = in_common(before, kept)
         pool.touch(kept[alike:])
         pool.free_blocks(reversed(before[alike:]))
         [own] = pool.get_new_blocks(1)
         manager.req_to_blocks[request_id] = [*kept, own]
         manager.num_cached_block[request_id] = full
-        request.prompt_token_ids = token_ids = donor._all_token_ids[:length]
-        request._all_token_ids[:] = token_ids
+        request.prompt_token_ids = donor._all_token_ids[:length]
+        start = alike * self.block_size
+        request._all_token_ids[start:] = donor._all_token_ids[start:length]
         request._output_token_ids.clear()
         request.block_hashes[:] = donor.block_hashes[: length // self.hash_block_size]
         request.num_prompt_tokens = request.num_computed_tokens = length
@@ -196,6 +196,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             request.prompt_token_ids,
             block_ids=[*(block.block_id for block in kept), own.block_id],
             copied=donated[full].block_id if length % self.block_size else None,
+            kept=alike,
         )
 
     def admit(self) -> None:

@@ -115,10 +115,12 @@ class SeatedPopulations:
             return None
         request_ids, flushes, rows = _joined(seats, [each.count for each in origins.asked])
         numbers, tokens = origins.numbers, population.contexts.last_tokens
-        firsts, places = _different(rows[numbers] << 32 | tokens)
-        if firsts is not None:
-            numbers, tokens = numbers[firsts], tokens[firsts]
         rows = rows[numbers]
+        firsts, places = _different(rows << 32 | tokens)
+        if firsts is not None and self._seats_all(seats, rows):
+            firsts = places = None
+        if firsts is not None:
+            numbers, tokens, rows = numbers[firsts], tokens[firsts], rows[firsts]
         parents = [request_ids[row] for row in rows.tolist()]
         # One request may come twice here, with another flush: as joined populations share it.
         pairs = [*zip(parents, flushes[rows].tolist(), strict=True)]
@@ -143,10 +145,7 @@ class SeatedPopulations:
             added.update(zip(begin(asked), asked, strict=True))
             return [*added]
 
-        # Seats for all sequences: a step ahead is for these, see ``spread``.
-        seated, wanted = len(set(parents)) + len(free), len(population)
-        grows = kept.steps.ahead and seated < wanted <= min(kept.most, len(parents) + MOST_FORKS)
-        found = kept.go_on(parents, tokens.tolist(), {} if grows else free, add)
+        found = kept.go_on(parents, tokens.tolist(), free, add)
         if found is None:
             return None
         for request_id in found if free else ():
@@ -159,6 +158,14 @@ class SeatedPopulations:
             self._adapters.hold(adapter)
         return found
 
+    def _seats_all(self, several: Sequence[_Seats], rows: np.ndarray) -> bool:
+        """Return whether each sequence that goes on gets a request of its own, even if it is equal to
+        another: where steps run ahead, and there are not requests enough for that; see ``spread``."""
+        kept, wanted, used = self._open, len(rows), len(np.unique(rows))
+        if kept is None or not kept.steps.ahead or wanted > min(kept.most, used + MOST_FORKS):
+            return False
+        return _count(several) < wanted
+
     def whole(self, request_ids: list[str]) -> PopulationDraw | None:
         """Return the population whose sequences these are, all of them and in any order, if it is one."""
         if len(self._under_way) != 1:
@@ -170,26 +177,29 @@ class SeatedPopulations:
         is_it = len(mine) == len(request_ids) and not under_way.rows
         return population if is_it and set(mine) == set(request_ids) else None
 
-    def spread(self) -> list[str]:
+    def spread(self) -> list[str] | None:
         """Give the sequences of the population in progress, if it is the only one, a request each; return
         the new ones among these: forks of those whose step is under way. So each sequence can be computed
-        with the token that will be drawn after it, before it is asked which of them go on."""
+        with the token that will be drawn after it, before it is asked which of them go on. Return
+        ``None`` where sequences share requests."""
         kept = self._open
-        if kept is None or not kept.steps.foresees or len(self._under_way) != 1:
-            return []
+        if kept is None or len(self._under_way) != 1:
+            return None
         [(population, under_way)] = self._under_way.items()
         seats = under_way.seats
-        if seats.places is None or under_way.added:
+        if seats.places is None:
             return []
+        if under_way.added or not kept.steps.foresees:
+            return None
         request_ids, places = seats.request_ids, seats.places.tolist()
         first = {row: number for number, row in reversed([*enumerate(places)])}
         others = [number for number, row in enumerate(places) if first[row] != number]
         if len(others) > MOST_FORKS:
-            return []
+            return None
         free = [each for each, flush in seats.spare.items() if kept.untouched([(each, flush)])]
         forks, parents = free[: len(others)], [request_ids[places[number]] for number in others]
         if len(forks) < len(others) or not kept.spread(parents, forks):
-            return []
+            return None
         seats.own = [request_ids[row] for row in places]
         for number, fork in zip(others, forks, strict=True):
             seats.own[number] = fork
@@ -350,5 +360,9 @@ def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 def _have_more(several: Sequence[_Seats], used: Sequence[str]) -> bool:
     """Return whether there are other requests than those used."""
-    total = sum(len(each.request_ids) + len(each.forks) + len(each.spare) for each in several)
-    return total > len(used) or len(set(used)) < len(used)
+    return _count(several) > len(used) or len(set(used)) < len(used)
+
+
+def _count(several: Sequence[_Seats]) -> int:
+    """Return how many requests these are at most."""
+    return sum(len(each.request_ids) + len(each.forks) + len(each.spare) for each in several)

@@ -11,6 +11,7 @@ from vllm.forward_context import get_forward_context, override_forward_context
 
 from genrt.engines.vllm.block_copies import BlockCopies
 from genrt.engines.vllm.runners import (
+    InputTokens,
     NextTokens,
     Prepared,
     Runner,
@@ -18,6 +19,7 @@ from genrt.engines.vllm.runners import (
     Stopped,
     copies,
     prepared,
+    rows_of,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class RunnerV1(Runner):
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._blocks = BlockCopies(runner)
+        self._inputs = InputTokens(runner.input_ids.gpu)
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the copies of the one before may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
@@ -60,22 +63,23 @@ class RunnerV1(Runner):
             count, runner.query_start_loc.gpu[: count + 1], runner.positions[:count]
         )
 
-    def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
+    ) -> torch.Tensor:
         runner = self._runner
         context, inputs = step.launch
-        runner.input_ids.gpu[: len(token_ids)].copy_(token_ids, non_blocking=True)
+        self._inputs.put(token_ids, order)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
-        logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
-        return logits
+        return rows_of(runner.model.compute_logits(hidden_states[: len(token_ids)]))
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         self.write(tokens)
 
-    def reseat(self, seats: Sequence[Seat], *, in_place: bool = False) -> None:
+    def reseat(self, seats: Sequence[Seat]) -> None:
         self._blocks.copy(copies(seats))
         batch = self._runner.input_batch
-        for request_id, token_ids, block_ids, _ in seats:
+        for request_id, token_ids, block_ids, *_ in seats:
             record = self._runner.requests[request_id]
             record.prompt_token_ids = token_ids
             record.num_prompt_tokens = record.num_computed_tokens = len(token_ids)
@@ -111,6 +115,6 @@ class RunnerV1(Runner):
             batch.is_token_ids[at, after] = True
             batch.num_tokens_no_spec[at] = after + 1
 
-    def take_logits(self) -> tuple[list[str], torch.Tensor]:
+    def take_rows(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
-        return list(self._runner.input_batch.req_ids), state.logits
+        return list(self._runner.input_batch.req_ids), rows_of(state.logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -15,15 +16,19 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from genrt.engines.vllm.block_copies import BlockCopies
 from genrt.engines.vllm.runners import (
+    InputTokens,
     NextTokens,
     Prepared,
     Runner,
     Seat,
     Stopped,
     copies,
+    last_seats,
     prepared,
+    rows_of,
 )
-from genrt.launches import Repeated
+from genrt.engines.vllm.seat_tables import SeatTables
+from genrt.launches import Graphs, Repeated
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,6 +48,8 @@ class _Batch:
             numbers of blocks: it keeps them in two places by turns.
         tables: the block tables in the forward's buffer, once they are there.
         place: launches what finds positions and slots, where that is the same in every step.
+        hidden_states: what the forward has made.
+        end: launches what makes ``rows`` of them.
     """
 
     graph: Any
@@ -51,6 +58,9 @@ class _Batch:
     look_up: dict[int, Repeated] = field(default_factory=dict)
     tables: Any = None
     place: Repeated | None = None
+    hidden_states: Any = None
+    end: Repeated | None = None
+    rows: Any = None
 
 
 class _Stopping:
@@ -67,7 +77,14 @@ class RunnerV2(Runner):
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._blocks = BlockCopies(runner)
+        self._inputs = InputTokens(runner.input_buffers.input_ids)
+        self._graphs = Graphs()
         self._is_moved = False  # blocks have changed that no forward has looked up since
+        self._overcounted: set[str] = set()  # with a token that was run ahead and nobody asked for
+
+    @cached_property
+    def _seats(self) -> SeatTables:
+        return SeatTables(self._runner)
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         if before is not None and self._is_repeated(output, before):
@@ -136,13 +153,15 @@ class RunnerV2(Runner):
         for place in new:
             slot, block_ids = batch.idx_mapping_np[place], scheduled.new_block_ids[place]
             runner.block_tables.append_block_ids(slot, block_ids, overwrite=False)
-        if new or self._is_moved:
+        if new:
             runner.block_tables.apply_staged_writes()
-        if new or self._is_moved or launch.tables is None:
-            self._is_moved = False
+        if launch.tables is None:
             launch.tables = runner.block_tables.gather_block_tables(
                 batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding
             )
+        elif new or self._is_moved:
+            self._look_up(launch)
+        self._is_moved = False
         if launch.place is None and self._has_fixed_metadata():
             # As vLLM captures its forward: what holds for the longest sequence holds for every step.
             longest = torch.full_like(batch.seq_lens_cpu_upper_bound, runner.max_model_len)
@@ -177,64 +196,65 @@ class RunnerV2(Runner):
             batch, graph.cg_mode, tables, slots, runner.attn_groups, runner.kv_cache_config
         )
 
-    def refresh(self, step: Prepared) -> None:
-        runner, launch = self._runner, step.launch
-        runner.block_tables.apply_staged_writes()
-        place = runner.block_tables.num_blocks.gpu.data_ptr()
+    def _look_up(self, launch: _Batch) -> None:
+        """Find the blocks of a step where they have changed, and slots of the positions before."""
+        place = self._runner.block_tables.num_blocks.gpu.data_ptr()
         if place not in launch.look_up:
             batch = launch.batch
-            launch.look_up[place] = Repeated(lambda: runner.prepare_attn(batch))
+            launch.look_up[place] = Repeated(lambda: self._runner.prepare_attn(batch))
         launch.look_up[place]()
+
+    def refresh(self, step: Prepared) -> None:
+        self._look_up(step.launch)
         self._is_moved = False
 
-    def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
-        runner = self._runner
-        runner.input_buffers.input_ids[: len(token_ids)].copy_(token_ids, non_blocking=True)
-        hidden_states = runner.cudagraph_manager.run_fullgraph(step.launch.graph)
-        logits: torch.Tensor = runner.model.compute_logits(hidden_states[: len(token_ids)])
-        return logits
+    def run(
+        self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        launch: _Batch = step.launch
+        self._inputs.put(token_ids, order)
+        hidden_states = self._runner.cudagraph_manager.run_fullgraph(launch.graph)
+        launch.hidden_states = hidden_states[: len(token_ids)]
+        if launch.end is None:
+            launch.end = Repeated(lambda: self._end(launch), graphs=self._graphs)
+        launch.end()
+        rows: torch.Tensor = launch.rows
+        return rows
+
+    def _end(self, launch: _Batch) -> None:
+        launch.rows = rows_of(self._runner.model.compute_logits(launch.hidden_states))
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
-        if len(tokens) == len(step.request_ids):
-            step.launch.count()
-            return
-        # The others are as if they had not been computed.
-        slots, batch = self._runner.req_states.req_id_to_index, step.launch.batch
-        on_host = torch.tensor(
-            [slots[each] for each in tokens.request_ids], pin_memory=batch.idx_mapping.is_cuda
-        )
-        there = on_host.to(batch.idx_mapping.device, non_blocking=True)
-        self._runner.postprocess_num_computed_tokens(replace(batch, idx_mapping=there))
+        step.launch.count()
+        if len(tokens) < len(step.request_ids):
+            # The others are as if they had not been computed; the device is told once they go on.
+            self._overcounted.update(set(step.request_ids).difference(tokens.request_ids))
+            self._overcounted &= self._runner.req_states.req_id_to_index.keys()
 
-    def reseat(self, seats: Sequence[Seat], *, in_place: bool = False) -> None:
+    def reseat(self, seats: Sequence[Seat]) -> None:
         self._blocks.copy(copies(seats))
+        last = last_seats(seats)
+        self._seats.write(last)
+        self._overcounted.difference_update(seat.request_id for seat in last)
         self._is_moved = True
-        states = self._runner.req_states
-        for request_id, token_ids, block_ids, _ in seats:
-            slot, length = states.req_id_to_index[request_id], len(token_ids)
-            states.prompt_len.np[slot] = states.prefill_len.np[slot] = length
-            states.num_computed_prefill_tokens[slot] = length
-            states.num_computed_tokens_np[slot] = length
-            self._runner.block_tables.append_block_ids(slot, (block_ids,), overwrite=True)
-            if not in_place:
-                states.num_computed_tokens.stage_write_elem(slot, length)
-                states.total_len.stage_write_elem(slot, length)
-        # In place, the device counts as many computed tokens already; and what it takes for the prompt
-        # is of the sequence before, which was computed too.
-        if not in_place:
-            states.apply_staged_writes()
 
     def write(self, tokens: NextTokens) -> None:
-        last = self._runner.req_states.last_sampled_tokens
-        slots = self._runner.req_states.req_id_to_index
+        states = self._runner.req_states
+        last, slots = states.last_sampled_tokens, states.req_id_to_index
+        if over := self._overcounted.intersection(tokens.request_ids):
+            for request_id, position in zip(tokens.request_ids, tokens.positions, strict=True):
+                if request_id in over:
+                    states.num_computed_tokens.stage_write_elem(slots[request_id], position)
+            states.apply_staged_writes()
+            self._overcounted -= over
         pairs = torch.tensor([[slots[each] for each in tokens.request_ids], tokens.token_ids])
         if last.is_cuda:
             pairs = pairs.pin_memory().to(last.device, non_blocking=True)
         last[pairs[0], 0] = pairs[1]
 
-    def take_logits(self) -> tuple[list[str], torch.Tensor]:
+    def take_rows(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
         batch = state.input_batch
         logits = self._runner.model.compute_logits(state.hidden_states[batch.logits_indices])
         self._runner.postprocess_num_computed_tokens(batch)
-        return list(batch.req_ids), logits
+        return list(batch.req_ids), rows_of(logits)

@@ -5,22 +5,41 @@ place everything that a forward needs except its tokens, and is stopped right be
 tokens are known, they are written into the input buffer and the forward runs, again with other tokens if
 the first ones were wrong. Once the tokens are certain, the step is *confirmed*.
 
+Rule:
+    Nothing here waits for the device.
+
 What ``runner_v1.py`` and ``runner_v2.py`` touch of vLLM is listed in ``docs/new_vllm.md``;
 ``self_check.py`` compares rows that come by these ways with rows that don't.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from genrt.engines.vllm.capture import log_probabilities
+from genrt.launches import Staged
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["NextTokens", "Prepared", "Runner", "Seat", "Stopped", "copies", "prepared"]
+__all__ = [
+    "InputTokens",
+    "NextTokens",
+    "Prepared",
+    "Runner",
+    "Seat",
+    "Stopped",
+    "copies",
+    "in_common",
+    "last_seats",
+    "prepared",
+    "rows_of",
+]
 
 
 @dataclass(slots=True)
@@ -68,12 +87,14 @@ class NextTokens:
 
 class Seat(NamedTuple):
     """A request that goes on as another sequence: that one's tokens, all of them computed, its blocks,
-    and the block of which the last one must become a copy; ``None`` if the last block is new."""
+    the block of which the last one must become a copy, ``None`` if the last block is new, and how many
+    blocks from the first on the request had before."""
 
     request_id: str
     token_ids: list[int]
     block_ids: list[int]
     copied: int | None
+    kept: int = 0
 
 
 class Prepared(NamedTuple):
@@ -99,10 +120,16 @@ class Runner(Protocol):
         the same position."""
         ...
 
-    def run(self, step: Prepared, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run a prepared step with these tokens, numbers ``[n]`` on the device or in pinned memory, and
-        return its logits, one row a request, both in the order of the step. It can be run again with
-        other tokens."""
+    def run(
+        self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Run a prepared step, request ``i`` with token ``i``, or token ``order[i]``, and return its rows
+        in the order of its requests, for use until a step is run again. It can be run again with other
+        tokens.
+
+        Args:
+            token_ids: numbers ``[n]`` on the device or in pinned memory; less than 0 is token 0.
+        """
         ...
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
@@ -110,17 +137,16 @@ class Runner(Protocol):
         run for others does not count."""
         ...
 
-    def reseat(self, seats: Sequence[Seat], *, in_place: bool = False) -> None:
-        """Copy blocks, and have these requests go on as other sequences: ``in_place`` if they are all as
-        long as those before, of which a prepared step is refreshed then."""
+    def reseat(self, seats: Sequence[Seat]) -> None:
+        """Copy blocks, and have these requests go on as other sequences, one seat after the other."""
         ...
 
     def write(self, tokens: NextTokens) -> None:
         """Put the callers' tokens where the runner keeps those it sampled for these requests."""
         ...
 
-    def take_logits(self) -> tuple[list[str], torch.Tensor]:
-        """Take the forward's logits, one row a request, in place of sampling; return the requests too."""
+    def take_rows(self) -> tuple[list[str], torch.Tensor]:
+        """Take the forward's rows, in place of sampling; return their requests too."""
         ...
 
 
@@ -137,5 +163,69 @@ def prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Pr
 
 
 def copies(seats: Sequence[Seat]) -> list[tuple[int, int]]:
-    """Return which KV blocks these requests go on with become copies of which."""
+    """Return which KV blocks these requests go on with become copies of which, one after the other."""
     return [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
+
+
+def last_seats(seats: Sequence[Seat]) -> list[Seat]:
+    """Return the last seat of each request, with the blocks that it kept through all of its seats."""
+    last: dict[str, Seat] = {}
+    for seat in seats:
+        before = last.get(seat.request_id, seat)
+        last[seat.request_id] = Seat(*seat[:-1], kept=min(before.kept, seat.kept))
+    return [*last.values()]
+
+
+def rows_of(logits: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a step's logits, made on the current stream, to be read on the default one."""
+    rows = log_probabilities(logits, may_overwrite=True)
+    if rows.is_cuda:
+        rows.record_stream(torch.cuda.default_stream(rows.device))
+    return rows
+
+
+def in_common(these: Sequence[Any], those: Sequence[Any]) -> int:
+    """Return how many blocks two sequences of them have in common, from the first on."""
+    most = min(len(these), len(those))
+    # Where two sequences have parted they have no block in common.
+    parted = bisect(range(most), 0, key=lambda n: these[n] is not those[n])
+    if these[:parted] == those[:parted]:
+        return parted
+    return next(n for n in range(most) if these[n] is not those[n])
+
+
+class InputTokens:
+    """Puts the tokens of prepared steps into the runner's input buffer, int32."""
+
+    def __init__(self, input_ids: torch.Tensor) -> None:
+        self._input_ids = input_ids
+        self._several: dict[int, _Several] = {}
+
+    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
+        """Put token ``order[i]``, or ``i``, at place ``i``; less than 0 as 0."""
+        count = len(token_ids)
+        if count not in self._several:
+            self._several[count] = _Several(self._input_ids[:count])
+        self._several[count].put(token_ids, order)
+
+
+class _Several:
+    """The same for so many tokens as the buffer has places."""
+
+    def __init__(self, input_ids: torch.Tensor) -> None:
+        given, taken = torch.zeros(2, len(input_ids), dtype=torch.float64, device=input_ids.device)
+        self._given = given
+
+        def take(order: torch.Tensor) -> None:
+            torch.index_select(given, 0, order, out=taken)
+            input_ids.copy_(taken.clamp_(min=0.0))
+
+        self._take = Staged((len(input_ids),), input_ids.device, take)
+        self._order: Sequence[int] | None = ()
+
+    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
+        self._given.copy_(token_ids, non_blocking=True)
+        if order != self._order:
+            self._take.free()[:] = range(len(token_ids)) if order is None else order
+            self._order = order
+        self._take.launch()

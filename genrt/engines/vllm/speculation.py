@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from genrt.engines.vllm.capture import log_probabilities
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Seat
 from genrt.tokens.rows import Leaving
@@ -37,19 +36,26 @@ RETRY = 16
 
 class DecodedStep(NamedTuple):
     """A decode step that was launched: its requests, and their rows, which the device may still be
-    computing. Request ``i`` has row ``i``, or row ``places[i]`` of more."""
+    computing. Request ``i`` has row ``i``, or row ``places[i]`` of more. Rows that ``is_lent`` are there
+    until the next step is launched."""
 
     request_ids: list[str]
     rows: torch.Tensor
     places: list[int] | None = None
+    is_lent: bool = False
 
-    def alone(self) -> DecodedStep:
-        """Return the same with no more rows than requests."""
-        if self.places is None:
+    def own(self) -> DecodedStep:
+        """Return the same with rows that stay, no more than requests."""
+        if not self.is_lent:
             return self
-        at = _pinned(self.places, torch.int64, self.rows.device)
-        rows = self.rows.index_select(0, at.to(self.rows.device, non_blocking=True))
-        return DecodedStep(self.request_ids, _read_elsewhere(rows))
+        rows = self.rows.clone() if self.places is None else self._at(self.places)
+        if rows.is_cuda:  # made on vLLM's stream, and read on the default one
+            rows.record_stream(torch.cuda.default_stream(rows.device))
+        return DecodedStep(self.request_ids, rows)
+
+    def _at(self, places: list[int]) -> torch.Tensor:
+        at = _pinned(places, torch.int64, self.rows.device)
+        return self.rows.index_select(0, at.to(self.rows.device, non_blocking=True))
 
 
 class _Speculated(NamedTuple):
@@ -151,10 +157,10 @@ class DecodeSteps:
             self._last = []
             return None
         self._execute(output)
-        request_ids, logits = self._runner.take_logits()
+        request_ids, rows = self._runner.take_rows()
         last, self._last = self._last, request_ids
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
-        return DecodedStep(request_ids, _normalised(logits))
+        return DecodedStep(request_ids, rows)
 
     def _tell_runner(self) -> None:
         # Seats first: a token is written at a position of the sequence that has the seat now.
@@ -186,14 +192,12 @@ class DecodeSteps:
         else:
             self._mistaken += speculated is not None
             if self._seats:
-                self._runner.reseat(self._seats, in_place=True)
+                self._runner.reseat(self._seats)
                 self._runner.refresh(step)
                 self._seats.clear()
-            rows = _normalised(
-                self._runner.run(step, _pinned(tokens.token_ids, torch.int32, self._device))
-            )
+            rows = self._runner.run(step, _pinned(tokens.token_ids, torch.float64, self._device))
         self._confirmed(step, tokens)
-        return DecodedStep(step.request_ids, rows)
+        return DecodedStep(step.request_ids, rows, is_lent=True)
 
     def _part_of(self, step: Prepared, speculated: _Speculated) -> DecodedStep | None:
         """Answer the next step by a speculated one of more requests, if their tokens were right."""
@@ -211,7 +215,7 @@ class DecodeSteps:
         self._mistaken = 0
         self.speculated += 1
         self._confirmed(step, tokens)
-        return DecodedStep(tokens.request_ids, speculated.rows, places)
+        return DecodedStep(tokens.request_ids, speculated.rows, places, is_lent=True)
 
     def _confirmed(self, step: Prepared, tokens: NextTokens) -> None:
         self._runner.confirm(step, tokens)
@@ -222,19 +226,21 @@ class DecodeSteps:
 
     @property
     def foresees(self) -> bool:
-        """True if the step after the one that ``run`` launched will likely be prepared and speculated."""
+        """True if the step after the one that ``run`` launched may be prepared and speculated."""
         return self._prepares and self._is_worth_it(self._mistaken)
 
     @property
     def _prepares(self) -> bool:
-        return self.ahead and self._is_steady and self._is_worth_it(self._unused)
+        return self.ahead and self._is_worth_it(self._unused)
 
     @torch.inference_mode()
-    def prepare_next(self, forks: Sequence[str] = ()) -> None:
+    def prepare_next(self, forks: Sequence[str] | None = None) -> None:
         """Prepare the step after the one that ``run`` launched, while the device computes, if it will
         likely be used; then park the requests of the launched one. ``forks`` of these requests, which
-        are parked, take part in the prepared step."""
-        if self._prepares:
+        are parked, take part in the prepared step; ``None`` if nothing is known of the next step but
+        what this one and those before it were."""
+        if self._prepares and (forks is not None or self._is_steady):
+            forks = forks or ()
             order = self._before.request_ids if self._before is not None else ()
             output = self._scheduler.decode_step_ahead(forks, order)
             if output is not None:
@@ -268,25 +274,10 @@ class DecodeSteps:
             if len(places) != len(request_ids) or places.keys() != set(step.request_ids):
                 return
             order = [places[request_id] for request_id in step.request_ids]
-            there = _pinned(order, torch.int64, self._device).to(self._device, non_blocking=True)
-            tokens = tokens.index_select(0, there)
-        rows = _normalised(self._runner.run(step, tokens.clamp(min=0.0)))
-        self._speculated = _Speculated(on_host, order, rows)
+        self._speculated = _Speculated(on_host, order, self._runner.run(step, tokens, order))
 
     def _is_worth_it(self, mistakes: int) -> bool:
         return mistakes < MISSES or self._steps % RETRY == 0
-
-
-def _normalised(logits: torch.Tensor) -> torch.Tensor:
-    """Return a step's rows, without synchronizing with the device."""
-    return _read_elsewhere(log_probabilities(logits, may_overwrite=True))
-
-
-def _read_elsewhere(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that were allocated on vLLM's stream, and are read on the default one."""
-    if rows.is_cuda:
-        rows.record_stream(torch.cuda.default_stream(rows.device))
-    return rows
 
 
 def _pinned(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

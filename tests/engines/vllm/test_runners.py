@@ -17,14 +17,14 @@ import torch
 
 pytestmark = pytest.mark.vllm
 
-VOCAB, SLOTS, BLOCKS, BLOCK = 7, 6, 10, 4
+VOCAB, SLOTS, BLOCKS, BLOCK, WIDTH = 7, 6, 10, 4, 5
 
 
 class Staged:
     """As vLLM's ``StagedWriteTensor``: a write counts once it is applied."""
 
     def __init__(self) -> None:
-        self.applied = np.full(SLOTS, -1)
+        self.gpu = torch.full((SLOTS,), -1, dtype=torch.int32)
         self._staged: list[tuple[int, int]] = []
 
     def stage_write_elem(self, slot: int, number: int) -> None:
@@ -32,8 +32,19 @@ class Staged:
 
     def apply(self) -> None:
         for slot, number in self._staged:
-            self.applied[slot] = number
+            self.gpu[slot] = number
         self._staged.clear()
+
+
+class Backed:
+    """As vLLM's ``UvaBackedTensor``: the device has what was copied last."""
+
+    def __init__(self, *shape: int) -> None:
+        self.np = np.full(shape, -1)
+        self.gpu = torch.from_numpy(self.np.copy())
+
+    def copy_to_uva(self) -> None:
+        self.gpu = torch.from_numpy(self.np.copy())
 
 
 class States:
@@ -41,8 +52,8 @@ class States:
 
     def __init__(self, slots: dict[str, int]) -> None:
         self.req_id_to_index = slots
-        self.prompt_len = SimpleNamespace(np=np.full(SLOTS, -1))
-        self.prefill_len = SimpleNamespace(np=np.full(SLOTS, -1))
+        self.prompt_len = Backed(SLOTS)
+        self.prefill_len = Backed(SLOTS)
         self.num_computed_prefill_tokens = np.full(SLOTS, -1)
         self.num_computed_tokens_np = np.full(SLOTS, -1)
         self.num_computed_tokens = Staged()
@@ -58,19 +69,34 @@ class Tables:
     """As the V2 runner's ``BlockTables``: rows of blocks by slot, staged too."""
 
     def __init__(self) -> None:
-        self.applied: dict[int, list[int]] = {}
-        self.num_blocks = SimpleNamespace(gpu=torch.zeros(SLOTS))
+        self.block_tables = [SimpleNamespace(gpu=torch.full((SLOTS, WIDTH), -1, dtype=torch.int32))]
+        self.num_blocks = Backed(1, SLOTS)
         self.gathered = 0
-        self._staged: dict[int, list[int]] = {}
+        self._staged: list[tuple[int, int, list[int]]] = []
+        self.num_blocks.np[:] = 0
 
     def append_block_ids(self, slot: int, groups: Any, *, overwrite: bool) -> None:
         [block_ids] = groups
-        before = [] if overwrite else self._staged.get(slot, self.applied.get(slot, []))
-        self._staged[slot] = [*before, *block_ids]
+        start = 0 if overwrite else int(self.num_blocks.np[0, slot])
+        self._staged.append((slot, start, block_ids))
+        self.num_blocks.np[0, slot] = start + len(block_ids)
 
     def apply_staged_writes(self) -> None:
-        self.applied |= self._staged
+        for slot, start, block_ids in self._staged:
+            written = torch.tensor(block_ids, dtype=torch.int32)
+            self.block_tables[0].gpu[slot, start : start + len(block_ids)] = written
         self._staged.clear()
+        self.num_blocks.copy_to_uva()
+
+    def put(self, slot: int, *block_ids: int) -> None:
+        self.append_block_ids(slot, (list(block_ids),), overwrite=True)
+        self.apply_staged_writes()
+
+    @property
+    def applied(self) -> dict[int, list[int]]:
+        """The rows, as the device finds them."""
+        [table], counts = self.block_tables, self.num_blocks.gpu[0].tolist()
+        return {n: table.gpu[n, :count].tolist() for n, count in enumerate(counts) if count > 0}
 
     def gather_block_tables(self, slots: Any, *, num_reqs_padded: int) -> str:
         assert len(slots) == num_reqs_padded
@@ -101,7 +127,7 @@ class Runner:
             cg_mode=CUDAGraphMode.FULL if full_graph else CUDAGraphMode.PIECEWISE
         )
         self.cudagraph_manager = SimpleNamespace(run_fullgraph=self._forward)
-        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden.repeat(1, VOCAB))
+        self.model = SimpleNamespace(compute_logits=logits_of)
         self.attended: list[Any] = []
         self.counted: list[list[str]] = []
         self._positions = torch.zeros(SLOTS)
@@ -138,6 +164,19 @@ class Runner:
         self.counted.append(batch.req_ids)
 
 
+def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of which ``seen`` tells the hidden state."""
+    logits = torch.zeros(len(hidden), VOCAB)
+    logits[:, 0] = hidden[:, 0]
+    return logits
+
+
+def seen(rows: torch.Tensor) -> list[float]:
+    """What the forward has made, by its rows."""
+    found: list[float] = (rows[:, 0] - rows[:, 1]).tolist()
+    return found
+
+
 def step_of(**computed: int) -> Any:
     """A step that computes one more token of each request, which so many come before."""
     scheduled = SimpleNamespace(req_ids=list(computed), num_computed_tokens=list(computed.values()))
@@ -157,16 +196,22 @@ def tokens(**token_ids: int) -> Any:
     return NextTokens([*token_ids], [*token_ids.values()], zeros, zeros)
 
 
-def seat(request_id: str, length: int, block_ids: list[int], copied: int | None) -> Any:
+def seat(
+    request_id: str, length: int, block_ids: list[int], copied: int | None, kept: int = 0
+) -> Any:
     from genrt.engines.vllm.runners import Seat
 
-    return Seat(request_id, list(range(length)), block_ids, copied)
+    return Seat(request_id, list(range(length)), block_ids, copied, kept)
 
 
 def test_what_is_scripted_is_in_the_table() -> None:
     from tests.engines.vllm.test_vllm_parts import TABLE
 
-    listed = {name for file in ("runner_v2.py", "block_copies.py") for _, name in TABLE[file]}
+    listed = {
+        name
+        for file in ("runner_v2.py", "seat_tables.py", "block_copies.py")
+        for _, name in TABLE[file]
+    }
     scripted = {"graph", "attended", "counted"}
     runner = Runner({})
     touched = {*vars(runner), *vars(runner.req_states)} - scripted
@@ -179,15 +224,15 @@ def test_a_token_is_written_at_the_slot_of_its_request() -> None:
     assert runner.req_states.last_sampled_tokens[:, 0].tolist() == [-1, -1, 7, -1, 8, -1]
 
 
-def test_logits_are_taken_by_request_in_the_order_of_the_batch() -> None:
+def test_rows_are_taken_by_request_in_the_order_of_the_batch() -> None:
     runner = Runner({"a": 4, "b": 0, "c": 2})
     shim = over(runner)
     shim.write(tokens(a=1, b=2, c=3))
     runner.execute_model(step_of(a=10, b=20, c=30))
-    request_ids, logits = shim.take_logits()
+    request_ids, rows = shim.take_rows()
     assert request_ids == ["c", "b", "a"]
-    assert logits.shape == (3, VOCAB)
-    assert logits[:, 0].tolist() == [30003.0, 20002.0, 10001.0]
+    assert rows.shape == (3, VOCAB)
+    assert seen(rows) == [30003.0, 20002.0, 10001.0]
     assert runner.execute_model_state is None
     assert runner.counted == [["c", "b", "a"]]
 
@@ -200,9 +245,9 @@ def test_a_prepared_step_runs_with_the_tokens_it_is_given_as_often_as_it_is_aske
     assert step.positions == [30, 20, 10]  # in the order of the batch, not of the scheduler
     assert runner.execute_model_state is None
     for token_ids in ([3, 2, 1], [6, 5, 4]):
-        logits = shim.run(step, torch.tensor(token_ids, dtype=torch.int32))
+        rows = shim.run(step, torch.tensor(token_ids, dtype=torch.int32))
         expected = [1000 * at + by for at, by in zip(step.positions, token_ids, strict=True)]
-        assert logits[:, 0].tolist() == expected
+        assert seen(rows) == expected
     assert runner.counted == []
     shim.confirm(step, tokens(c=6, b=5, a=4))
     assert runner.counted == [["c", "b", "a"]]
@@ -218,7 +263,7 @@ def test_preparing_leaves_the_runner_as_it_was(full_graph: bool) -> None:
     assert "prepare_inputs" not in vars(runner)
     shim.write(tokens(a=5))
     runner.execute_model(step_of(a=10))
-    assert shim.take_logits()[1][0, 0] == 10005.0
+    assert seen(shim.take_rows()[1]) == [10005.0]
 
 
 def test_preparing_that_fails_leaves_the_runner_as_it_was() -> None:
@@ -280,7 +325,6 @@ class Repeating(Runner):
         self.model_config = SimpleNamespace(rswa_window=None)
         self.input_buffers.positions = self._positions
         self.input_buffers.seq_lens = torch.zeros(SLOTS)
-        self.req_states.num_computed_tokens.gpu = torch.zeros(SLOTS)  # type: ignore[attr-defined]
         self.whole = 0
 
     def prepare_inputs(self, output: Any, state: Any, graph: Any, *more: Any) -> Any:
@@ -288,7 +332,7 @@ class Repeating(Runner):
         self.whole += 1
         slots = [self.req_states.req_id_to_index[each] for each in batch.req_ids]
         computed = output.scheduled_cached_reqs.num_computed_tokens[::-1]
-        self.req_states.num_computed_tokens.gpu[slots] = torch.tensor(computed).float()  # type: ignore[attr-defined]
+        self.req_states.num_computed_tokens.gpu[slots] = torch.tensor(computed, dtype=torch.int32)
         return Batch(
             batch.req_ids, torch.tensor(slots), np.array(slots), None, torch.zeros(4), None
         )
@@ -299,7 +343,7 @@ class Repeating(Runner):
 
     def postprocess_num_computed_tokens(self, batch: Any) -> None:
         super().postprocess_num_computed_tokens(batch)
-        self.req_states.num_computed_tokens.gpu[batch.idx_mapping] += 1  # type: ignore[attr-defined]
+        self.req_states.num_computed_tokens.gpu[batch.idx_mapping] += 1
 
 
 @pytest.fixture
@@ -333,14 +377,15 @@ def test_a_step_of_the_same_batch_is_prepared_from_the_one_before(is_fixed: bool
     groups = [[SimpleNamespace(metadata_builders=[builder])]]
     runner = Repeating({"a": 4, "b": 0}, attn_groups=groups)
     shim = over(runner)
-    runner.block_tables.applied = {4: [1], 0: [2]}
+    runner.block_tables.put(4, 1)
+    runner.block_tables.put(0, 2)
     before = shim.prepare(next_step({}, a=6, b=7))
     shim.run(before, torch.tensor([1, 2]))
     shim.confirm(before, tokens(b=1, a=2))
     step = shim.prepare(next_step({"a": [8]}, b=8, a=7), before)
     assert runner.whole == 1, "the batch is in its place"
     assert (step.request_ids, step.positions) == (["b", "a"], [8, 7])
-    assert shim.run(step, torch.tensor([3, 4]))[:, 0].tolist() == [8003.0, 7004.0]
+    assert seen(shim.run(step, torch.tensor([3, 4]))) == [8003.0, 7004.0]
     assert runner.input_buffers.seq_lens[:2].tolist() == [9.0, 8.0]
     assert runner.req_states.num_computed_tokens_np[[0, 4]].tolist() == [8, 7]
     assert runner.block_tables.applied == {4: [1, 8], 0: [2]}
@@ -348,23 +393,49 @@ def test_a_step_of_the_same_batch_is_prepared_from_the_one_before(is_fixed: bool
     attended = [[30.0] * 4] if is_fixed else [[9.0, 8.0, 0.0, 0.0]]
     assert runner.model_state.attended == attended  # type: ignore[attr-defined]
     shim.confirm(step, tokens(b=3, a=4))
-    gathered = runner.block_tables.gathered
+    attended = [*runner.attended]
     again = shim.prepare(next_step({}, b=9, a=8), step)
-    assert runner.block_tables.gathered == gathered == 1, "the blocks are as they were"
-    assert shim.run(again, torch.tensor([5, 6]))[:, 0].tolist() == [9005.0, 8006.0]
+    assert runner.attended == attended, "the blocks are as they were"
+    assert seen(shim.run(again, torch.tensor([5, 6]))) == [9005.0, 8006.0]
     shim.confirm(again, tokens(b=5, a=6))
     shim.prepare(next_step({"b": [9]}, b=10, a=9), again)
-    assert runner.block_tables.gathered == 2
+    assert runner.attended == [*attended, (["b", "a"], {4: [1, 8], 0: [2, 9]})]
+    assert runner.block_tables.gathered == 1
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_what_was_run_ahead_and_not_asked_for_does_not_count() -> None:
+@pytest.mark.parametrize("again", ["its own token", "another seat"])
+def test_what_was_run_ahead_and_not_asked_for_does_not_count(again: str) -> None:
+    from genrt.engines.vllm.runners import NextTokens
+
     runner = Repeating({"a": 4, "b": 0, "c": 2})
     shim = over(runner)
     before = shim.prepare(next_step({}, a=6, b=6, c=6))
     shim.run(before, torch.tensor([1, 2, 3]))
     shim.confirm(before, tokens(c=1, a=3))
-    assert runner.req_states.num_computed_tokens.gpu[[4, 0, 2]].tolist() == [7, 6, 7]  # type: ignore[attr-defined]
+    computed = runner.req_states.num_computed_tokens.gpu
+    if again == "its own token":
+        shim.write(NextTokens(["b"], [5], [6], [6]))
+        assert computed[[4, 0, 2]].tolist() == [7, 6, 7]
+    else:
+        shim.reseat([seat("b", 5, [0, 9], copied=1)])
+        assert computed[[4, 0, 2]].tolist() == [7, 5, 7]
+    computed[0] = 20
+    shim.write(NextTokens(["b"], [5], [6], [6]))
+    assert computed[0] == 20, "the device counts right by now"
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_what_vllm_has_forgotten_is_not_remembered_as_run_ahead() -> None:
+    runner = Repeating({"a": 4, "b": 0, "c": 2})
+    shim = over(runner)
+    before = shim.prepare(next_step({}, a=6, b=6, c=6))
+    for left in ("b", "c"):
+        shim.confirm(before, tokens(a=1))
+        assert left in shim._overcounted
+        del runner.req_states.req_id_to_index[left]
+    shim.confirm(before, tokens(a=1))
+    assert shim._overcounted == set()
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -376,11 +447,10 @@ def test_a_fork_made_ahead_is_looked_up_by_the_step_after() -> None:
     shim.confirm(before, tokens(b=1, a=2))
     step = shim.prepare(next_step({}, b=8, a=7), before)
     shim.confirm(step, tokens(b=1, a=2))
-    gathered = runner.block_tables.gathered
     shim.reseat([seat("b", 8, [5, 6, 9], copied=None)])
     shim.prepare(next_step({}, b=8, a=8), step)
     assert runner.block_tables.applied[0] == [5, 6, 9]
-    assert runner.block_tables.gathered == gathered + 1
+    assert runner.attended[-1] == (["b", "a"], {0: [5, 6, 9]})
 
 
 def changed(step: Any, **fields: Any) -> Any:
@@ -418,7 +488,8 @@ def test_any_other_step_is_prepared_as_a_whole(options: dict[str, Any], step: An
 def test_a_reseated_request_has_the_tokens_and_blocks_of_the_other_sequence() -> None:
     runner = Runner({"a": 4, "b": 0})
     shim = over(runner)
-    runner.block_tables.applied = {4: [0, 1], 0: [2, 3, 4]}
+    runner.block_tables.put(4, 0, 1)
+    runner.block_tables.put(0, 2, 3, 4)
     before = runner.kv_caches[0].clone()
     shim.reseat(
         [seat("b", 6, [0, 9], copied=1)]
@@ -427,25 +498,73 @@ def test_a_reseated_request_has_the_tokens_and_blocks_of_the_other_sequence() ->
     for lengths in (states.prompt_len.np, states.prefill_len.np, states.num_computed_tokens_np):
         assert lengths.tolist() == [6, -1, -1, -1, -1, -1]
     assert states.num_computed_prefill_tokens.tolist() == [6, -1, -1, -1, -1, -1]
-    assert states.num_computed_tokens.applied.tolist() == [6, -1, -1, -1, -1, -1]
-    assert states.total_len.applied.tolist() == [6, -1, -1, -1, -1, -1]
+    assert states.num_computed_tokens.gpu.tolist() == [6, -1, -1, -1, -1, -1]
+    assert states.total_len.gpu.tolist() == [6, -1, -1, -1, -1, -1]
     runner.block_tables.apply_staged_writes()
     assert runner.block_tables.applied == {4: [0, 1], 0: [0, 9]}
     assert torch.equal(runner.kv_caches[0][9], before[1])
     assert torch.equal(runner.kv_caches[0][:9], before[:9])
 
 
-def test_a_request_reseated_in_place_is_as_long_as_before_to_the_device() -> None:
+def test_several_seats_are_taken_one_after_the_other() -> None:
+    """A fork of a fork, and a request that takes a second seat."""
+    runner = Runner({"a": 4, "b": 0, "c": 2})
+    runner.block_tables.put(4, 0, 1)
+    runner.block_tables.put(0, 2, 3, 4)
+    runner.block_tables.put(2, 2, 5)
+    before = runner.kv_caches[0].clone()
+    over(runner).reseat(
+        [
+            seat("b", 6, [2, 9], copied=1, kept=1),
+            seat("c", 6, [2, 8], copied=9, kept=1),
+            seat("b", 11, [2, 6, 7], copied=5, kept=1),
+        ]
+    )
+    assert runner.block_tables.applied == {4: [0, 1], 0: [2, 6, 7], 2: [2, 8]}
+    copied = {9: 1, 8: 1, 7: 5}
+    for block, source in copied.items():
+        assert torch.equal(runner.kv_caches[0][block], before[source])
+    assert runner.req_states.total_len.gpu.tolist() == [11, -1, 6, -1, -1, -1]
+
+
+def test_blocks_that_a_request_keeps_are_not_written() -> None:
     runner = Runner({"a": 4, "b": 0})
-    shim = over(runner)
-    shim.reseat([seat("b", 6, [0, 9], copied=1)], in_place=True)
-    states = runner.req_states
-    states.apply_staged_writes()
-    assert states.num_computed_tokens.applied.tolist() == [-1] * SLOTS
-    assert states.total_len.applied.tolist() == [-1] * SLOTS
-    assert states.num_computed_tokens_np[0] == states.prefill_len.np[0] == 6
-    runner.block_tables.apply_staged_writes()
-    assert runner.block_tables.applied == {0: [0, 9]}
+    runner.block_tables.put(0, 2, 3, 4)
+    table = runner.block_tables.block_tables[0].gpu
+    table[0, 0] = 7  # seen, if it stays
+    over(runner).reseat([seat("b", 6, [2, 9], copied=1, kept=1)])
+    assert table[0, :3].tolist() == [7, 9, 4]
+    assert runner.block_tables.num_blocks.gpu[0, 0] == 2
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+def test_many_seats_are_written_as_one_by_one(count: int) -> None:
+    from genrt.engines.vllm.seat_tables import SeatTables
+
+    def runner() -> Any:
+        states, tables = States({str(n): count - 1 - n for n in range(count)}), Tables()
+        for each in (states.num_computed_tokens, states.total_len):
+            each.gpu = torch.full((count,), -1, dtype=torch.int32)
+        for name in ("num_computed_prefill_tokens", "num_computed_tokens_np"):
+            setattr(states, name, np.full(count, -1))
+        states.prompt_len, states.prefill_len = Backed(count), Backed(count)
+        tables.block_tables[0].gpu = torch.full((count, WIDTH), -1, dtype=torch.int32)
+        tables.num_blocks = Backed(1, count)
+        return SimpleNamespace(req_states=states, block_tables=tables)
+
+    seats = [
+        seat(str(n), n + 3, [100 * n + k for k in range(1 + n % WIDTH)], None) for n in range(count)
+    ]
+    together, apart = runner(), runner()
+    SeatTables(together).write(seats)
+    for each in seats:
+        SeatTables(apart).write([each])
+    for one, other in ((together, apart),):
+        assert one.block_tables.applied == other.block_tables.applied
+        for name in ("num_computed_tokens", "total_len", "prompt_len", "prefill_len"):
+            mine, theirs = (getattr(each.req_states, name).gpu for each in (one, other))
+            assert mine.tolist() == theirs.tolist() == [count + 2 - n for n in range(count)]
+    assert together.block_tables.applied[count - 1] == [0]
 
 
 def test_a_seat_that_ends_with_a_full_block_needs_no_copy() -> None:
@@ -462,5 +581,20 @@ def test_a_prepared_step_is_told_of_new_blocks() -> None:
     shim.reseat([seat("b", 6, [0, 9], copied=1)])
     shim.refresh(step)
     assert runner.attended == [(["b", "a"], {0: [0, 9]})]
-    logits = shim.run(step, torch.tensor([2, 1], dtype=torch.int32))
-    assert logits[:, 0].tolist() == [6002.0, 6001.0]
+    rows = shim.run(step, torch.tensor([2, 1], dtype=torch.int32))
+    assert seen(rows) == [6002.0, 6001.0]
+
+
+@pytest.mark.parametrize("places", [None, [2, 0]])
+def test_rows_that_are_lent_are_copied_for_those_who_keep_them(places: list[int] | None) -> None:
+    from genrt.engines.vllm.speculation import DecodedStep
+
+    lent = torch.arange(9.0).view(3, 3)
+    ids = ["a", "b", "c"] if places is None else ["c", "a"]
+    own = DecodedStep(ids, lent, places, is_lent=True).own()
+    wanted = lent.clone() if places is None else lent[places].clone()
+    lent.zero_()
+    assert own.request_ids == ids
+    assert own.places is None
+    assert torch.equal(own.rows, wanted)
+    assert own.own().rows is own.rows

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import genrt
 from genrt.engines.vllm import speculation
@@ -101,6 +102,27 @@ async def test_steps_after_resampling_have_run_before_anybody_asks(
     assert after.speculated - before.speculated >= 15
     assert after.steps - before.steps == 16
     assert held(lm) == (0, 0), "closing gives the forks back too"
+
+
+async def test_sequences_that_are_equal_at_first_run_ahead_from_the_third_step_on(
+    runtimes: tuple[AsyncLM, AsyncLM],
+) -> None:
+    """Under masks that leave little choice, as structures do; resampled in every step."""
+    lm, quiet = runtimes
+    rng, masks = random.Random(6), torch.zeros(COUNT, lm.vocab_size, dtype=torch.bool)
+    masks[:, [3, 4]] = True
+    before = lm.statistics().engine
+    with lm.population([9, 8, 7], COUNT) as population:
+        for step in range(12):
+            found, wanted = await asyncio.gather(
+                population.draw(masks=masks, seed=step),
+                quiet.batch_draw([*population], masks=masks, seed=step),
+            )
+            assert found.token_ids.tolist() == wanted.token_ids.tolist()
+            population.append(found.token_ids)
+            population.resample(halved(rng))
+    assert lm.statistics().engine.speculated - before.speculated >= 9
+    assert held(lm) == (0, 0)
 
 
 async def test_rare_resampling_stops_no_step_ahead(runtimes: tuple[AsyncLM, AsyncLM]) -> None:

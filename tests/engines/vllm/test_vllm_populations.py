@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
+from genrt.engines.vllm.runners import rows_of
 from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Origins
@@ -399,22 +400,21 @@ def test_a_population_that_fails_beside_others_leaves_nothing_wrong(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row of it is not finite; the sequences of the others have grown."""
-    from genrt.engines.vllm import speculation
+    from genrt.engines.vllm import runner_v1
 
     particles, beside = Particles(contexts_of(4, 20, seed=3)), LogprobsRequest((1, 2))
     turns.grow(particles)
     turns.submit(beside)
     turns.finish(beside)
-    normalised = speculation._normalised
 
     def poisoned(logits: torch.Tensor) -> torch.Tensor:
-        rows = normalised(logits).clone()
+        rows = rows_of(logits).clone()
         rows[2, 0] = float("nan")
         return rows
 
     question, other = particles.question(), LogprobsRequest((1, 2, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(speculation, "_normalised", poisoned)
+        patch.setattr(runner_v1, "rows_of", poisoned)
         turns.submit(question, other)
         assert turns.by_number == 4
         turns.finish(question, other)
@@ -608,7 +608,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
     """Have the steps of an engine fail, or a row of theirs be not finite."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from genrt.engines.vllm import capture, speculation
+    from genrt.engines.vllm import capture, runners
 
     log_probabilities = capture.log_probabilities
 
@@ -626,7 +626,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
             if how == "fails":
                 patch.setattr(GPUModelRunner, "_model_forward", fails)
             else:
-                patch.setattr(speculation, "log_probabilities", poisoned)
+                patch.setattr(runners, "log_probabilities", poisoned)
             yield
 
     return broken

@@ -1,0 +1,91 @@
+"""The tables in which vLLM's model runner V2 has its requests, for those that take other seats.
+
+On the device these have the number of a sequence's computed tokens, its length, and its blocks. vLLM
+stages writes to each table and applies them table by table; here they are one launch.
+
+What this touches of vLLM is listed in ``docs/new_vllm.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from genrt.engines.vllm.runners import Seat
+from genrt.launches import Staged
+
+__all__ = ["SeatTables"]
+
+LEAST = 16
+"""How many seats are written in one launch at least, and how many blocks of theirs."""
+
+
+class SeatTables:
+    """The tables of one runner, with one group of blocks.
+
+    Args:
+        runner: vLLM's.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._states, self._blocks = runner.req_states, runner.block_tables
+        self._staged: dict[tuple[int, int], Staged] = {}
+
+    def write(self, seats: Sequence[Seat]) -> None:
+        """Have these requests, no two of them the same, go on as other sequences."""
+        states, blocks = self._states, self._blocks
+        slots = np.array([states.req_id_to_index[seat.request_id] for seat in seats])
+        lengths = [len(seat.token_ids) for seat in seats]
+        for on_host in (states.prompt_len, states.prefill_len):
+            on_host.np[slots] = lengths
+            on_host.copy_to_uva()
+        states.num_computed_prefill_tokens[slots] = states.num_computed_tokens_np[slots] = lengths
+        blocks.num_blocks.np[0, slots] = [len(seat.block_ids) for seat in seats]
+        blocks.num_blocks.copy_to_uva()
+        width = blocks.block_tables[0].gpu.shape[1]
+        places: list[int] = []
+        block_ids: list[int] = []
+        for slot, seat in zip(slots.tolist(), seats, strict=True):
+            places += range(slot * width + seat.kept, slot * width + len(seat.block_ids))
+            block_ids += seat.block_ids[seat.kept :]
+        key = _rounded(len(slots)), _rounded(len(places))
+        if key not in self._staged:
+            self._staged[key] = self._writes(*key)
+        parts = np.split(self._staged[key].free(), _cuts(*key))
+        columns: list[Any] = [slots, lengths, places, block_ids]
+        for part, numbers in zip(parts, columns, strict=True):
+            part[: len(numbers)] = numbers
+            part[len(numbers) :] = numbers[-1]  # written twice
+        self._staged[key].launch()
+
+    def _writes(self, seats: int, blocks: int) -> Staged:
+        """Return writes of so many seats and blocks, as one launch."""
+        computed, total = self._states.num_computed_tokens.gpu, self._states.total_len.gpu
+        table = self._blocks.block_tables[0].gpu
+        small = torch.empty(2 * (seats + blocks), dtype=table.dtype, device=table.device)
+
+        def go(numbers: torch.Tensor) -> None:
+            small.copy_(numbers)
+            slots, _, places, _ = numbers.tensor_split(_cuts(seats, blocks))
+            _, lengths, _, block_ids = small.tensor_split(_cuts(seats, blocks))
+            computed.scatter_(0, slots, lengths)
+            total.scatter_(0, slots, lengths)
+            table.view(-1).scatter_(0, places, block_ids)
+
+        return Staged((len(small),), table.device, go)
+
+
+def _cuts(seats: int, blocks: int) -> list[int]:
+    """Return where slots, lengths, places and blocks follow each other."""
+    return [seats, 2 * seats, 2 * seats + blocks]
+
+
+def _rounded(count: int) -> int:
+    """Return for how many there is room."""
+    room = LEAST
+    while room < count:
+        room *= 2
+    return room
