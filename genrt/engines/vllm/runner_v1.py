@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from genrt.engines.vllm.block_copies import BlockCopies
 from genrt.engines.vllm.runners import (
-    InputTokens,
     NextTokens,
     Prepared,
     Runner,
@@ -19,8 +19,8 @@ from genrt.engines.vllm.runners import (
     Stopped,
     copies,
     prepared,
-    rows_of,
 )
+from genrt.engines.vllm.step_launches import InputTokens, Rows, rows_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,6 +35,7 @@ class RunnerV1(Runner):
         self._runner = runner
         self._blocks = BlockCopies(runner)
         self._inputs = InputTokens(runner.input_ids.gpu)
+        self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the copies of the one before may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
@@ -71,6 +72,8 @@ class RunnerV1(Runner):
         self._inputs.put(token_ids, order)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
+        if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:  # they are the graph's own
+            return self._rows.of(hidden_states)[: len(token_ids)]
         return rows_of(runner.model.compute_logits(hidden_states[: len(token_ids)]))
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:

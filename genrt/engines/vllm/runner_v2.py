@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from genrt.engines.vllm.block_copies import BlockCopies
 from genrt.engines.vllm.runners import (
-    InputTokens,
     NextTokens,
     Prepared,
     Runner,
@@ -25,10 +24,10 @@ from genrt.engines.vllm.runners import (
     copies,
     last_seats,
     prepared,
-    rows_of,
 )
 from genrt.engines.vllm.seat_tables import SeatTables
-from genrt.launches import Graphs, Repeated
+from genrt.engines.vllm.step_launches import InputTokens, Rows, rows_of
+from genrt.launches import Repeated
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,8 +47,6 @@ class _Batch:
             numbers of blocks: it keeps them in two places by turns.
         tables: the block tables in the forward's buffer, once they are there.
         place: launches what finds positions and slots, where that is the same in every step.
-        hidden_states: what the forward has made.
-        end: launches what makes ``rows`` of them.
     """
 
     graph: Any
@@ -58,9 +55,6 @@ class _Batch:
     look_up: dict[int, Repeated] = field(default_factory=dict)
     tables: Any = None
     place: Repeated | None = None
-    hidden_states: Any = None
-    end: Repeated | None = None
-    rows: Any = None
 
 
 class _Stopping:
@@ -78,7 +72,7 @@ class RunnerV2(Runner):
         self._runner = runner
         self._blocks = BlockCopies(runner)
         self._inputs = InputTokens(runner.input_buffers.input_ids)
-        self._graphs = Graphs()
+        self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
         self._is_moved = False  # blocks have changed that no forward has looked up since
         self._overcounted: set[str] = set()  # with a token that was run ahead and nobody asked for
 
@@ -211,18 +205,10 @@ class RunnerV2(Runner):
     def run(
         self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
     ) -> torch.Tensor:
-        launch: _Batch = step.launch
         self._inputs.put(token_ids, order)
-        hidden_states = self._runner.cudagraph_manager.run_fullgraph(launch.graph)
-        launch.hidden_states = hidden_states[: len(token_ids)]
-        if launch.end is None:
-            launch.end = Repeated(lambda: self._end(launch), graphs=self._graphs)
-        launch.end()
-        rows: torch.Tensor = launch.rows
-        return rows
-
-    def _end(self, launch: _Batch) -> None:
-        launch.rows = rows_of(self._runner.model.compute_logits(launch.hidden_states))
+        hidden_states = self._runner.cudagraph_manager.run_fullgraph(step.launch.graph)
+        # Also of those with which the batch is filled up to the graph's size.
+        return self._rows.of(hidden_states)[: len(token_ids)]
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         step.launch.count()

@@ -21,14 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from genrt.engines.vllm.capture import log_probabilities
-from genrt.launches import Staged
-
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 __all__ = [
-    "InputTokens",
     "NextTokens",
     "Prepared",
     "Runner",
@@ -38,7 +34,6 @@ __all__ = [
     "in_common",
     "last_seats",
     "prepared",
-    "rows_of",
 ]
 
 
@@ -176,14 +171,6 @@ def last_seats(seats: Sequence[Seat]) -> list[Seat]:
     return [*last.values()]
 
 
-def rows_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a step's logits, made on the current stream, to be read on the default one."""
-    rows = log_probabilities(logits, may_overwrite=True)
-    if rows.is_cuda:
-        rows.record_stream(torch.cuda.default_stream(rows.device))
-    return rows
-
-
 def in_common(these: Sequence[Any], those: Sequence[Any]) -> int:
     """Return how many blocks two sequences of them have in common, from the first on."""
     most = min(len(these), len(those))
@@ -192,40 +179,3 @@ def in_common(these: Sequence[Any], those: Sequence[Any]) -> int:
     if these[:parted] == those[:parted]:
         return parted
     return next(n for n in range(most) if these[n] is not those[n])
-
-
-class InputTokens:
-    """Puts the tokens of prepared steps into the runner's input buffer, int32."""
-
-    def __init__(self, input_ids: torch.Tensor) -> None:
-        self._input_ids = input_ids
-        self._several: dict[int, _Several] = {}
-
-    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
-        """Put token ``order[i]``, or ``i``, at place ``i``; less than 0 as 0."""
-        count = len(token_ids)
-        if count not in self._several:
-            self._several[count] = _Several(self._input_ids[:count])
-        self._several[count].put(token_ids, order)
-
-
-class _Several:
-    """The same for so many tokens as the buffer has places."""
-
-    def __init__(self, input_ids: torch.Tensor) -> None:
-        given, taken = torch.zeros(2, len(input_ids), dtype=torch.float64, device=input_ids.device)
-        self._given = given
-
-        def take(order: torch.Tensor) -> None:
-            torch.index_select(given, 0, order, out=taken)
-            input_ids.copy_(taken.clamp_(min=0.0))
-
-        self._take = Staged((len(input_ids),), input_ids.device, take)
-        self._order: Sequence[int] | None = ()
-
-    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
-        self._given.copy_(token_ids, non_blocking=True)
-        if order != self._order:
-            self._take.free()[:] = range(len(token_ids)) if order is None else order
-            self._order = order
-        self._take.launch()

@@ -598,3 +598,14 @@ def test_rows_that_are_lent_are_copied_for_those_who_keep_them(places: list[int]
     assert own.places is None
     assert torch.equal(own.rows, wanted)
     assert own.own().rows is own.rows
+
+
+def test_rows_are_made_of_what_lies_there_now_and_for_few_sizes_at_once() -> None:
+    from genrt.engines.vllm import step_launches
+
+    hidden = torch.zeros(8, 1)
+    rows = step_launches.Rows(logits_of)
+    for count in (4, 2, 8, 4, 6, 1, 3):
+        hidden[:, 0] = torch.arange(1000.0, 1008.0) * count
+        assert seen(rows.of(hidden[:count])) == (hidden[:count, 0]).tolist()
+    assert [count for _, count in rows._sizes] == [4, 6, 1, 3]

@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.engine import VLLMEngine
-from genrt.engines.vllm.runners import rows_of
+from genrt.engines.vllm.step_launches import rows_of
 from genrt.errors import EngineFailed, NotFinite
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Origins
@@ -608,7 +608,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
     """Have the steps of an engine fail, or a row of theirs be not finite."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from genrt.engines.vllm import capture, runners
+    from genrt.engines.vllm import capture, step_launches
 
     log_probabilities = capture.log_probabilities
 
@@ -626,7 +626,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMana
             if how == "fails":
                 patch.setattr(GPUModelRunner, "_model_forward", fails)
             else:
-                patch.setattr(runners, "log_probabilities", poisoned)
+                patch.setattr(step_launches, "log_probabilities", poisoned)
             yield
 
     return broken

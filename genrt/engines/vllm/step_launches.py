@@ -1,0 +1,109 @@
+"""Tokens into the forward of a prepared step, and rows out of it: one launch each, on a GPU.
+
+What this touches of vLLM is listed in ``docs/new_vllm.md``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from genrt.engines.vllm.capture import log_probabilities
+from genrt.launches import Graphs, Repeated, Staged
+
+__all__ = ["InputTokens", "Rows", "rows_of"]
+
+MOST_SIZES = 4
+"""For how many sizes of a step its rows have their memory at once."""
+
+
+def rows_of(logits: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a step's logits, made on the current stream, to be read on the default one."""
+    rows = log_probabilities(logits, may_overwrite=True)
+    if rows.is_cuda:
+        rows.record_stream(torch.cuda.default_stream(rows.device))
+    return rows
+
+
+class Rows:
+    """Makes rows of hidden states which lie in the same place whenever there are as many.
+
+    Args:
+        compute_logits: the model's.
+    """
+
+    def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._compute_logits = compute_logits
+        self._graphs = Graphs()
+        self._sizes: OrderedDict[tuple[int, int], _OfSize] = OrderedDict()
+
+    def of(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the rows, for use until others are made."""
+        key = hidden_states.data_ptr(), len(hidden_states)
+        size = self._sizes.pop(key, None)
+        if size is None:
+            size = _OfSize(hidden_states, self._compute_logits, self._graphs)
+        self._sizes[key] = size  # the last
+        if len(self._sizes) > MOST_SIZES:
+            self._sizes.popitem(last=False)
+        return size.made()
+
+
+class _OfSize:
+    """The rows of so many hidden states."""
+
+    def __init__(
+        self,
+        hidden_states: torch.Tensor,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        graphs: Graphs,
+    ) -> None:
+        self._rows = hidden_states
+
+        def make() -> None:
+            self._rows = rows_of(compute_logits(hidden_states))
+
+        self._make = Repeated(make, graphs=graphs)
+
+    def made(self) -> torch.Tensor:
+        self._make()
+        return self._rows
+
+
+class InputTokens:
+    """Puts the tokens of prepared steps into the runner's input buffer, int32."""
+
+    def __init__(self, input_ids: torch.Tensor) -> None:
+        self._input_ids = input_ids
+        self._several: dict[int, _Several] = {}
+
+    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
+        """Put token ``order[i]``, or ``i``, at place ``i``; less than 0 as 0."""
+        count = len(token_ids)
+        if count not in self._several:
+            self._several[count] = _Several(self._input_ids[:count])
+        self._several[count].put(token_ids, order)
+
+
+class _Several:
+    """The same for so many tokens as the buffer has places."""
+
+    def __init__(self, input_ids: torch.Tensor) -> None:
+        given, taken = torch.zeros(2, len(input_ids), dtype=torch.float64, device=input_ids.device)
+        self._given = given
+
+        def take(order: torch.Tensor) -> None:
+            torch.index_select(given, 0, order, out=taken)
+            input_ids.copy_(taken.clamp_(min=0.0))
+
+        self._take = Staged((len(input_ids),), input_ids.device, take)
+        self._order: Sequence[int] | None = ()
+
+    def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
+        self._given.copy_(token_ids, non_blocking=True)
+        if order != self._order:
+            self._take.free()[:] = range(len(token_ids)) if order is None else order
+            self._order = order
+        self._take.launch()
