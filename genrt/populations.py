@@ -360,10 +360,14 @@ class Populations:
         """
         self.adapters.bound(adapter)
         given: Any = prompt
+        is_one = isinstance(given, str) or _is_one(given)
+        is_several = isinstance(given, Sequence | np.ndarray | torch.Tensor) and not is_one
+        if n is not None and is_several and len(given):
+            raise InvalidRequest("n is for one prompt; contexts begin a sequence each: leave n out")
         if n is not None:
             count = check_int("n", n, 0, MOST_SEQUENCES)
             sequences = Sequences.copies(self.limits, self._encoded(given), count)
-        elif isinstance(given, str) or _is_one(given):
+        elif is_one:
             raise InvalidRequest("one prompt begins n sequences: give n, or a list of contexts")
         else:
             contexts = [self._encoded(each) for each in check_contexts(given)]

@@ -283,9 +283,16 @@ def test_what_begins_a_population(lm: AsyncLM) -> None:
     assert [*lm.population(several)] == [[1], [2, 3]]
     assert [*lm.population([])] == []
     assert lm.population([], None).draw_sync().token_ids.tolist() == []
-    wrong: list[tuple[Any, int | None]] = [([1, 2], None), ("text", None), ([[1]], 1)]
-    for prompt, n in wrong:
-        with pytest.raises(InvalidRequest):
+    wrong: list[tuple[Any, int | None, str]] = [
+        ([1, 2], None, "give n"),
+        ("text", None, "give n"),
+        ([[1]], 1, "leave n out"),
+        (torch.tensor([[1, 2], [3, 4]]), 2, "leave n out"),
+        ([], 2, "."),
+        (None, 2, "."),
+    ]
+    for prompt, n, says in wrong:
+        with pytest.raises(InvalidRequest, match=says):
             lm.population(prompt, n)
     with pytest.raises(UnknownAdapter):
         lm.population([1], 1, adapter="none")
