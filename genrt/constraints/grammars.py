@@ -173,14 +173,15 @@ class _Vocabulary:
                 words.shape[1] * words.itemsize,
                 len(unfilled),
             )
+            word, bit = divmod(self.tokens.eos_token_id, 32)
+            end = np.uint32(1 << bit).view(np.int32)
+            words[:, word] &= ~end
+            words[[state.accepting for state in unfilled], word] |= end
             for row, state in zip(words, unfilled, strict=True):
                 error = state.matcher.get_error()
                 # A dead end is an error state of this name, in which only the end token may pass.
                 if error and not error.startswith("NoExtension"):
                     raise state.too_complex(error)
-                word, bit = divmod(self.tokens.eos_token_id, 32)
-                end = np.uint32(1 << bit).view(np.int32)
-                row[word] = row[word] | end if state.accepting else row[word] & ~end
                 state.words = row.copy()
 
 

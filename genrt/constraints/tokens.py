@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
@@ -35,7 +34,7 @@ def tokens_of(lm: AsyncLM) -> Tokens:
 _tokens: weakref.WeakKeyDictionary[AsyncLM, Tokens] = weakref.WeakKeyDictionary()
 
 
-class PackedState(ABC):
+class PackedState:
     """The base of genrt's own states: with a mask that is computed once, in packed form, and next states
     that live as long as anyone holds them. So particles with equal texts share a state, and with it all
     that is computed for it.
@@ -49,7 +48,8 @@ class PackedState(ABC):
         self.vocab_size = vocab_size
         self.words: Words | None = None
         self._lock = threading.Lock()
-        self._children: weakref.WeakValueDictionary[int, Self] = weakref.WeakValueDictionary()
+        # No WeakValueDictionary: one for each state costs more than a state.
+        self._children: dict[int, weakref.ref[Self]] | None = None
 
     def packed(self) -> Words:
         """Return ``mask()`` as words, computed at the first call."""
@@ -63,16 +63,22 @@ class PackedState(ABC):
     def advance(self, token_id: int) -> Self:
         index = checked_token_id(token_id, self.vocab_size)
         with self._lock:
-            state = self._children.get(index)
+            if self._children is None:
+                self._children = {}
+            known = self._children.get(index)
+            state = None if known is None else known()
             if state is None:
-                state = self._children[index] = self._after(index)
+                state = self._after(index)
+                self._children[index] = weakref.ref(state)
             return state
 
-    @abstractmethod
-    def _computed(self) -> Words: ...
+    # No ABC: ``isinstance`` would take ten times as long, and every state is asked several times a step.
 
-    @abstractmethod
-    def _after(self, token_id: int) -> Self: ...
+    def _computed(self) -> Words:
+        raise NotImplementedError
+
+    def _after(self, token_id: int) -> Self:
+        raise NotImplementedError
 
 
 def words_of(state: State) -> tuple[Words, int]:

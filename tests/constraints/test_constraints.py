@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import re
@@ -16,7 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.constraints import ConstraintState, MaskedConstraint, bitmasks, masks, regex
+from genrt.constraints import (
+    ConstraintState,
+    MaskedConstraint,
+    abitmasks,
+    all_of,
+    bitmasks,
+    masking,
+    masks,
+    regex,
+)
 from genrt.errors import InvalidConstraint, InvalidRequest
 from genrt.lm import AsyncLM
 from tests.vocabularies import (
@@ -302,6 +312,52 @@ def test_constraints_of_ones_own_mix_with_the_compiled_ones(size: int) -> None:
     expected = torch.stack([state.mask() for state in states])
     assert torch.equal(masks(states), expected)
     assert expected[:, 0].tolist() == [False, True, False, True]
+
+
+async def test_masks_that_are_there_are_copied_without_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = regex("(a|b)*", lm_over(b"a", b"b")).start()
+    states = [start, start.advance(1), start.advance(2)]
+    changes: list[Any] = []
+    change = asyncio.to_thread
+
+    async def counted(function: Any, *arguments: Any) -> Any:
+        changes.append(function)
+        return await change(function, *arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
+    first = await abitmasks(states)
+    assert len(changes) == 1
+    expected = first.clone()
+    first.zero_()  # the caller's own
+    assert torch.equal(await abitmasks(states), expected)
+    assert len(changes) == 1
+    monkeypatch.setattr(masking, "QUICK_BYTES", 3 * 4 - 1)
+    assert torch.equal(await abitmasks(states), expected)
+    assert len(changes) == 2
+
+
+def test_masks_are_computed_ahead_of_states_and_of_those_in_products() -> None:
+    lm = lm_over(b"a", b"b")
+    both = all_of(regex("(a|b)*", lm), regex("a(a|b)", lm))
+    starts: list[Any] = [each.start() for each in (regex("ab", lm), both, regex("a*", lm))]
+    alone, product, other = (start.advance(1) for start in starts)
+    own: Any = Even(3)
+    masking.fill([alone, product, own, alone])
+    assert (alone.words is None, other.words is None) == (False, True)
+    assert [state.words is None for state in product.factors] == [False, False]
+
+
+def test_a_state_is_there_as_long_as_anyone_holds_it() -> None:
+    start = regex("ab*", lm_over(b"a", b"b")).start()
+    held = start.advance(1)
+    assert start.advance(1) is held
+    watched = weakref.ref(held)
+    del held
+    gc.collect()
+    assert watched() is None
+    assert allowed(start.advance(1)) == [EOS, 2]
 
 
 def test_states_are_shared_by_threads() -> None:
