@@ -128,7 +128,7 @@ class Proposals:
             masks &= ~(end | stops)
             masks[may_end] |= stops
             end = stops
-        if self.ends.token_ids:
+        if self.ends.token_ids and any(at_last):
             masks[torch.tensor(at_last)] &= end
         return masks
 

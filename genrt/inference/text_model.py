@@ -42,15 +42,17 @@ twisted sequential Monte Carlo*.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from genrt.constraints import CheckedState, Constraint
+from genrt.constraints.masking import fill
 from genrt.constraints.together import together
 from genrt.constraints.tokens import words_of
-from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
@@ -253,9 +255,9 @@ class TextModel:
         """Return the text after one more token, which may end it, as ``max_tokens`` may."""
         if token_id in self.ends.token_ids:
             return Text(text.token_ids, text.bytes, finished=True)
-        token_ids = (*text.token_ids, token_id)
-        data = text.bytes + self._byte_vocab[token_id]
-        if (cut := self.ends.cut(data, len(self._byte_vocab[token_id]))) is not None:
+        token_ids, new = (*text.token_ids, token_id), self._byte_vocab[token_id]
+        data = text.bytes + new
+        if self.ends.strings and (cut := self.ends.cut(data, len(new))) is not None:
             starts = accumulate((len(self._byte_vocab[each]) for each in token_ids), initial=0)
             kept = [each for each, start in zip(token_ids, starts, strict=False) if start < cut]
             return Text(kept, data[:cut], finished=True)
@@ -303,6 +305,10 @@ class TextModel:
                 state = advanced[key]
             place = Place(frontier, number)
             grown.append(Growth(TextParticle(text, state, place=place), log_mass, token_id))
+        # The next step's masks, while this is off the event loop. One that is too complex is an error for
+        # the step that asks for it.
+        with contextlib.suppress(InvalidConstraint):
+            fill(advanced.values())
         return grown
 
     def _complete(self, grown: Sequence[Growth]) -> list[bool]:
@@ -348,6 +354,9 @@ class TextModel:
         self, particles: Sequence[TextParticle], grown: Sequence[Growth]
     ) -> list[Growth]:
         """Weigh texts that are finished now by the potential, and the others by the twist."""
+        is_weighed = self._potential is not None or self._twist is not None
+        if not (is_weighed or any(each.log_twist for each in particles)):
+            return list(grown)
         twists = {place: 0.0 for place, each in enumerate(grown) if each.log_weight > -math.inf}
         for name, function, finished in (
             ("potential", self._potential, True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, cast
 
 from genrt.errors import InvalidRequest
 
@@ -42,7 +42,8 @@ class Text(str):
         cls, token_ids: Sequence[int] = (), bytes: Bytes = b"", finished: bool = False
     ) -> Text:
         """Raise InvalidRequest if it is given as a string."""
-        if any(isinstance(part, str) for part in (token_ids, bytes)):
+        ids, data = cast("tuple[object, object]", (token_ids, bytes))
+        if isinstance(ids, str) or isinstance(data, str):
             raise InvalidRequest(
                 "a Text is made of token ids and bytes: Text(lm.encode(text), text.encode()); potentials "
                 "and predicates that use no more than a str may be called with one"

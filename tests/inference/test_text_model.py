@@ -20,7 +20,7 @@ import torch
 import genrt
 from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
-from genrt.errors import ContextTooLong, InvalidRequest
+from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import SMC, Result, TextModel, importance_sampling
 from genrt.lm import AsyncLM
 from genrt.testing import ExactPosterior, assert_weighted_samples_from, exact_posterior
@@ -407,6 +407,28 @@ async def test_a_particle_shows_what_it_generated() -> None:
                 assert particle.finished == text.finished
                 assert model.value(particle) == model.text(particle) == text.bytes.decode()
                 assert not text.finished or token_id in (4, -1)
+
+
+async def test_a_step_leaves_the_masks_of_the_next_one() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, max_tokens=4, constraint=regex("(a|b)+", lm))
+        smc = SMC(model, num_particles=30)
+        state, _ = await smc.step(smc.init(0))
+        assert not state.done
+        left = [state.particles[index].constraint_state for index in state.unfinished]
+        assert [each for each in left if each.words is None] == []
+
+
+async def test_a_mask_that_is_too_complex_is_an_error_of_the_step_that_asks_for_it() -> None:
+    model = NGram.random([b"a", b"b", b"ab" * 500, b""], seed=3, eos_token_id=3)
+    with genrt.load(model, engine="exact") as lm:
+        intractable = regex("((a|b)*a(a|b){400}){400}", lm)
+        smc = SMC(TextModel(lm, PROMPT, max_tokens=4, constraint=intractable), num_particles=30)
+        state, info = await smc.step(smc.init(0))
+        assert 2 in info.token_ids
+        for _ in range(2):
+            with pytest.raises(InvalidConstraint, match="too complex"):
+                await smc.step(state)
 
 
 async def test_without_an_end_token_texts_are_cut() -> None:
