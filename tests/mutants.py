@@ -909,6 +909,42 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "engines.vllm.seat_tables",
+        "test_runners.py",
+        (
+            "SeatTables.write",
+            "a seat's blocks are written over those it keeps",
+            Swap("block_ids += seat.block_ids[seat.kept :]", "block_ids += seat.block_ids"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.step_launches",
+        "test_runners.py",
+        (
+            "_Several.put",
+            "tokens stand in the order of the step before",
+            Swap("order != self._order", "False"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.block_copies",
+        "test_block_copies.py",
+        (
+            "_independent",
+            "a block is copied while it is written",
+            Swap("source in written", "False"),
+        ),
+    ),
+    *breaks(
+        "engines.vllm.populations",
+        "test_spread.py",
+        (
+            "SeatedPopulations._seats_all",
+            "sequences that are equal at first wait for requests of their own",
+            Swap("_count(several) < wanted", "False"),
+        ),
+    ),
+    *breaks(
         "engines.vllm.populations",
         "test_vllm_populations.py",
         (

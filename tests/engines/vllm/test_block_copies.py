@@ -50,3 +50,21 @@ def test_caches_that_differ_are_copied_one_by_one() -> None:
     from genrt.engines.vllm.block_copies import _alike
 
     assert _alike([torch.zeros(BLOCKS, 8), torch.zeros(BLOCKS, 16)], BLOCKS) is None
+
+
+@pytest.mark.parametrize(
+    ("pairs", "groups"),
+    [
+        ([], []),
+        ([(0, 1), (0, 2), (3, 4)], [[(0, 1), (0, 2), (3, 4)]]),
+        ([(0, 1), (1, 2), (0, 3)], [[(0, 1)], [(1, 2), (0, 3)]]),  # a copy of a copy
+        ([(0, 1), (2, 1)], [[(0, 1)], [(2, 1)]]),  # the last one counts
+        ([(0, 1), (2, 0)], [[(0, 1)], [(2, 0)]]),  # read before it is written
+    ],
+)
+def test_what_is_copied_at_once_is_as_one_after_the_other(
+    pairs: list[tuple[int, int]], groups: list[list[tuple[int, int]]]
+) -> None:
+    from genrt.engines.vllm.block_copies import _independent
+
+    assert _independent(pairs) == groups

@@ -248,6 +248,10 @@ def test_a_prepared_step_runs_with_the_tokens_it_is_given_as_often_as_it_is_aske
         rows = shim.run(step, torch.tensor(token_ids, dtype=torch.int32))
         expected = [1000 * at + by for at, by in zip(step.positions, token_ids, strict=True)]
         assert seen(rows) == expected
+    for order, put in (([2, 0, 1], [6, 4, 5]), ([2, 0, 1], [6, 4, 5]), (None, [4, 5, 6])):
+        rows = shim.run(step, torch.tensor([4.0, 5.0, 6.0]), order)
+        assert seen(rows) == [1000 * at + by for at, by in zip(step.positions, put, strict=True)]
+    assert seen(shim.run(step, torch.tensor([-1.0, 5.0, 6.0])))[0] == 30_000.0  # none is token 0
     assert runner.counted == []
     shim.confirm(step, tokens(c=6, b=5, a=4))
     assert runner.counted == [["c", "b", "a"]]
