@@ -17,6 +17,7 @@ import genrt
 from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
+from tests.engines.vllm.test_spread import running_ahead
 
 pytestmark = pytest.mark.vllm
 
@@ -30,12 +31,14 @@ COUNT = 12
 LONGEST = 90
 
 
-@pytest.fixture(scope="module")
-def runtimes(llama: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
-    """One that is walked on, and a quiet one."""
+@pytest.fixture(scope="module", params=["at once", "ahead"])
+def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+    """One that is walked on, also with steps run ahead of the question, as on a GPU; and a quiet one."""
     with (
-        genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as lm,
         genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as quiet,
+        # Also while the engine is opened again.
+        running_ahead() if request.param == "ahead" else contextlib.nullcontext(),
+        genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as lm,
     ):
         yield lm, quiet
 

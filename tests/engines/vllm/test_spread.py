@@ -7,6 +7,7 @@ import asyncio
 import gc
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ OPTIONS: dict[str, Any] = {
 COUNT = 12
 
 
-@pytest.fixture(scope="module")
-def runtimes(llama: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
-    """One that runs steps ahead, as on a GPU, and a quiet one that does not."""
+@contextmanager
+def running_ahead() -> Iterator[None]:
+    """Engines that are opened in here run steps ahead, as on a GPU."""
     original = DecodeSteps.__init__
 
     def init(self: DecodeSteps, *positional: Any, **named: Any) -> None:
@@ -40,6 +41,13 @@ def runtimes(llama: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DecodeSteps, "__init__", init)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runtimes(llama: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+    """One that runs steps ahead, and a quiet one that does not."""
+    with running_ahead():
         lm = genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0)
     with lm, genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as quiet:
         yield lm, quiet
@@ -245,3 +253,36 @@ async def test_forks_are_forgotten_with_all_residents(runtimes: tuple[AsyncLM, A
     assert held(lm) == (0, 0)
     await same(population, quiet, seed=5)
     population.close()
+
+
+@pytest.mark.usefixtures("always")
+async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[Path, Path]) -> None:
+    """Two adapters and the base model in turns and together; one is replaced under its population."""
+    options = OPTIONS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    rng = random.Random(2)
+    with running_ahead():
+        lm = genrt.load(str(llama), engine_options=options, cache_bytes=0)
+    with lm, genrt.load(str(llama), engine_options=options, cache_bytes=0) as quiet:
+        for each in (lm, quiet):
+            for name, path in zip("ab", loras, strict=True):
+                await each.add_adapter(name, path)
+        names: list[str | None] = [None, "a", "b"]
+        at_first = held(lm)  # of the rows by which adapters are tested
+        populations = {name: lm.population([4, 5, 6], COUNT, adapter=name) for name in names}
+        for step in range(24):
+            if step == 12:
+                for each in (lm, quiet):
+                    await each.add_adapter("a", loras[1])
+            asked = names if step % 6 == 5 else [names[step // 3 % 3]]
+            several = [populations[adapter] for adapter in asked]
+            for population in several:
+                population.resample(halved(rng))
+            found = await asyncio.gather(*(each.draw(seed=step) for each in several))
+            for adapter, population, draws in zip(asked, several, found, strict=True):
+                wanted = await quiet.batch_draw([*population], seed=step, adapter=adapter)
+                assert draws.token_ids.tolist() == wanted.token_ids.tolist()
+                population.append(draws.token_ids)
+        assert lm.statistics().engine.speculated > 0
+        for population in populations.values():
+            population.close()
+        assert held(lm) == at_first
