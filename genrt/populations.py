@@ -116,7 +116,7 @@ class Population:
         timeout: float | None = None,
     ) -> BatchDraw:
         """Draw a token after each sequence, with its weight, as ``AsyncLM.batch_draw`` does; nothing is
-        appended. Equal sequences share a row.
+        appended. Equal sequences share a row, or are computed in one forward.
 
         Args:
             masks: what may be drawn after each sequence; those where nothing is asked may be ``None``. A
