@@ -423,6 +423,8 @@ class VLLMEngine:
         core = self._core.engine_core
         self._core._finalizer.detach()
         del self._steps, self._sending  # which hold the core
+        if self._open is not None:
+            self._open.steps.close()
         with heap_kept(), self._globals:
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()

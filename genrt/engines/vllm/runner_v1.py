@@ -72,7 +72,9 @@ class RunnerV1(Runner):
         self._inputs.put(token_ids, order)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
-        if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:  # they are the graph's own
+        is_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL  # whose own they are
+        # An adapter's logits depend on who is in the batch.
+        if is_graph and runner.lora_config is None:
             return self._rows.of(hidden_states)[: len(token_ids)]
         return rows_of(runner.model.compute_logits(hidden_states[: len(token_ids)]))
 

@@ -206,9 +206,12 @@ class RunnerV2(Runner):
         self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
     ) -> torch.Tensor:
         self._inputs.put(token_ids, order)
-        hidden_states = self._runner.cudagraph_manager.run_fullgraph(step.launch.graph)
+        runner, count = self._runner, len(token_ids)
+        hidden_states = runner.cudagraph_manager.run_fullgraph(step.launch.graph)
+        if runner.lora_config is not None:  # an adapter's logits depend on who is in the batch
+            return rows_of(runner.model.compute_logits(hidden_states[:count]))
         # Also of those with which the batch is filled up to the graph's size.
-        return self._rows.of(hidden_states)[: len(token_ids)]
+        return self._rows.of(hidden_states)[:count]
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         step.launch.count()

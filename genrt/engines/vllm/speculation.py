@@ -135,6 +135,12 @@ class DecodeSteps:
         """Take back the step that was prepared or speculated, if there is one."""
         self._prepared = self._speculated = None
 
+    def close(self) -> None:
+        """Give up the runner, and what is kept for it on the device: no step follows."""
+        self.discard()
+        self._before = None
+        del self._runner, self._execute
+
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
         """Start the next step if it is a decode step. Return ``None`` where vLLM has more to do; its own

@@ -123,6 +123,7 @@ class Runner:
         self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS)
         self.execute_model_state: Any = None
         self.kv_connector: Any = "no connector"
+        self.lora_config: Any = None
         self.graph = SimpleNamespace(
             cg_mode=CUDAGraphMode.FULL if full_graph else CUDAGraphMode.PIECEWISE
         )
@@ -255,6 +256,22 @@ def test_a_prepared_step_runs_with_the_tokens_it_is_given_as_often_as_it_is_aske
     assert runner.counted == []
     shim.confirm(step, tokens(c=6, b=5, a=4))
     assert runner.counted == [["c", "b", "a"]]
+
+
+@pytest.mark.parametrize("lora_config", [None, "some"])
+def test_logits_of_adapters_are_computed_for_the_batch_alone(lora_config: Any) -> None:
+    """Without adapters they are those of the whole graph, so that its rows are the same launch."""
+    runner = Runner({"a": 4, "b": 0})
+    runner.lora_config = lora_config
+    computed: list[int] = []
+    runner.model.compute_logits = lambda hidden: (computed.append(len(hidden)), logits_of(hidden))[
+        1
+    ]
+    shim = over(runner)
+    step = shim.prepare(step_of(a=10, b=20))
+    rows = shim.run(step, torch.tensor([2.0, 1.0]))
+    assert seen(rows) == [20_002.0, 10_001.0]
+    assert computed == [SLOTS if lora_config is None else 2]
 
 
 @pytest.mark.parametrize("full_graph", [True, False])

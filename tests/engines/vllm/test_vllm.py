@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -756,11 +757,13 @@ def test_the_self_test_refuses_a_vllm_that_skips_the_processor(
 def test_a_closed_engine_is_idle_and_frees_its_requests(llama: Path) -> None:
     from genrt.engines.vllm.opening import open_vllm
 
-    engine = open_vllm(str(llama), options=dict(OPTIONS))
+    engine: Any = open_vllm(str(llama), options=dict(OPTIONS))
+    runner = weakref.ref(engine._open.steps._runner)
     engine.submit([LogprobsRequest((1, 2))])
     engine.close()
     engine.close()
     assert engine.step() == []
+    assert runner() is None, "with it goes what it keeps on the device"
 
 
 # -- the embedded model ---------------------------------------------------------------------------
