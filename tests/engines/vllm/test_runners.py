@@ -264,9 +264,12 @@ def test_logits_of_adapters_are_computed_for_the_batch_alone(lora_config: Any) -
     runner = Runner({"a": 4, "b": 0})
     runner.lora_config = lora_config
     computed: list[int] = []
-    runner.model.compute_logits = lambda hidden: (computed.append(len(hidden)), logits_of(hidden))[
-        1
-    ]
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        computed.append(len(hidden))
+        return logits_of(hidden)
+
+    runner.model.compute_logits = compute_logits
     shim = over(runner)
     step = shim.prepare(step_of(a=10, b=20))
     rows = shim.run(step, torch.tensor([2.0, 1.0]))
