@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Graphs", "Repeated", "Staged"]
+__all__ = ["Graphs", "Repeated", "Staged", "room_for"]
 
 TIMES = 8
 """How often work is launched as it is: to capture it takes as long as to launch it a few times more."""
+
+LEAST = 16
+"""For how many numbers a launch has room at least."""
 
 
 class Graphs:
@@ -105,6 +108,11 @@ class Staged:
         self._go()
         if self._read is not None:
             self._read.record()
+
+
+def room_for(count: int) -> int:
+    """Return for how many numbers a launch of this many has room, so that few sizes occur."""
+    return max(LEAST, 1 << (count - 1).bit_length())
 
 
 def _captured(launch: Callable[[], object], graphs: Graphs) -> torch.cuda.CUDAGraph | None:

@@ -99,8 +99,8 @@ def fill(states: Iterable[State]) -> None:
 def _words(states: Sequence[State]) -> tuple[Words, int]:
     """Return the packed masks and the vocabulary's size; a checked state's mask has all that nothing
     cheap rules out."""
-    fill(states)
     distinct = {id(state): state for state in states}
+    fill(distinct.values())
     rows = {key: words_of(state) for key, state in distinct.items()}
     sizes = {size for _, size in rows.values()}
     if len(sizes) != 1:

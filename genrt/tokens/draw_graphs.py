@@ -6,11 +6,11 @@ The kernels find the rows by an address that goes with the masks: a step's rows 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from genrt.launches import Repeated
@@ -42,7 +42,7 @@ class DrawGraphs:
     """Draws from rows on one GPU, for one thread: each batch once the one before has arrived."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[_Kind, _Graph] = OrderedDict()
+        self._kinds: LRUCache[_Kind, _Graph] = LRUCache(MOST_KINDS)
 
     def drawn(
         self, rows: Tensor, seeds: np.ndarray, masks: np.ndarray | None, places: np.ndarray | None
@@ -59,11 +59,9 @@ class DrawGraphs:
         if not has_kernels(rows) or count > MOST_DRAWS or rows.data_ptr() % 16:
             return None
         kind = _Kind(_rounded(count), mask_bytes, rows.shape[1], rows.stride(0))
-        graph = self._kinds.pop(kind, None) or _Graph(kind, rows.device)
-        self._kinds[kind] = graph  # the last
-        if len(self._kinds) > MOST_KINDS:
-            self._kinds.popitem(last=False)
-        return graph.drawn(rows, seeds, masks, places)
+        if kind not in self._kinds:
+            self._kinds[kind] = _Graph(kind, rows.device)
+        return self._kinds[kind].drawn(rows, seeds, masks, places)
 
 
 class _Graph:

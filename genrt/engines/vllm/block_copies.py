@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from genrt.launches import Staged
+from genrt.launches import Staged, room_for
 
 __all__ = ["BlockCopies"]
 
 WORD = 8
 """The bytes in a word."""
-
-LEAST = 16
-"""How many copies are launched as one at least."""
 
 NOTHING = 0
 """vLLM's null block, which no request has, and which may be copied onto itself."""
@@ -63,9 +60,7 @@ class BlockCopies:
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         caches, count = self._runner.kv_caches, self._runner.kv_cache_config.num_blocks
         if self._bases is not None and self._stretches is not None:
-            most = LEAST
-            while most < len(pairs):
-                most *= 2
+            most = room_for(len(pairs))
             if most not in self._staged:
                 self._staged[most] = _staged(most, self._bases, self._stretches)
             numbers = self._staged[most].free()

@@ -161,10 +161,10 @@ class SeatedPopulations:
     def _seats_all(self, several: Sequence[_Seats], rows: np.ndarray) -> bool:
         """Return whether each sequence that goes on gets a request of its own, even if it is equal to
         another: where steps run ahead, and there are not requests enough for that; see ``spread``."""
-        kept, wanted, used = self._open, len(rows), len(np.unique(rows))
-        if kept is None or not kept.steps.ahead or wanted > min(kept.most, used + MOST_FORKS):
+        kept, wanted = self._open, len(rows)
+        if kept is None or not (kept.steps.ahead and _count(several) < wanted):
             return False
-        return _count(several) < wanted
+        return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
 
     def whole(self, request_ids: list[str]) -> PopulationDraw | None:
         """Return the population whose sequences these are, all of them and in any order, if it is one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -71,14 +70,11 @@ class RunnerV2(Runner):
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._blocks = BlockCopies(runner)
+        self._seats = SeatTables(runner)
         self._inputs = InputTokens(runner.input_buffers.input_ids)
         self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
         self._is_moved = False  # blocks have changed that no forward has looked up since
         self._overcounted: set[str] = set()  # with a token that was run ahead and nobody asked for
-
-    @cached_property
-    def _seats(self) -> SeatTables:
-        return SeatTables(self._runner)
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         if before is not None and self._is_repeated(output, before):

@@ -5,9 +5,6 @@ place everything that a forward needs except its tokens, and is stopped right be
 tokens are known, they are written into the input buffer and the forward runs, again with other tokens if
 the first ones were wrong. Once the tokens are certain, the step is *confirmed*.
 
-Rule:
-    Nothing here waits for the device.
-
 What ``runner_v1.py`` and ``runner_v2.py`` touch of vLLM is listed in ``docs/new_vllm.md``;
 ``self_check.py`` compares rows that come by these ways with rows that don't.
 """

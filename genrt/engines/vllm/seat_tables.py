@@ -15,12 +15,9 @@ import numpy as np
 import torch
 
 from genrt.engines.vllm.runners import Seat
-from genrt.launches import Staged
+from genrt.launches import Staged, room_for
 
 __all__ = ["SeatTables"]
-
-LEAST = 16
-"""How many seats are written in one launch at least, and how many blocks of theirs."""
 
 
 class SeatTables:
@@ -51,7 +48,7 @@ class SeatTables:
         for slot, seat in zip(slots.tolist(), seats, strict=True):
             places += range(slot * width + seat.kept, slot * width + len(seat.block_ids))
             block_ids += seat.block_ids[seat.kept :]
-        key = _rounded(len(slots)), _rounded(len(places))
+        key = room_for(len(slots)), room_for(len(places))
         if key not in self._staged:
             self._staged[key] = self._writes(*key)
         parts = np.split(self._staged[key].free(), _cuts(*key))
@@ -81,11 +78,3 @@ class SeatTables:
 def _cuts(seats: int, blocks: int) -> list[int]:
     """Return where slots, lengths, places and blocks follow each other."""
     return [seats, 2 * seats, 2 * seats + blocks]
-
-
-def _rounded(count: int) -> int:
-    """Return for how many there is room."""
-    room = LEAST
-    while room < count:
-        room *= 2
-    return room

@@ -23,6 +23,7 @@ import torch
 
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Seat
+from genrt.engines.vllm.step_launches import read_elsewhere
 from genrt.tokens.rows import Leaving
 
 __all__ = ["DecodeSteps", "DecodedStep"]
@@ -48,14 +49,12 @@ class DecodedStep(NamedTuple):
         """Return the same with rows that stay, no more than requests."""
         if not self.is_lent:
             return self
-        rows = self.rows.clone() if self.places is None else self._at(self.places)
-        if rows.is_cuda:  # made on vLLM's stream, and read on the default one
-            rows.record_stream(torch.cuda.default_stream(rows.device))
-        return DecodedStep(self.request_ids, rows)
-
-    def _at(self, places: list[int]) -> torch.Tensor:
-        at = _pinned(places, torch.int64, self.rows.device)
-        return self.rows.index_select(0, at.to(self.rows.device, non_blocking=True))
+        if self.places is None:
+            rows = self.rows.clone()
+        else:
+            at = _pinned(self.places, torch.int64, self.rows.device)
+            rows = self.rows.index_select(0, at.to(self.rows.device, non_blocking=True))
+        return DecodedStep(self.request_ids, read_elsewhere(rows))
 
 
 class _Speculated(NamedTuple):

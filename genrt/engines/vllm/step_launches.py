@@ -5,23 +5,27 @@ What this touches of vLLM is listed in ``docs/new_vllm.md``.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
+from cachetools import LRUCache
 
 from genrt.engines.vllm.capture import log_probabilities
 from genrt.launches import Graphs, Repeated, Staged
 
-__all__ = ["InputTokens", "Rows", "rows_of"]
+__all__ = ["InputTokens", "Rows", "read_elsewhere", "rows_of"]
 
 MOST_SIZES = 4
 """For how many sizes of a step its rows have their memory at once."""
 
 
 def rows_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a step's logits, made on the current stream, to be read on the default one."""
-    rows = log_probabilities(logits, may_overwrite=True)
+    """Return the rows of a step's logits, without synchronizing with the device."""
+    return read_elsewhere(log_probabilities(logits, may_overwrite=True))
+
+
+def read_elsewhere(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that were allocated on vLLM's stream, and are read on the default one."""
     if rows.is_cuda:
         rows.record_stream(torch.cuda.default_stream(rows.device))
     return rows
@@ -37,18 +41,14 @@ class Rows:
     def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._compute_logits = compute_logits
         self._graphs = Graphs()
-        self._sizes: OrderedDict[tuple[int, int], _OfSize] = OrderedDict()
+        self._sizes: LRUCache[tuple[int, int], _OfSize] = LRUCache(MOST_SIZES)
 
     def of(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the rows, for use until others are made."""
         key = hidden_states.data_ptr(), len(hidden_states)
-        size = self._sizes.pop(key, None)
-        if size is None:
-            size = _OfSize(hidden_states, self._compute_logits, self._graphs)
-        self._sizes[key] = size  # the last
-        if len(self._sizes) > MOST_SIZES:
-            self._sizes.popitem(last=False)
-        return size.made()
+        if key not in self._sizes:
+            self._sizes[key] = _OfSize(hidden_states, self._compute_logits, self._graphs)
+        return self._sizes[key].made()
 
 
 class _OfSize:
