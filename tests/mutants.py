@@ -646,7 +646,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.checks",
         "test_inference.py",
-        ("seeds_of_step", "every step has the same randomness", Swap("(step,)", "()")),
+        ("seeds_of_step", "every step has the same randomness", Swap("(step, part)", "(part,)")),
     ),
     *breaks(
         "inference.proposals",
@@ -659,7 +659,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Proposals._masks",
             "a text may end at the last step where it is not complete",
-            Swap("masks[torch.tensor(at_last)] &= end", "masks[torch.tensor(at_last)] = end"),
+            Swap(
+                "masks[torch.tensor(at_last)] &= packed_tokens(stops, masks.shape[1])",
+                "masks[torch.tensor(at_last)] = packed_tokens(stops, masks.shape[1])",
+            ),
         ),
     ),
     *breaks(
@@ -702,16 +705,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "constraints.grammars",
-        "test_constraints.py",
+        "test_constraints.py test_walks.py",
         (
             "_Vocabulary.fill",
             "a text may end where it is not complete",
             Swap("state.accepting", "True"),
         ),
         (
-            "GrammarState._after",
-            "advancing a state changes it for those who share it",
-            Swap("self.matcher.deep_copy()", "self.matcher"),
+            "GrammarState.here",
+            "advancing a state changes it for those who share its walk",
+            Swap("walk.matcher.deep_copy()", "walk.matcher"),
         ),
     ),
     *breaks(
