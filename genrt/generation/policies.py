@@ -91,11 +91,10 @@ class PolicyGeneration:
         return ids, lengths, cast("RolloutOptions", options)
 
     def _united(self, stops: Any) -> Any:
-        """Return a batch's stop strings with those of all batches."""
-        if not is_for_each(stops):
-            more = [stops] if isinstance(stops, str) else stops
-            return [*self._stops, *more] if isinstance(more, list | tuple) else more or self._stops
-        return [
-            [*self._stops, *each] if isinstance(each, list | tuple) else each or self._stops
-            for each in stops
-        ]
+        """Return stop strings with those of all batches; what is none is refused where it is asked."""
+        if stops is None:
+            return self._stops
+        if is_for_each(stops):
+            return [self._united(each) for each in stops]
+        more = [stops] if isinstance(stops, str) else stops
+        return [*self._stops, *more] if isinstance(more, list | tuple) else more
