@@ -475,6 +475,23 @@ async def test_a_rollout_outlives_its_engine() -> None:
         assert torch.equal(found.output_ids, expected.output_ids)
 
 
+def test_a_loop_that_ends_with_samples_left_leaves_nothing(held: AsyncLM, engine: Engine) -> None:
+    ids, lengths = padded([[0], [1], [2]])
+    options: dict[str, Any] = {"pad_value": 0, "max_new_tokens": 30, "ignore_eos": True}
+    kept: list[Any] = []
+
+    async def leave() -> None:
+        kept.append(
+            rollout_samples(held, ids, lengths, stop_token_ids=[[*range(5)], [], []], **options)
+        )
+        await anext(kept[0])
+
+    asyncio.run(leave())
+    asyncio.run(nothing_left(held, engine))
+    found = rollout_sync(held, ids, lengths, **options)
+    assert found.generation_lengths.tolist() == [30] * 3
+
+
 async def test_closing_the_runtime_ends_a_rollout(held: AsyncLM, engine: Engine) -> None:
     ids, lengths = padded([[0], [1]])
     engine.gate, engine.hold_at = Gate(), 2

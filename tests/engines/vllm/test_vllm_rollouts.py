@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 import genrt
-from genrt.generation import Rollout, rollout, rollout_samples
+from genrt.generation import Conversation, Rollout, rollout, rollout_samples
 from genrt.lm import AsyncLM
 from genrt.tokens.sampling import truncate
+from tests.generation.test_conversations import TEMPLATE
 from tests.scripted import passes
 
 pytestmark = pytest.mark.vllm
@@ -100,7 +101,7 @@ async def test_log_probabilities_of_the_law_stay_right_under_preemption(
     ids, lengths = batch_of(8, 60, seed=2)
     law: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "min_p": 0.01}
     options: dict[str, Any] = {"pad_value": 7, "seed": 3, "ignore_eos": True, **law}
-    processed = {"logprobs_mode": "processed_logprobs", "max_new_tokens": 120}
+    processed: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "max_new_tokens": 120}
     found = await rollout(lm, ids, lengths, **options, **processed)
     assert preempted
     for row, completion in enumerate(found.completions):
@@ -153,6 +154,44 @@ async def test_leaving_frees_every_slot(lm: AsyncLM, taken: int) -> None:
             assert int(sample.generation_lengths[0]) == 1
     assert await left_over(lm) == [0, 0, 0, 0]
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_every_turn_of_a_conversation_has_the_scores_of_its_tokens(lm: AsyncLM) -> None:
+    template = {"chat_template": TEMPLATE}
+    talk = Conversation(lm, [{"role": "user", "content": "ab"}], chat_template_kwargs=template)
+    await talk.ask(max_new_tokens=12, seed=1)
+    other = talk.fork()
+    for turn, each in ((1, talk), (2, other), (3, talk)):
+        each.add({"role": "tool", "content": "42"}, {"role": "user", "content": f"and {turn}"})
+        answer = await each.ask(max_new_tokens=9, seed=turn, adapter="a" if each is other else None)
+        assert len(answer.token_ids) <= 9
+    found = talk.trajectory()
+    whole, mask = found.token_ids.tolist(), found.loss_mask
+    scores = await lm.score(whole[:1], whole[1:])
+    assert mask.sum() > 9
+    torch.testing.assert_close(
+        found.logprobs[1:][mask[1:]], scores[mask[1:]], atol=TOLERANCE, rtol=0
+    )
+    assert not found.logprobs[~mask].any()
+    ends = (found.token_ids == lm.tokenizer.eos_token_id).sum()
+    assert int(ends) >= 4  # of two answers and two tools, whether they were cut off or not
+
+
+async def test_two_runtimes_in_a_process_tell_each_its_own_law(lm: AsyncLM, llama: Path) -> None:
+    ids, lengths = batch_of(6, 20, seed=4)
+    options: dict[str, Any] = {"pad_value": 7, "seed": 2, "max_new_tokens": 8, "temperature": 0.5}
+    law: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
+    own = await rollout(lm, ids, lengths, **options, **law)
+    async with await genrt.aload(str(llama), engine_options=OPTIONS) as other:
+        first, second = await asyncio.gather(
+            rollout(lm, ids, lengths, **options, **law), rollout(other, ids, lengths, **options)
+        )
+        assert await scored(other, second, lengths) < TOLERANCE
+    assert torch.equal(first.output_ids, second.output_ids)
+    assert torch.equal(first.logprobs, own.logprobs)
+    assert float((first.logprobs - second.logprobs).abs().max()) > 0.1
+    again = await rollout(lm, ids, lengths, **options, **law)  # the other one is closed
+    assert torch.equal(again.logprobs, own.logprobs)
 
 
 async def test_a_rollout_outlives_its_vllm(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
