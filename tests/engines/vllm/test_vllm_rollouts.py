@@ -74,10 +74,11 @@ async def scored(lm: AsyncLM, found: Rollout, lengths: Tensor, adapter: str | No
 async def test_raw_log_probabilities_are_the_scores_beside_adapters_and_rows(lm: AsyncLM) -> None:
     ids, lengths = batch_of(12, 40, seed=1)
     options: dict[str, Any] = {"pad_value": 7, "max_new_tokens": 12, "temperature": 0.8}
-    base, tuned, *_ = await asyncio.gather(
+    beside = asyncio.gather(*(lm.next_token_logprobs([1, n]) for n in range(2, 12)))
+    base, tuned, _ = await asyncio.gather(
         rollout(lm, ids, lengths, seed=1, top_p=0.9, **options),
         rollout(lm, ids, lengths, seed=1, adapter="a", **options),
-        *(lm.next_token_logprobs([1, n]) for n in range(2, 12)),
+        beside,
     )
     assert await scored(lm, base, lengths) < TOLERANCE
     assert await scored(lm, tuned, lengths, adapter="a") < TOLERANCE
