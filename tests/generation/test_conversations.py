@@ -342,7 +342,9 @@ def test_forks_go_on_by_themselves(lm: AsyncLM) -> None:
     conversation.answer(a_completion(lm, conversation, "a", 1))
     one, two = conversation.trajectory().token_ids, other.trajectory().token_ids
     assert not torch.equal(one, two)
-    assert len(conversation.trajectory().loss_mask) == len(one)
+    for each in (conversation.trajectory(), other.trajectory()):
+        assert len(each.token_ids) == len(each.loss_mask) == len(each.logprobs)
+        assert each.logprobs[each.loss_mask].tolist() == [-1.0, -2.0, -3.0, -1.0, -2.0]
 
 
 def test_before_an_answer_the_trajectory_is_empty(lm: AsyncLM) -> None:

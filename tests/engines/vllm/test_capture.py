@@ -475,8 +475,6 @@ def test_v1_the_law_is_told_where_it_is_wanted_and_follows_moves() -> None:
     told = sampler.told(logits[:2], 0.5, [2, 2])
     assert told == pytest.approx([raw[0], of_two[1]])
     # A step without a draw, as a greedy one, has nothing of the step before.
-    sampler.topk_topp_sampler.forward(logits[:2], {}, None, None)
-    sampler.gather_logprobs(logits[:2].log_softmax(-1), 0, torch.tensor([0, 0]))
     gathered = sampler.gather_logprobs(logits[:2].log_softmax(-1), 0, logits[:2].argmax(-1))
     assert gathered.tolist() == pytest.approx(raw[:2])
 
