@@ -526,3 +526,81 @@ def test_a_sampler_that_gathers_otherwise_is_refused() -> None:
     for laws in (LawsV1, LawsV2):
         with pytest.raises(EngineUnsupported, match="gathers log-probabilities otherwise"):
             laws(SimpleNamespace(), lambda *_: [])  # type: ignore[arg-type]
+
+
+def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's ``Sampler``, with its Triton kernels written in torch: the way of the logits through it."""
+    from vllm.v1.worker.gpu.sample import sampler as module
+
+    from genrt.engines.vllm.laws import LawsV2
+
+    capture, heat, top_k = v2(), torch.tensor([0.5, 2.0, 0.7]), torch.tensor([2, VOCAB, 3])
+    for slot, law in enumerate((True, False, True)):
+        capture.add_request(slot, wanting(law))
+    modes: list[bool] = []
+
+    def scores(
+        logits: torch.Tensor, count: int, sampled: torch.Tensor, *_: Any, **named: Any
+    ) -> Any:
+        modes.append(named["logits_mode"])
+        return logits.float().log_softmax(-1).gather(-1, sampled[:, None])
+
+    monkeypatch.setattr(module, "compute_topk_scores", scores)
+    monkeypatch.setattr(module, "gumbel_sample", lambda logits, *_, **__: logits.argmax(-1))
+    counted = lambda *_: (torch.ones(3), torch.zeros(3))
+    monkeypatch.setattr(module, "get_num_sampled_and_rejected", counted)
+    sampler: Any = object.__new__(module.Sampler)
+    no: Any = lambda *_: False
+    sampler.__dict__ |= {
+        "logprobs_mode": "raw_logprobs",
+        "compute_nans": False,
+        "trace_replay_state": None,
+        "return_sampling_mask": False,
+        "use_flashinfer": False,
+        "use_xpu_sampler": False,
+        "use_fp64_gumbel": False,
+        "logprob_token_ids_state": None,
+        "get_logprobs_dims": lambda *_: (0, 0),
+        "apply_sampling_params": lambda logits, _, rows, *__, **___: (
+            logits.float() / heat[rows][:, None]
+        ),
+        "sampling_states": SimpleNamespace(
+            get_top_k_top_p=lambda _, slots: (top_k[torch.from_numpy(slots).long()], None),
+            any_greedy=no,
+            any_explicit_seed=no,
+            temperature=SimpleNamespace(gpu=None),
+            seeds=SimpleNamespace(gpu=None),
+        ),
+        "req_states": SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
+    }
+    LawsV2(sampler, capture.law_rows)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def told(*slots: int) -> list[float]:
+        rows = torch.tensor(slots)
+        batch = SimpleNamespace(
+            expanded_idx_mapping=rows,
+            idx_mapping=rows,
+            idx_mapping_np=np.array(slots, dtype=np.int32),
+            cu_num_logits_np=np.arange(len(slots) + 1),
+            cu_num_logits=None,
+            expanded_local_pos=None,
+            positions=rows,
+            input_ids=rows,
+            logits_indices=torch.arange(len(slots)),
+            seq_lens=rows,
+            seq_lens_cpu_upper_bound=rows,
+            num_reqs=len(slots),
+        )
+        return list(sampler(logits[rows], batch).logprobs_tensors[:, 0].tolist())
+
+    raw = logits.float().log_softmax(-1)
+    expected = {1: float(raw[1].max())}
+    for slot in (0, 2):
+        kept = (logits[slot].float() / heat[slot]).topk(int(top_k[slot])).values
+        expected[slot] = float(kept.log_softmax(-1).max())
+    for slots in ((0, 1, 2), (2, 1), (1,), (1, 0)):
+        assert told(*slots) == pytest.approx([expected[slot] for slot in slots], abs=1e-5)
+    assert modes == [False] * 4
