@@ -337,12 +337,13 @@ class SteppedEngine:
         )
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
-        for index, progress, each, token in zip(laws, drawing, asked, tokens, strict=True):
+        for place, (index, token) in enumerate(zip(laws, tokens, strict=True)):
+            progress, each = drawing[place], asked[place]
             result: Result | None = None
             error: GenrtError | None = None
             if progress.writing is not None:
                 try:
-                    result = progress.writing.add(token, rows[index])
+                    result = progress.writing.add(token, rows[index], kept[place])
                 except InvalidRequest as wrong:
                     error = wrong
             elif token in each.stop_token_ids:

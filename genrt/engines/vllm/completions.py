@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import TEXT_SEED
+from genrt.engines.vllm.laws import LAW
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
 from genrt.engines.vllm.structures import StructureCompilers
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
@@ -66,6 +68,7 @@ class _OwnParams(SamplingParams):  # type: ignore[misc]
 class _Course:
     began: float
     logprobs: int | None
+    is_certain: bool  # log-probabilities are of a law that is greedy
     nonce: int | None  # of one that is streamed
     reasoning: Reasoning | None
     structure: str | None  # its name
@@ -133,9 +136,11 @@ class Completions:
         params = cast("SamplingParams", made.sampling_params)
         if params.temperature:  # vLLM's check is over: its runners take any
             params.temperature = request.temperature
+            extra = {LAW: True} if decoding.tells_law else {}
             if self._drawn_here:
-                params.extra_args = {TEXT_SEED: params.seed}
+                extra[TEXT_SEED] = params.seed
                 params.seed = None
+            params.extra_args = extra or None
         if self._is_v2:
             _check_v2(params)
         if asked is not None and self._compilers is not None:
@@ -150,7 +155,13 @@ class Completions:
         # Texts that begin together are read in different steps.
         most = 0 if at_once else 1 + len(self._courses) % (READ_EVERY - 1)
         self._courses[request_id] = _Course(
-            time.perf_counter(), decoding.logprobs, nonce, reasoning, structure, most
+            time.perf_counter(),
+            decoding.logprobs,
+            decoding.tells_law and not params.temperature,
+            nonce,
+            reasoning,
+            structure,
+            most,
         )
         if nonce is not None:
             self._streamed[nonce] = request_id
@@ -341,7 +352,17 @@ def _logprobs(
     """Return the log-probabilities of drawn tokens, and the likeliest at each place if wanted."""
     count = course.logprobs
     own = tuple(place[token].logprob for place, token in zip(places, drawn, strict=False))
-    return own, tuple(_likeliest(place, count) for place in places) if count else ()
+    top = tuple(_likeliest(place, count) for place in places) if count else ()
+    if course.is_certain:
+        own = (0.0,) * len(own)
+        top = tuple(_certain(token, each) for token, each in zip(drawn, top, strict=False))
+    return own, top
+
+
+def _certain(token: int, likeliest: dict[int, float]) -> dict[int, float]:
+    """Return as many tokens as these with their log-probabilities where one token is certain."""
+    others = [each for each in likeliest if each != token]
+    return {token: 0.0, **dict.fromkeys(others[: len(likeliest) - 1], -math.inf)}
 
 
 def _likeliest(place: dict[int, Any], count: int) -> dict[int, float]:
