@@ -26,11 +26,14 @@ from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question, blocking_stream
+from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.cache import RowCache
+from genrt.runtime.fences import Pending
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.weights import Weights, WeightsSource
 from genrt.tokens import encoding, vocabulary
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
@@ -64,6 +67,7 @@ class AsyncLM:
         own = self._limits, self._adapters, self._nonces
         self._texts, self._populations = Texts(thread, *own), Populations(thread, asker, *own)
         self._cache = cache
+        self._weights = Weights(thread, cache)
         thread.belong_to(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -436,6 +440,53 @@ class AsyncLM:
         """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before
         are answered; then its weights and its cached rows go. Returns at once."""
         self._adapters.remove(name)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """Which weights answer: 0 are those of the model that was loaded, and each update adds 1."""
+        return self._thread.weights_version
+
+    async def update_weights(
+        self,
+        source: WeightsSource,
+        *,
+        pending: Pending = "finish",
+        check_finite: bool = False,
+        keep: bool = True,
+    ) -> int:
+        """Replace the model's weights in place; return their version.
+
+        What does not fit changes nothing, where it can be known beforehand: of tensors by name and of
+        files everything is, of chunks what is in the first. An error after that, or leaving in the
+        middle, is the engine's death; with ``load(…, restart="auto")``, or by ``restart``, another one
+        has the last weights that were whole. Nothing is ever answered by a mixture.
+
+        Questions asked from now on wait for the new weights; rows that are cached, resident sequences
+        and the KV cache are dropped before. Adapters stay as they are. A population goes on, each step
+        with the weights that there are: its draws tell which.
+
+        Args:
+            source: all tensors of the model's checkpoint, by its names: a mapping or pairs; the path of
+                a safetensors file or a directory of them; or an iterable, asynchronous or not, of chunks,
+                each a mapping or pairs. Leave tensors as they are until this returns.
+            pending: ``"finish"`` has questions asked before answered first, by the old weights;
+                ``"restart"`` asks them anew, by the new ones. A stream of which something has been told
+                then raises EngineFailed.
+            check_finite: refuse NaN and infinity too, which takes a look at every number.
+            keep: keep a copy on disk for an engine after this one. Without, a restart raises EngineFailed.
+
+        Raises:
+            InvalidWeights: a tensor is unknown, missing, given twice, or of a wrong shape or type.
+            EngineUnsupported: the engine cannot replace its weights, or does not know their names.
+            EngineFailed: the engine does not forget what the old weights computed, and keeps these;
+                EngineDied: it failed with a part of the new ones. What an iterator raises is raised.
+            InvalidRequest: ``source`` or an option is none of these; Closed.
+        """
+        return await self._weights.update(source, pending, check_finite, keep)
+
+    update_weights_sync = blocking_twin(update_weights)
 
     # -- the runtime --------------------------------------------------------------------------
 

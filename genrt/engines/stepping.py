@@ -22,9 +22,12 @@ from torch import Tensor
 from genrt.engines.adapters import check_adapter_directory
 from genrt.engines.completions import Writing, unsupported
 from genrt.engines.protocol import EngineStatistics, Finished, failure
+from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
     Closed,
     ContextTooLong,
+    EngineFailed,
+    EngineUnsupported,
     GenrtError,
     InvalidAdapter,
     InvalidRequest,
@@ -64,6 +67,12 @@ class SteppedModel(Protocol):
 
     def unload_adapter(self, adapter: Adapter) -> None:
         """Free an adapter that no request needs any more."""
+
+    def layout(self) -> Layout:
+        """Return what new weights have to be; ``load_weights`` takes them."""
+
+    def load_weights(self, tensors: NamedTensors) -> None:
+        """Compute with these from now on, which fit, in place of those of the same names."""
 
     def close(self) -> None:
         """Free everything; called once."""
@@ -210,6 +219,23 @@ class SteppedEngine:
         self._adapters.remove(adapter)
         self._removed.add(adapter)
         self._unload_unused()
+
+    def layout(self) -> Layout:
+        """Return what new weights have to be. Raises EngineUnsupported if the model takes none."""
+        if not hasattr(self._model, "load_weights"):
+            raise EngineUnsupported(f"{self._model!r} cannot replace its weights")
+        return self._model.layout()
+
+    def begin_update(self) -> None:
+        """Forget nothing: nothing is kept between two steps."""
+        if self._closed or self._in_progress:
+            raise EngineFailed("the engine is closed, or not all requests have ended")
+
+    def load_weights(self, tensors: NamedTensors) -> None:
+        self._model.load_weights(tensors)
+
+    def finish_update(self) -> None:
+        """Do nothing: the next step is by the new weights."""
 
     def unsupported(self, decoding: Decoding) -> str | None:
         reason = unsupported(decoding, self.tokenizer)

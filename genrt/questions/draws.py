@@ -99,6 +99,7 @@ class DrawToken(Wanted):
             token_ids.long().tolist(),
             logprobs.float().tolist(),
             log_mass.float().tolist(),
+            [read.request.weights_version for read in reads],
             strict=True,
         )
         return map(Draw._make, found)
@@ -115,7 +116,7 @@ class DrawToken(Wanted):
             masked = masked.masked_fill(allowed.reshape(-1)[: len(row)] == 0, -math.inf)
         log_mass = float(masked.logsumexp(-1))
         if log_mass == -math.inf:
-            return result == Draw(-1, -math.inf, -math.inf)
+            return result[:3] == (-1, -math.inf, -math.inf)
         if not 0 <= result.token_id < len(row) or abs(result.log_mass - log_mass) > tolerance:
             return False
         own = float(masked[result.token_id])
@@ -185,11 +186,12 @@ def draw_requests(
 
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
-    """Return draws as tensors on the host."""
+    """Return the draws of one question as tensors on the host."""
     return BatchDraw(
         torch.tensor([each.token_id for each in draws], dtype=torch.int64),
         torch.tensor([each.logprob for each in draws]),
         torch.tensor([each.log_mass for each in draws]),
+        draws[0].weights_version if draws else 0,
     )
 
 

@@ -35,6 +35,7 @@ class PopulationDraw:
         temperature: of all.
         seeds: uint64 ``[n]``: what each is drawn from.
         origins: where each comes from, if all are one token longer than that.
+        weights_version: the version of the model's weights, as a ``LogprobsRequest`` has it.
         asked: stands for these sequences in what is asked later.
     """
 
@@ -44,6 +45,7 @@ class PopulationDraw:
     temperature: float
     seeds: np.ndarray
     origins: Origins | None = None
+    weights_version: int = 0
     asked: Asked = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class PopulationDraw:
     @property
     def rows(self) -> list[LogprobsRequest]:
         """The questions for the rows that are drawn from, in order; made every time."""
-        return self.contexts.rows(self.adapter)
+        return self.contexts.rows(self.adapter, self.weights_version)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -76,6 +78,12 @@ class PopulationDraw:
         """Return the same question to another adapter."""
         return replace(self, adapter=adapter, origins=None)
 
+    def of_weights(self, version: int) -> PopulationDraw:
+        """Return the same question, about the same sequences, to this version of the weights."""
+        again = replace(self, weights_version=version)
+        object.__setattr__(again, "asked", self.asked)
+        return again
+
     def owned(self, result: object) -> object:
         """Return the result, which one caller alone asked for."""
         return result
@@ -94,6 +102,7 @@ class PopulationDraw:
                 self.temperature,
                 self.seeds[part],
                 None if self.origins is None else self.origins.take(part),
+                self.weights_version,
             )
 
     def drawn(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
@@ -136,7 +145,7 @@ class PopulationDraw:
         """Return whether each draw is possible after its row, as ``DrawToken.is_answer`` has it."""
         if not isinstance(result, BatchDraw) or len(result.token_ids) != len(rows):
             return False
-        draws = map(Draw, *[numbers.tolist() for numbers in result])
+        draws = map(Draw, *[numbers.tolist() for numbers in result[:3]])
         masks = [None] * len(rows) if self.masks is None else [m.tobytes() for m in self.masks]
         return all(
             DrawToken(mask, self.temperature, seed=0).is_answer(row, draw)
@@ -182,12 +191,12 @@ def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -
     log mass 0."""
     if len(several) == 1 and len(places) == count:
         return several[0]
-    whole = BatchDraw(torch.full((count,), -1), torch.zeros(count), torch.zeros(count))
+    whole = torch.full((count,), -1), torch.zeros(count), torch.zeros(count)
     if several:
         at = torch.from_numpy(places)
-        for target, parts in zip(whole, zip(*several, strict=True), strict=True):
+        for target, parts in zip(whole, zip(*[each[:3] for each in several], strict=True), strict=True):
             target[at] = torch.cat(parts)
-    return whole
+    return BatchDraw(*whole, several[0].weights_version if several else 0)
 
 
 def _moved(

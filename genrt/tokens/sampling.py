@@ -109,6 +109,7 @@ class Draw(NamedTuple):
     token_id: int
     logprob: float
     log_mass: float
+    weights_version: int = 0
 
 
 class BatchDraw(NamedTuple):
@@ -121,11 +122,13 @@ class BatchDraw(NamedTuple):
         log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. If the row is the model's
             own, neither tempered nor truncated, this is the incremental log importance weight of
             drawing from the masked model in place of the model.
+        weights_version: the version of the weights that gave the rows: ``AsyncLM.weights_version`` then.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     log_mass: Tensor
+    weights_version: int = 0
 
 
 class TopLogprobs(NamedTuple):

@@ -70,6 +70,7 @@ class _Course:
     reasoning: Reasoning | None
     structure: str | None  # its name
     unread_at_most: int
+    weights_version: int
     unread: list[int] = field(default_factory=list)
     first: float | None = None
     told: int = 0  # how many tokens, and characters of text and reasoning, progress has returned
@@ -150,7 +151,13 @@ class Completions:
         # Texts that begin together are read in different steps.
         most = 0 if at_once else 1 + len(self._courses) % (READ_EVERY - 1)
         self._courses[request_id] = _Course(
-            time.perf_counter(), decoding.logprobs, nonce, reasoning, structure, most
+            time.perf_counter(),
+            decoding.logprobs,
+            nonce,
+            reasoning,
+            structure,
+            most,
+            request.weights_version,
         )
         if nonce is not None:
             self._streamed[nonce] = request_id
@@ -259,6 +266,7 @@ class Completions:
             seconds=now - course.began,
             seconds_to_first_token=(course.first or now) - course.began,
             reasoning=reasoning,
+            weights_version=course.weights_version,
         )
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:

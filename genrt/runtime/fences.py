@@ -1,0 +1,155 @@
+"""Fences between questions: what was asked before one ends, or is asked anew; what comes after it waits.
+
+Rules:
+    All of it happens under the batcher's lock. The engine thread alone puts fences up and takes them down.
+    A fence is passed once nothing that was asked before it is queued, in flight or waiting for room.
+    Questions behind a fence are asked when the last one is down, by the weights that there are then.
+    A text of which a stream has told some is never asked anew: the rest would be by other weights.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.numbers import named
+from genrt.runtime.waiters import Outcome, Waiter, deliver
+
+__all__ = ["Fence", "Fences", "Pending", "check_pending"]
+
+Pending: TypeAlias = Literal["finish", "restart"]
+"""What becomes of the questions asked before: they are answered, or asked anew."""
+
+
+def check_pending(pending: object) -> None:
+    """Raise InvalidRequest unless it says what becomes of the questions asked before."""
+    if pending not in ("finish", "restart"):
+        raise InvalidRequest(f'pending must be "finish" or "restart", got {named(pending)}')
+
+
+class Fence:
+    """One fence.
+
+    Args:
+        pending: what becomes of the questions asked before.
+        refusal: the error for questions that come after it; ``None`` has them wait.
+
+    ``passed`` resolves once nothing asked before it is left; or to why that will never be.
+    """
+
+    def __init__(self, pending: Pending, refusal: GenrtError | None = None) -> None:
+        self.pending = pending
+        self.refusal = refusal
+        self.passed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+
+class Fences:
+    """The fences of one batcher, and the version of the weights that questions are bound to.
+
+    Args:
+        lock: the batcher's.
+        wake: has the engine thread look.
+        is_clear: returns, under the lock, whether nothing that was asked is left but what is held.
+        stop: has what was asked sent soon, or taken back, under the lock; returns the waiters of that.
+        hold: has a waiter wait, under the lock.
+        go_on: asks what is held, now that no fence may be up.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        wake: Callable[[], None],
+        is_clear: Callable[[], bool],
+        stop: Callable[..., Sequence[Waiter]],
+        hold: Callable[[Waiter], None],
+        go_on: Callable[[], None],
+    ) -> None:
+        self.weights_version = 0
+        self._lock = lock
+        self._wake = wake
+        self._is_clear = is_clear
+        self._stop = stop
+        self._hold = hold
+        self._go_on = go_on
+        self.up: dict[Fence, None] = {}  # read by the batcher, under the lock
+
+    def stop(self, waiter: Waiter) -> bool:
+        """Have a new question wait if a fence is up, under the lock; return whether it does.
+
+        Raises:
+            GenrtError: a fence refuses questions.
+        """
+        if not waiter.requests:
+            return False
+        for fence in self.up:
+            if fence.refusal is not None:
+                raise fence.refusal.fresh()
+        self._hold(waiter)
+        return True
+
+    def put_up(self, fence: Fence) -> None:
+        """Have every later question wait until the fence is down."""
+        failed: list[tuple[Waiter, Outcome]] = []
+        with self._lock:
+            self.up[fence] = None
+            for waiter in self._stop(taken_back=fence.pending == "restart"):
+                waiter.found.clear()
+                if waiter.flow is not None and waiter.flow.is_told:
+                    failed.append((waiter, _begun()))
+                else:
+                    self._hold(waiter)
+        deliver(failed)
+        self._wake()
+
+    def take_down(self, fence: Fence, weights_version: int | None = None) -> None:
+        """Have questions go on, unless another fence is up; idempotent. With a version, all are bound to
+        that one from now on."""
+        with self._lock:
+            if weights_version is not None:
+                self.weights_version = weights_version
+            if self.up.pop(fence, self) is self:
+                return
+        self._go_on()
+        self._wake()
+
+    @property
+    def is_due(self) -> bool:
+        """True if a fence is passed and nobody has been told; under the lock."""
+        return any(not fence.passed.done() for fence in self.up) and self._is_clear()
+
+    def look(self) -> None:
+        """Tell who waits for a fence that is passed."""
+        with self._lock:
+            passed = [*self.up] if self.is_due else []
+        for fence in passed:
+            _resolve(fence, None)
+
+    def clear(self) -> list[Fence]:
+        """Take all down, under the lock, with nothing going on; return those that are not passed."""
+        up, self.up = self.up, {}
+        return [fence for fence in up if not fence.passed.done()]
+
+    @staticmethod
+    def fail(fences: Sequence[Fence], reason: GenrtError) -> None:
+        """Tell who waits for these why they will never be passed; without the lock."""
+        for fence in fences:
+            _resolve(fence, reason.fresh())
+
+
+def _resolve(fence: Fence, error: GenrtError | None) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # whoever waited has left
+        if error is None:
+            fence.passed.set_result(None)
+        else:
+            fence.passed.set_exception(error)
+
+
+def _begun() -> EngineFailed:
+    return EngineFailed(
+        "the weights are replaced while this text is drawn, and a part of it has been read: ask again, or "
+        'replace them with pending="finish"'
+    )
