@@ -33,7 +33,7 @@ from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread, aside
-from genrt.runtime.weights import Weights, WeightsSource
+from genrt.runtime.weights import WeightsSource, WeightUpdates
 from genrt.tokens import encoding, vocabulary
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
@@ -67,7 +67,7 @@ class AsyncLM:
         own = self._limits, self._adapters, self._nonces
         self._texts, self._populations = Texts(thread, *own), Populations(thread, asker, *own)
         self._cache = cache
-        self._weights = Weights(thread, cache)
+        self._weights = WeightUpdates(thread, cache)
         thread.belong_to(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -475,7 +475,7 @@ class AsyncLM:
                 ``"restart"`` asks them anew, by the new ones. A stream of which something has been told
                 then raises EngineFailed.
             check_finite: refuse NaN and infinity too, which takes a look at every number.
-            keep: keep a copy on disk for an engine after this one. Without, a restart raises EngineFailed.
+            keep: keep a copy on disk for an engine after this one. Without, it cannot be restarted.
 
         Raises:
             InvalidWeights: a tensor is unknown, missing, given twice, or of a wrong shape or type.

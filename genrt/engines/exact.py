@@ -262,7 +262,7 @@ class _Tables:
         shape = (self.vocab_size,) * (self._models[None].order + 1)
         return {"table": TensorForm(shape, (torch.float32, torch.float64))}
 
-    def load_weights(self, tensors: NamedTensors) -> None:
+    def load(self, tensors: NamedTensors) -> None:
         for _, table in tensors:
             self._models[None] = self._models[None].with_table(table)
 

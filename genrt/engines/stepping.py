@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,6 @@ from genrt.errors import (
     Closed,
     ContextTooLong,
     EngineFailed,
-    EngineUnsupported,
     GenrtError,
     InvalidAdapter,
     InvalidRequest,
@@ -69,9 +68,9 @@ class SteppedModel(Protocol):
         """Free an adapter that no request needs any more."""
 
     def layout(self) -> Layout:
-        """Return what new weights have to be; ``load_weights`` takes them."""
+        """Return what new weights have to be; raises EngineUnsupported if there can be none."""
 
-    def load_weights(self, tensors: NamedTensors) -> None:
+    def load(self, tensors: NamedTensors) -> None:
         """Compute with these from now on, which fit, in place of those of the same names."""
 
     def close(self) -> None:
@@ -98,6 +97,27 @@ class _Progress:
         return None if self.writing is None else self.writing.law(logits)
 
 
+class _Weights:
+    """A model's weights, as an engine has them that keeps nothing between two steps."""
+
+    def __init__(self, model: SteppedModel, in_progress: Mapping[Request, _Progress]) -> None:
+        self._in_progress = in_progress
+        self._model = model
+
+    def layout(self) -> Layout:
+        return self._model.layout()
+
+    def begin(self) -> None:
+        if self._in_progress:
+            raise EngineFailed("not all questions have ended yet")
+
+    def load(self, tensors: NamedTensors) -> None:
+        self._model.load(tensors)
+
+    def finish(self) -> None:
+        pass
+
+
 class SteppedEngine:
     """The Engine protocol around a model, with at most ``max_batch_size`` requests to a step.
 
@@ -122,6 +142,7 @@ class SteppedEngine:
         self._removed: set[Adapter] = set()
         self._closed = False
         self._statistics = EngineStatistics()
+        self.weights = _Weights(model, self._in_progress)
 
     def __repr__(self) -> str:
         return (
@@ -219,23 +240,6 @@ class SteppedEngine:
         self._adapters.remove(adapter)
         self._removed.add(adapter)
         self._unload_unused()
-
-    def layout(self) -> Layout:
-        """Return what new weights have to be. Raises EngineUnsupported if the model takes none."""
-        if not hasattr(self._model, "load_weights"):
-            raise EngineUnsupported(f"{self._model!r} cannot replace its weights")
-        return self._model.layout()
-
-    def begin_update(self) -> None:
-        """Forget nothing: nothing is kept between two steps."""
-        if self._closed or self._in_progress:
-            raise EngineFailed("the engine is closed, or not all requests have ended")
-
-    def load_weights(self, tensors: NamedTensors) -> None:
-        self._model.load_weights(tensors)
-
-    def finish_update(self) -> None:
-        """Do nothing: the next step is by the new weights."""
 
     def unsupported(self, decoding: Decoding) -> str | None:
         reason = unsupported(decoding, self.tokenizer)

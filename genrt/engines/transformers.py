@@ -177,7 +177,7 @@ class _Network:
         }
 
     @torch.no_grad()
-    def load_weights(self, tensors: NamedTensors) -> None:
+    def load(self, tensors: NamedTensors) -> None:
         for name, tensor in tensors:
             self._parameters[name].copy_(tensor)
 

@@ -31,13 +31,14 @@ __all__ = [
     "NamedTensors",
     "TensorForm",
     "Updating",
+    "Weights",
     "check_complete",
     "check_tensors",
     "forms_in",
     "layout_of",
     "tensors_in",
-    "updating",
     "weight_files",
+    "weights_of",
 ]
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -70,9 +71,8 @@ Layout: TypeAlias = Mapping[str, TensorForm]
 """The tensors of a model's checkpoint, by name."""
 
 
-@runtime_checkable
-class Updating(Protocol):
-    """An Engine whose weights can be replaced while it is open."""
+class Weights(Protocol):
+    """The weights of an engine that is open."""
 
     def layout(self) -> Layout:
         """Return what has to be given.
@@ -81,21 +81,30 @@ class Updating(Protocol):
             EngineUnsupported: the weights of this one cannot be replaced; it says why.
         """
 
-    def begin_update(self) -> None:
+    def begin(self) -> None:
         """Forget all that was computed by the weights; nothing is in progress. An engine that cannot, or
         does not see it done, raises and goes on with the old weights; any later error is its end."""
 
-    def load_weights(self, tensors: NamedTensors) -> None:
+    def load(self, tensors: NamedTensors) -> None:
         """Take some of the tensors, all of which fit. They may change once this has returned."""
 
-    def finish_update(self) -> None:
+    def finish(self) -> None:
         """Compute by the new weights from now on, all of which have been given."""
 
 
-def updating(engine: object) -> Updating:
-    """Return an engine whose weights can be replaced. Raises EngineUnsupported if these cannot."""
+@runtime_checkable
+class Updating(Protocol):
+    """An Engine whose weights can be replaced while it is open."""
+
+    @property
+    def weights(self) -> Weights:
+        """The weights."""
+
+
+def weights_of(engine: object) -> Weights:
+    """Return the weights of an engine. Raises EngineUnsupported if they cannot be replaced."""
     if isinstance(engine, Updating):
-        return engine
+        return engine.weights
     raise EngineUnsupported(
         f"{type(engine).__name__} cannot replace its weights: load a runtime with the new ones"
     )
@@ -300,10 +309,10 @@ class KeptWeights:
                 f"weights of version {self.version} were in the engine, which is gone, and no copy was "
                 "kept: load the model again, or replace weights with keep=True"
             )
-        found = updating(engine)
-        found.begin_update()
-        found.load_weights(tensors_in(sorted(self._kept.iterdir())))
-        found.finish_update()
+        weights = weights_of(engine)
+        weights.begin()
+        weights.load(tensors_in(sorted(self._kept.iterdir())))
+        weights.finish()
 
 
 class Copying:

@@ -99,10 +99,9 @@ class DrawToken(Wanted):
             token_ids.long().tolist(),
             logprobs.float().tolist(),
             log_mass.float().tolist(),
-            [read.request.weights_version for read in reads],
             strict=True,
         )
-        return map(Draw._make, found)
+        return map(Draw.of, found, [read.request.weights_version for read in reads])
 
     def is_answer(self, row: Tensor, result: object, *, tolerance: float = TOLERANCE) -> bool:
         """Return whether the token of a draw is possible, and its two numbers are those of that token."""
@@ -116,7 +115,7 @@ class DrawToken(Wanted):
             masked = masked.masked_fill(allowed.reshape(-1)[: len(row)] == 0, -math.inf)
         log_mass = float(masked.logsumexp(-1))
         if log_mass == -math.inf:
-            return result[:3] == (-1, -math.inf, -math.inf)
+            return result == Draw(-1, -math.inf, -math.inf)
         if not 0 <= result.token_id < len(row) or abs(result.log_mass - log_mass) > tolerance:
             return False
         own = float(masked[result.token_id])
@@ -187,12 +186,12 @@ def draw_requests(
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
     """Return the draws of one question as tensors on the host."""
-    return BatchDraw(
+    columns = (
         torch.tensor([each.token_id for each in draws], dtype=torch.int64),
         torch.tensor([each.logprob for each in draws]),
         torch.tensor([each.log_mass for each in draws]),
-        draws[0].weights_version if draws else 0,
     )
+    return BatchDraw.of(columns, draws[0].weights_version if draws else 0)
 
 
 def _drawn(reads: Sequence[Read]) -> Tensor:

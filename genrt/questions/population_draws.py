@@ -145,7 +145,7 @@ class PopulationDraw:
         """Return whether each draw is possible after its row, as ``DrawToken.is_answer`` has it."""
         if not isinstance(result, BatchDraw) or len(result.token_ids) != len(rows):
             return False
-        draws = map(Draw, *[numbers.tolist() for numbers in result[:3]])
+        draws = map(Draw, *[numbers.tolist() for numbers in result])
         masks = [None] * len(rows) if self.masks is None else [m.tobytes() for m in self.masks]
         return all(
             DrawToken(mask, self.temperature, seed=0).is_answer(row, draw)
@@ -191,12 +191,13 @@ def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -
     log mass 0."""
     if len(several) == 1 and len(places) == count:
         return several[0]
-    whole = torch.full((count,), -1), torch.zeros(count), torch.zeros(count)
+    whole = BatchDraw(torch.full((count,), -1), torch.zeros(count), torch.zeros(count))
     if several:
         at = torch.from_numpy(places)
-        for target, parts in zip(whole, zip(*[each[:3] for each in several], strict=True), strict=True):
+        for target, parts in zip(whole, zip(*several, strict=True), strict=True):
             target[at] = torch.cat(parts)
-    return BatchDraw(*whole, several[0].weights_version if several else 0)
+        whole.weights_version = several[0].weights_version
+    return whole
 
 
 def _moved(

@@ -154,9 +154,7 @@ class Contexts:
     def rows(self, adapter: Adapter | None, weights_version: int = 0) -> list[LogprobsRequest]:
         """Return the questions for the rows after them, in order."""
         return [
-            LogprobsRequest(
-                packed=self.packed(n), adapter=adapter, weights_version=weights_version
-            )
+            LogprobsRequest(packed=self.packed(n), adapter=adapter, weights_version=weights_version)
             for n in range(len(self))
         ]
 

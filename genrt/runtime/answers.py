@@ -33,7 +33,7 @@ from genrt.engines.protocol import (
     Speculating,
     survived,
 )
-from genrt.engines.weights import updating
+from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
 from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.contexts import Adapter
@@ -329,7 +329,7 @@ class AnsweringEngine:
         """Have the engine forget what its weights have computed. Raises EngineFailed if it cannot."""
         if self._still_held(self._unforgotten):
             raise EngineFailed("the engine cannot forget what was cancelled: restart it")
-        updating(self.engine).begin_update()
+        weights_of(self.engine).begin()
 
     def reload_adapters(self) -> dict[Adapter, GenrtError]:
         """Load the adapters of the engine before into this one, and have it keep the same prefixes. An

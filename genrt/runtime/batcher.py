@@ -90,11 +90,12 @@ class Batcher:
         self._admission = Admission(max_queued_requests, max_queued_bytes)
         self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
         self._left: deque[Waiter] = deque()
-        self.fences = Fences(self._lock, wake, self._is_clear, self._stop, self._wait, self._go_on)
         self._closed: GenrtError | None = None
         self._last_told: list[tuple[Waiter, Outcome]] = []
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
         self._entries = Entries(cache, self._flight, self._ready, self._counted)
+        places = self._entries, self._gatherings, self._admission
+        self.fences = Fences(self._lock, wake, *places, self._drop, self._wait, self._admit)
 
     # -- asking and leaving: event loops and threads --------------------------------------------
 
@@ -225,7 +226,7 @@ class Batcher:
         with self._lock:
             if self._flight or self._left or self._bindings.free() or self._admission.first():
                 return 0.0
-            if self.fences.up and self.fences.is_due:
+            if self.fences.is_watched and self.fences.is_passed:
                 return 0.0
             return self._ready.seconds_until_due()
 
@@ -252,8 +253,8 @@ class Batcher:
             self._settle(self._stepped(engine), stepped=True)
             if self._flight.streams.by_loop:
                 self._flight.streams.tell(engine.progress)
-        if self.fences.up:
-            self.fences.look()
+        if self.fences.is_watched and self.fences.is_passed:
+            self.fences.tell()
 
     def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
         """Submit a flush; what of it has ended already."""
@@ -349,29 +350,6 @@ class Batcher:
         self._counted["retried"] += sum(entry.request.weight for entry in again)
         self._admission.enter([entry.request for entry in again])
         self._ready.put_back(again)
-
-    # -- fences: the engine thread --------------------------------------------------------------
-
-    def _is_clear(self) -> bool:
-        return not (self._entries or self._admission.is_waited_for)
-
-    def _stop(self, *, taken_back: bool) -> list[Waiter]:
-        """Have what was asked sent soon, or ``taken_back``, under the lock; return the waiters of that."""
-        self._gatherings.end()  # a loop may stand still
-        waiters = {w: None for e in self._entries.values() for w in e.waiters}
-        again = [*(waiters | dict.fromkeys(self._admission.waiters()))] if taken_back else []
-        for waiter in again:
-            self._drop(waiter)
-        return again
-
-    def _go_on(self) -> None:
-        """Ask what is held, unless a fence is up."""
-        answered: list[Waiter] = []
-        with self._lock:
-            if not self.fences.up:
-                self._admission.go_on()
-                answered = self._admit()
-        hand_out(answered)
 
     # -- the rest of a life -------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class EngineLoop:
         return future
 
     def be_alone(self, owner: object) -> None:
-        """Have only this owner's calls run from now on; with ``None``, all that wait. Called in a round."""
+        """Have only this owner's calls run from now on; with ``None``, all that wait. For a round."""
         self._alone = owner
         if owner is None:
             self._calls.extendleft(reversed(self._put_off))

@@ -24,8 +24,8 @@ from typing import TypeVar
 
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine, EngineStatistics
-from genrt.errors import Closed, EngineFailed
 from genrt.engines.weights import KeptWeights
+from genrt.errors import Closed, EngineFailed
 from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine

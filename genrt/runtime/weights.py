@@ -30,8 +30,8 @@ from genrt.engines.weights import (
     check_tensors,
     forms_in,
     tensors_in,
-    updating,
     weight_files,
+    weights_of,
 )
 from genrt.errors import Closed, EngineDied, EngineFailed, InvalidRequest, InvalidWeights
 from genrt.numbers import check_bool, shown
@@ -40,20 +40,19 @@ from genrt.runtime.cache import RowCache
 from genrt.runtime.fences import Fence, Pending, check_pending
 from genrt.runtime.thread import EngineThread, aside
 
-__all__ = ["Weights", "WeightsSource"]
+__all__ = ["WeightUpdates", "WeightsSource"]
 
 T = TypeVar("T")
 
 Chunk: TypeAlias = Mapping[str, Tensor] | NamedTensors
 """Some tensors with their names."""
 
-WeightsSource: TypeAlias = (
-    Chunk | str | os.PathLike[str] | Iterable[Chunk] | AsyncIterable[Chunk]
-)
-"""Named tensors; the path of a safetensors file, or of a directory of them; or chunks of named tensors."""
+WeightsSource: TypeAlias = Chunk | str | os.PathLike[str] | Iterable[Chunk] | AsyncIterable[Chunk]
+"""Named tensors; the path of a safetensors file, or of a directory of them; or chunks of named
+tensors."""
 
 
-class Weights:
+class WeightUpdates:
     """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
 
     def __init__(self, thread: EngineThread, cache: RowCache) -> None:
@@ -71,11 +70,13 @@ class Weights:
         check_bool("check_finite", finite)
         check_bool("keep", keep)
         chunks = _Chunks(source)
-        layout = await self._called(lambda answering: updating(answering.engine).layout())
+        layout = await self._called(lambda answering: weights_of(answering.engine).layout())
         first = await chunks.take()
         if first is None:
             raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
-        given = await _aside_if(first.is_slow or finite, lambda: _checked(layout, first, (), finite))
+        given = await _aside_if(
+            first.is_slow or finite, lambda: _checked(layout, first, (), finite)
+        )
         if chunks.are_whole:
             check_complete(layout, given)
         copy: Copying | None = None
@@ -111,8 +112,7 @@ class Weights:
                 chunk = await chunks.take()
                 if chunk is None:
                     break
-                last = chunk
-                check = lambda last=last: _checked(layout, last, given, finite)
+                check = partial(_checked, layout, chunk, frozenset(given), finite)
                 given |= await _aside_if(finite, check)
                 if copy is not None:
                     await aside(partial(copy.add, chunk.of(layout)))
@@ -122,9 +122,7 @@ class Weights:
             with contextlib.suppress(Closed):  # which a forked child is told
                 self._thread.call_alone(update.end, update)
 
-    async def _called(
-        self, function: Callable[[AnsweringEngine], T], *, alone: object = None
-    ) -> T:
+    async def _called(self, function: Callable[[AnsweringEngine], T], *, alone: object = None) -> T:
         return await asyncio.wrap_future(self._thread.call_alone(function, alone))
 
     @contextlib.asynccontextmanager
@@ -137,11 +135,11 @@ class Weights:
             if not before.done():
                 # A future of one's own, so that a cancellation cancels nobody else's.
                 own: concurrent.futures.Future[None] = concurrent.futures.Future()
-                before.add_done_callback(lambda _: own.cancelled() or own.set_result(None))
+                before.add_done_callback(partial(_follow, own))
                 await asyncio.wrap_future(own)
             yield
         finally:
-            before.add_done_callback(lambda _: over.set_result(None))
+            before.add_done_callback(partial(_follow, over))
 
 
 class _Update:
@@ -169,7 +167,7 @@ class _Update:
             self._answering = answering
         self._check(answering)
         try:
-            updating(answering.engine).load_weights(tensors)
+            weights_of(answering.engine).load(tensors)
         except BaseException as error:
             self._die(error)
 
@@ -180,7 +178,7 @@ class _Update:
         fences = self._thread.batcher.fences
         version = fences.weights_version + 1
         try:
-            updating(answering.engine).finish_update()
+            weights_of(answering.engine).finish()
         except BaseException as error:
             self._die(error)
         self._is_over = True
@@ -197,7 +195,9 @@ class _Update:
             began = self._answering is answering
             self._give_up()
             if began:
-                raise EngineDied("its weights were being replaced, and that was given up in the middle")
+                raise EngineDied(
+                    "its weights were being replaced, and that was given up in the middle"
+                )
 
     def _die(self, error: BaseException) -> Any:
         self._give_up()
@@ -301,6 +301,11 @@ def _checked(layout: Layout, chunk: _Chunk, given: Any, finite: bool) -> set[str
     if finite and chunk.is_slow:
         check_tensors(layout, chunk.tensors(), given, finite=True)
     return names
+
+
+def _follow(after: concurrent.futures.Future[None], _: object) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # whoever waited has left
+        after.set_result(None)
 
 
 async def _aside_if(slow: bool, function: Callable[[], T]) -> T:

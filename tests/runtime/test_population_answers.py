@@ -63,7 +63,7 @@ def ended(engine: AnsweringEngine) -> dict[Request, Finished]:
 
 
 def single(draws: Any) -> list[Draw]:
-    return [Draw(*each) for each in zip(*[part.tolist() for part in draws[:3]], strict=True)]
+    return [Draw(*each) for each in zip(*[part.tolist() for part in draws], strict=True)]
 
 
 def answering(scripted: ScriptedEngine, cache: RowCache | None = None) -> AnsweringEngine:

@@ -1,8 +1,8 @@
 """New weights for vLLM's model, in the places of the old ones: CUDA graphs that point there stay right.
 
-vLLM's layerwise reloading does it: each layer's tensors are collected until the layer is whole, loaded and
-processed as when the model was opened, and copied into the memory of those before. What fails in between
-leaves layers without weights, so everything is checked before, and any error is the engine's end.
+vLLM's layerwise reloading does it: each layer's tensors are collected until the layer is whole, loaded
+and processed as when the model was opened, and copied into the memory of those before. What fails in
+between leaves layers without weights, so all is checked before, and any error is the engine's end.
 
 What this touches of vLLM is listed in ``docs/new_vllm.md``.
 """
@@ -15,31 +15,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from genrt.engines.vllm.globals import Globals
 from genrt.engines.weights import Layout, NamedTensors, layout_of
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 
-__all__ = ["NewWeights"]
+__all__ = ["VLLMWeights"]
 
 
-class NewWeights:
-    """Loads new weights into the workers of one engine.
+class VLLMWeights:
+    """The weights in the workers of one engine.
 
     Args:
-        call: the engine's ``collective_rpc``.
-        config: the engine's.
-        here: whether its only worker is in this process.
+        own: the engine's globals.
+        forget: has vLLM forget every sequence and every block; returns whether it has.
     """
 
-    def __init__(self, call: Callable[..., list[Any]], config: VllmConfig, *, here: bool) -> None:
-        self._call = call
-        self._config = config
-        self._here = here
+    def __init__(self, llm_engine: LLMEngine, own: Globals, forget: Callable[[], bool]) -> None:
+        self._call: Callable[..., list[Any]] = llm_engine.collective_rpc
+        self._config = llm_engine.vllm_config
+        self._is_here = isinstance(llm_engine.model_executor, UniProcExecutor)
+        self._globals = own
+        self._forget = forget
         self._places: list[Any] | None = None  # of the parameters, once their loading has begun
         self._loaded: set[str] = set()
 
@@ -58,7 +62,9 @@ class NewWeights:
                 tied=bool(getattr(text, "tie_word_embeddings", False)),
             )
         except InvalidWeights as error:
-            raise EngineUnsupported(f"the names of the model's weights are not known: {error}") from error
+            raise EngineUnsupported(
+                f"the names of the model's weights are not known: {error}"
+            ) from error
 
     def _checkpoint(self) -> Path:
         """Return the directory of the checkpoint, in the hub's cache if it is of the hub."""
@@ -79,12 +85,20 @@ class NewWeights:
             raise InvalidWeights(f"{name} is not in the hub's cache") from error
         return Path(found)
 
+    def begin(self) -> None:
+        if not self._forget():
+            raise EngineFailed("vLLM holds what its weights have computed, and so keeps them")
+
     def load(self, tensors: NamedTensors) -> None:
         """Load some of the tensors, on whatever device they are; return when they may change."""
+        with self._globals:
+            self._give(tensors)
+
+    def _give(self, tensors: NamedTensors) -> None:
         _synchronize()  # whoever made them may have used another stream
         if self._places is None:
             self._places = self._call(_begin)
-        if self._here:
+        if self._is_here:
             self._loaded.update(*self._call(_load, args=(tensors,)))
         else:  # a tensor at a time goes to the other processes
             for name, tensor in tensors:
@@ -99,7 +113,9 @@ class NewWeights:
         """
         places, self._places = self._places, None
         loaded, self._loaded = self._loaded, set()
-        for before, (after, names) in zip(places or (), self._call(_finish), strict=True):
+        with self._globals:
+            ends = self._call(_finish)
+        for before, (after, names) in zip(places or (), ends, strict=True):
             if before != after:
                 raise EngineFailed("vLLM has put weights elsewhere, where no CUDA graph finds them")
             if self._config.model_config.quantization is None and (left := names - loaded):
