@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from genrt.errors import (
     Closed,
     ContextTooLong,
     EngineFailed,
+    EngineUnsupported,
     GenrtError,
     InvalidAdapter,
     InvalidRequest,
@@ -67,14 +68,19 @@ class SteppedModel(Protocol):
     def unload_adapter(self, adapter: Adapter) -> None:
         """Free an adapter that no request needs any more."""
 
+    def close(self) -> None:
+        """Free everything; called once."""
+
+
+@runtime_checkable
+class ReplaceableModel(Protocol):
+    """A SteppedModel that takes new weights."""
+
     def layout(self) -> Layout:
-        """Return what new weights have to be; raises EngineUnsupported if there can be none."""
+        """Return what they have to be."""
 
     def load(self, tensors: NamedTensors) -> None:
         """Compute with these from now on, which fit, in place of those of the same names."""
-
-    def close(self) -> None:
-        """Free everything; called once."""
 
 
 @dataclass(slots=True)
@@ -104,15 +110,22 @@ class _Weights:
         self._in_progress = in_progress
         self._model = model
 
+    @property
+    def _replaceable(self) -> ReplaceableModel:
+        model: object = self._model
+        if not isinstance(model, ReplaceableModel):
+            raise EngineUnsupported(f"{model!r} cannot replace its weights: load another one")
+        return model
+
     def layout(self) -> Layout:
-        return self._model.layout()
+        return self._replaceable.layout()
 
     def begin(self) -> None:
         if self._in_progress:
             raise EngineFailed("not all questions have ended yet")
 
     def load(self, tensors: NamedTensors) -> None:
-        self._model.load(tensors)
+        self._replaceable.load(tensors)
 
     def finish(self) -> None:
         pass

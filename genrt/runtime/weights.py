@@ -44,6 +44,9 @@ __all__ = ["WeightUpdates", "WeightsSource"]
 
 T = TypeVar("T")
 
+AT_ONCE_BYTES = 2**20
+"""How much is looked at, or copied, on the event loop."""
+
 Chunk: TypeAlias = Mapping[str, Tensor] | NamedTensors
 """Some tensors with their names."""
 
@@ -74,16 +77,15 @@ class WeightUpdates:
         first = await chunks.take()
         if first is None:
             raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
-        given = await _aside_if(
-            first.is_slow or finite, lambda: _checked(layout, first, (), finite)
-        )
+        check = partial(_checked, layout, first, (), finite)
+        given = await _aside_if(first.is_slow, check)
         if chunks.are_whole:
             check_complete(layout, given)
         copy: Copying | None = None
         try:
             if keep:
-                copy = await aside(self._thread.weights.begin)
-                await aside(partial(copy.add, first.of(layout)))
+                copy = self._thread.weights.begin()
+                await _aside_if(first.is_slow, partial(copy.add, first.of(layout)))
             async with self._alone():
                 return await self._replace(layout, chunks, first, given, pending, finite, copy)
         except BaseException:
@@ -113,9 +115,9 @@ class WeightUpdates:
                 if chunk is None:
                     break
                 check = partial(_checked, layout, chunk, frozenset(given), finite)
-                given |= await _aside_if(finite, check)
+                given |= await _aside_if(chunk.is_slow, check)
                 if copy is not None:
-                    await aside(partial(copy.add, chunk.of(layout)))
+                    await _aside_if(chunk.is_slow, partial(copy.add, chunk.of(layout)))
             check_complete(layout, given)
             return await self._called(partial(update.finish, copy=copy), alone=update)
         finally:
@@ -218,12 +220,14 @@ class _Chunk:
     """Some tensors: what is known of them, and where to read them.
 
     Attributes:
-        is_slow: whether to look at them takes long, as in a file.
+        is_slow: whether to look at all of it, or to copy it, takes too long for an event loop.
+        is_file: whether what is known of them is not them.
     """
 
     forms: Callable[[], NamedTensors]
     tensors: Callable[[], NamedTensors]
-    is_slow: bool = False
+    is_slow: bool = True
+    is_file: bool = False
 
     def of(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, but for those that are only other names of one."""
@@ -241,7 +245,7 @@ class _Chunks:
         self._is_at_hand = isinstance(given, list | tuple)
         if isinstance(given, str | os.PathLike):
             files = weight_files(Path(given).expanduser())
-            self._whole(_Chunk(partial(forms_in, files), partial(tensors_in, files), is_slow=True))
+            self._whole(_Chunk(partial(forms_in, files), partial(tensors_in, files), is_file=True))
         elif isinstance(given, Mapping):
             self._whole(_named(given))
         elif isinstance(given, AsyncIterable | Iterable) and not isinstance(given, Tensor | bytes):
@@ -292,13 +296,14 @@ def _named(given: Any) -> _Chunk:
         isinstance(each, tuple | list) and len(each) == 2 for each in pairs
     ):
         raise InvalidWeights(f"a chunk must be tensors with their names, got {shown(given)}")
-    return _Chunk(lambda: pairs, lambda: pairs)
+    size = sum(each.nbytes for _, each in pairs if isinstance(each, Tensor))
+    return _Chunk(lambda: pairs, lambda: pairs, is_slow=size > AT_ONCE_BYTES)
 
 
 def _checked(layout: Layout, chunk: _Chunk, given: Any, finite: bool) -> set[str]:
     """Return the names of a chunk that fits; raises as ``check_tensors``."""
     names = {*check_tensors(layout, chunk.forms(), given, finite=finite)}
-    if finite and chunk.is_slow:
+    if finite and chunk.is_file:
         check_tensors(layout, chunk.tensors(), given, finite=True)
     return names
 
