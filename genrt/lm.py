@@ -29,6 +29,7 @@ from genrt.runtime.ask import Asker, blocking_question, blocking_stream
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.cache import RowCache
 from genrt.runtime.fences import Pending
+from genrt.runtime.pauses import Asked, Pauses
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
@@ -67,7 +68,8 @@ class AsyncLM:
         own = self._limits, self._adapters, self._nonces
         self._texts, self._populations = Texts(thread, *own), Populations(thread, asker, *own)
         self._cache = cache
-        self._weights = WeightUpdates(thread, cache)
+        self._pauses = Pauses(thread)
+        self._weights = WeightUpdates(thread, cache, self._pauses)
         thread.belong_to(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -486,7 +488,59 @@ class AsyncLM:
         """
         return await self._weights.update(source, pending, check_finite, keep)
 
+    async def pause(self, *, pending: Pending = "finish", asked: Asked = "wait") -> None:
+        """Stand still until ``resume``; return once nothing runs.
+
+        Cancelling resumes. A runtime that is closed or restarted is not paused any more.
+
+        Args:
+            pending: questions asked before are answered first (``"finish"``), or wait and are asked anew
+                (``"restart"``), as by ``update_weights``, which may be called in a pause.
+            asked: questions asked from now on wait, or raise EngineFailed (``"raise"``).
+
+        Raises:
+            InvalidRequest: the runtime is paused already, or an option is none of these; Closed.
+        """
+        await self._pauses.pause(pending, asked)
+
+    def resume(self) -> None:
+        """Go on after ``pause``; ignored if nothing is paused. Raises InvalidRequest while the engine
+        sleeps. Returns at once."""
+        self._pauses.resume()
+
+    async def sleep(
+        self, level: int = 1, *, pending: Pending = "finish", asked: Asked = "wait"
+    ) -> int:
+        """Pause, if that has not happened, and free the engine's memory on its device until ``wake_up``;
+        return how many bytes are free that were not.
+
+        The KV cache goes, and with it every resident sequence. Rows that are cached stay.
+
+        Args:
+            level: 1 moves the weights to the host; 2 drops them, and ``wake_up`` reads them again.
+            pending, asked: as for ``pause``.
+
+        Raises:
+            EngineUnsupported: the engine cannot, as vLLM on a CPU or without ``enable_sleep_mode``.
+            InvalidRequest: it sleeps already, or an option is out of range; EngineFailed, Closed.
+        """
+        return await self._pauses.sleep(level, pending, asked)
+
+    async def wake_up(self) -> None:
+        """Have the engine's memory back, and answer again; ignored if it does not sleep. Raises
+        EngineFailed if weights that were dropped cannot be read again."""
+        await self._pauses.wake_up()
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget, between two steps, every sequence and every block that nothing in
+        progress needs. Prefixes of ``warm_up`` are kept again once they are computed again. Returns at
+        once; other engines than vLLM have none."""
+        self._thread.call_alone(lambda answering: answering.forget_residents())
+
     update_weights_sync = blocking_twin(update_weights)
+    pause_sync = blocking_twin(pause)
+    sleep_sync = blocking_twin(sleep)
+    wake_up_sync = blocking_twin(wake_up)
 
     # -- the runtime --------------------------------------------------------------------------
 

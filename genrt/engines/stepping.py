@@ -120,6 +120,9 @@ class _Weights:
     def layout(self) -> Layout:
         return self._replaceable.layout()
 
+    def checkpoint(self) -> list[Path]:
+        return []
+
     def begin(self) -> None:
         if self._in_progress:
             raise EngineFailed("not all questions have ended yet")

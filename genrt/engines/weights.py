@@ -29,6 +29,7 @@ __all__ = [
     "KeptWeights",
     "Layout",
     "NamedTensors",
+    "Sleeping",
     "TensorForm",
     "Updating",
     "Weights",
@@ -81,6 +82,9 @@ class Weights(Protocol):
             EngineUnsupported: the weights of this one cannot be replaced; it says why.
         """
 
+    def checkpoint(self) -> list[Path]:
+        """Return the safetensors files of the weights that the engine was opened with."""
+
     def begin(self) -> None:
         """Forget all that was computed by the weights; nothing is in progress. An engine that cannot, or
         does not see it done, raises and goes on with the old weights; any later error is its end."""
@@ -99,6 +103,26 @@ class Updating(Protocol):
     @property
     def weights(self) -> Weights:
         """The weights."""
+
+
+@runtime_checkable
+class Sleeping(Weights, Protocol):
+    """Weights of an engine that can give back its device's memory for a while. Nothing is in progress
+    then."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """True between ``sleep`` and ``wake_up``."""
+
+    def check_sleep(self) -> None:
+        """Raise EngineUnsupported, with the reason, unless it can sleep; any thread may ask."""
+
+    def sleep(self, level: int) -> int:
+        """Free the KV cache, and the weights: level 1 moves these to the host, level 2 drops them. Return
+        how many bytes are free now that were not."""
+
+    def wake_up(self) -> None:
+        """Have all of it back, but weights that were dropped: those have to be loaded."""
 
 
 def weights_of(engine: object) -> Weights:
@@ -240,18 +264,20 @@ def _read(
             raise InvalidWeights(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def layout_of(path: Path, dtypes: Sequence[torch.dtype] = (), *, tied: bool = False) -> Layout:
-    """Return the layout of a checkpoint's directory.
+def layout_of(
+    files: Sequence[Path], dtypes: Sequence[torch.dtype] = (), *, tied: bool = False
+) -> Layout:
+    """Return the layout of a checkpoint in safetensors.
 
     Args:
         dtypes: types that floating-point tensors may have beside their own.
         tied: whether the head's weights are the embeddings'.
 
     Raises:
-        InvalidWeights: there is no whole checkpoint in safetensors.
+        InvalidWeights: a file is no whole safetensors file.
     """
     layout: dict[str, TensorForm] = {}
-    for name, tensor in forms_in(weight_files(path)):
+    for name, tensor in forms_in(files):
         own = tensor.dtype
         more = [each for each in dtypes if own.is_floating_point and own.itemsize > 1]
         layout[name] = TensorForm(tuple(tensor.shape), tuple(dict.fromkeys([own, *more])))
@@ -312,6 +338,17 @@ class KeptWeights:
         weights = weights_of(engine)
         weights.begin()
         weights.load(tensors_in(sorted(self._kept.iterdir())))
+        weights.finish()
+
+    def restore(self, engine: object) -> None:
+        """Give an engine that has dropped them the weights again: the copy, or those of its checkpoint.
+        Raises as ``reload``."""
+        if self.version:
+            self.reload(engine)
+            return
+        weights = weights_of(engine)
+        weights.begin()
+        weights.load(tensors_in(weights.checkpoint()))
         weights.finish()
 
 

@@ -325,6 +325,10 @@ class AnsweringEngine:
         except Exception as error:  # nobody waits for this, and no question can name the adapter
             survived(error)
 
+    def forget_residents(self) -> None:
+        """Have the engine forget what nothing in progress needs, if it keeps anything."""
+        getattr(self.engine, "forget_residents", lambda: None)()
+
     def begin_update(self) -> None:
         """Have the engine forget what its weights have computed. Raises EngineFailed if it cannot."""
         if self._still_held(self._unforgotten):

@@ -38,6 +38,7 @@ from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import EngineThread, aside
 
 __all__ = ["WeightUpdates", "WeightsSource"]
@@ -58,9 +59,10 @@ tensors."""
 class WeightUpdates:
     """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
 
-    def __init__(self, thread: EngineThread, cache: RowCache) -> None:
+    def __init__(self, thread: EngineThread, cache: RowCache, pauses: Pauses) -> None:
         self._thread = thread
         self._cache = cache
+        self._pauses = pauses
         self._lock = threading.Lock()
         self._last: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._last.set_result(None)
@@ -72,6 +74,7 @@ class WeightUpdates:
         check_pending(pending)
         check_bool("check_finite", finite)
         check_bool("keep", keep)
+        self._pauses.check_awake()
         chunks = _Chunks(source)
         layout = await self._called(lambda answering: weights_of(answering.engine).layout())
         first = await chunks.take()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol, cast
 
 from genrt.questions.completions import Completion, Delta
+from genrt.questions.request import Request, Result
 from genrt.runtime.streams import Stream
 from genrt.testing.record import Record
 from genrt.testing.simulated_model import Model
@@ -22,7 +23,12 @@ class Simulated(Protocol):
     model: Model
     record: Record
     numbers: Iterator[int]
+    weights: dict[int, int]
     unanswered: set[int]
+
+    def is_right(self, request: Request, result: Result, version: int) -> bool:
+        """Return whether this is the answer by the weights of this version."""
+        ...
 
 
 class WatchedStream(Stream):

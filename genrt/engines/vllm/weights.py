@@ -24,7 +24,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.vllm.globals import Globals
-from genrt.engines.weights import Layout, NamedTensors, layout_of
+from genrt.engines.weights import Layout, NamedTensors, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 
 __all__ = ["VLLMWeights"]
@@ -41,7 +41,8 @@ class VLLMWeights:
     def __init__(self, llm_engine: LLMEngine, own: Globals, forget: Callable[[], bool]) -> None:
         self._call: Callable[..., list[Any]] = llm_engine.collective_rpc
         self._config = llm_engine.vllm_config
-        self._is_here = isinstance(llm_engine.model_executor, UniProcExecutor)
+        self._executor = llm_engine.model_executor
+        self._is_here = isinstance(self._executor, UniProcExecutor)
         self._globals = own
         self._forget = forget
         self._places: list[Any] | None = None  # of the parameters, once their loading has begun
@@ -54,23 +55,24 @@ class VLLMWeights:
             EngineUnsupported: it is not in safetensors here.
         """
         model = self._config.model_config
-        text = model.hf_text_config
+        is_tied = bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
         try:
-            return layout_of(
-                self._checkpoint(),
-                [model.dtype],
-                tied=bool(getattr(text, "tie_word_embeddings", False)),
-            )
+            return layout_of(self.checkpoint(), [model.dtype], tied=is_tied)
         except InvalidWeights as error:
             raise EngineUnsupported(
                 f"the names of the model's weights are not known: {error}"
             ) from error
 
-    def _checkpoint(self) -> Path:
+    def checkpoint(self) -> list[Path]:
+        return weight_files(self._directory())
+
+    def _directory(self) -> Path:
         """Return the directory of the checkpoint, in the hub's cache if it is of the hub."""
         name, load = self._config.model_config.model, self._config.load_config
-        if load.load_format == "dummy" or Path(name).is_dir():
-            return Path(name) if load.load_format != "dummy" else Path("load_format='dummy'")
+        if load.load_format == "dummy":
+            raise InvalidWeights("load_format='dummy' reads no checkpoint")
+        if Path(name).is_dir():
+            return Path(name)
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -84,6 +86,31 @@ class VLLMWeights:
         except LocalEntryNotFoundError as error:
             raise InvalidWeights(f"{name} is not in the hub's cache") from error
         return Path(found)
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._executor.is_sleeping)
+
+    def check_sleep(self) -> None:
+        if self._config.device_config.device_type != "cuda":
+            raise EngineUnsupported(
+                "vLLM frees no memory on a CPU, whatever it says: pause the runtime, or close it"
+            )
+        if not self._config.model_config.enable_sleep_mode:
+            raise EngineUnsupported(
+                "vLLM was opened without its memory for sleep: load with "
+                'engine_options={"enable_sleep_mode": True}'
+            )
+
+    def sleep(self, level: int) -> int:
+        with self._globals:
+            before, _ = torch.cuda.mem_get_info()
+            self._executor.sleep(level)
+            return torch.cuda.mem_get_info()[0] - before
+
+    def wake_up(self) -> None:
+        with self._globals:
+            self._executor.wake_up()
 
     def begin(self) -> None:
         if not self._forget():

@@ -1,0 +1,133 @@
+"""A runtime that stands still: paused, or with its engine asleep.
+
+Rules:
+    Nothing runs in a pause: what was asked before has ended, or waits with what comes later.
+    An engine sleeps in a pause alone, and its prefixes and sequences are forgotten before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeAlias, TypeVar
+
+from genrt.engines.protocol import Engine
+from genrt.engines.weights import Sleeping, weights_of
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest
+from genrt.numbers import check_int, named
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.thread import EngineThread
+
+__all__ = ["Asked", "Pauses"]
+
+T = TypeVar("T")
+
+Asked: TypeAlias = Literal["wait", "raise"]
+"""What becomes of questions asked in a pause."""
+
+PAUSED = "the runtime is paused: it answers again after AsyncLM.resume, or wake_up if it sleeps"
+"""The message for who asks in a pause that refuses questions."""
+
+
+class Pauses:
+    """Pauses one runtime, and has its engine sleep. Safe from any thread."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._fence: Fence | None = None
+        self._level = 0  # of the sleep; 0 is none
+
+    @property
+    def is_paused(self) -> bool:
+        """True from the call of ``pause`` to that of ``resume``, or to a restart."""
+        fence = self._fence
+        if fence is None:
+            return False
+        return not fence.passed.done() or fence in self._thread.batcher.fences.up
+
+    def check_awake(self) -> None:
+        """Raise InvalidRequest if the engine sleeps."""
+        if self._level and _sleeping(self._thread.engine).is_asleep:
+            raise InvalidRequest("the engine sleeps: wake it up first")
+
+    async def pause(self, pending: Pending, asked: Asked) -> None:
+        """Stand still; ``AsyncLM.pause`` says the rest."""
+        check_pending(pending)
+        if asked not in ("wait", "raise"):
+            raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
+        fence = Fence(pending, EngineFailed(PAUSED) if asked == "raise" else None)
+        with self._lock:
+            if self.is_paused:
+                raise InvalidRequest("the runtime is paused already: resume it first")
+            self._fence = fence
+        try:
+            await self._called(lambda _: self._thread.batcher.fences.put_up(fence))
+            await asyncio.wrap_future(fence.passed)
+        except BaseException:
+            self._go_on()
+            raise
+
+    def resume(self) -> None:
+        """Go on; nothing happens if the runtime is not paused. Raises InvalidRequest in a sleep."""
+        self.check_awake()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        with self._lock:
+            fence, self._fence = self._fence, None
+        if fence is not None:
+            self._thread.call_alone(lambda _: self._thread.batcher.fences.take_down(fence))
+
+    async def sleep(self, level: int, pending: Pending, asked: Asked) -> int:
+        """Pause, and free the engine's memory; ``AsyncLM.sleep`` says the rest."""
+        check_int("level", level, 1, 2)
+        self.check_awake()
+        _sleeping(self._thread.engine).check_sleep()
+        is_own = not self.is_paused
+        if is_own:
+            await self.pause(pending, asked)
+        try:
+            return await self._called(lambda answering: self._fall_asleep(answering, level))
+        except BaseException:
+            if is_own and not self._level:
+                self._go_on()
+            raise
+
+    def _fall_asleep(self, answering: AnsweringEngine, level: int) -> int:
+        answering.begin_update()  # what is computed is lost
+        freed = _sleeping(answering.engine).sleep(level)
+        self._level = level
+        self._thread.be_alone(self)  # who would use the memory waits
+        return freed
+
+    async def wake_up(self) -> None:
+        """Have the engine's memory back, and go on; nothing happens if it does not sleep."""
+        if self._level:
+            await asyncio.wrap_future(self._thread.call_alone(self._wake, self))
+            self._go_on()
+
+    def _wake(self, answering: AnsweringEngine) -> None:
+        level, self._level = self._level, 0
+        sleeping = _sleeping(answering.engine)
+        if not sleeping.is_asleep:  # it was restarted meanwhile
+            return
+        self._thread.be_alone(None)
+        sleeping.wake_up()
+        if level == 2:
+            self._thread.weights.restore(answering.engine)
+
+    async def _called(self, function: Callable[[AnsweringEngine], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call_alone(function))
+
+
+def _sleeping(engine: Engine) -> Sleeping:
+    """Return the weights of an engine that can sleep. Raises EngineUnsupported if it cannot."""
+    weights = weights_of(engine)
+    if isinstance(weights, Sleeping):
+        return weights
+    raise EngineUnsupported(
+        f"{type(engine).__name__} has no memory of a device to give back: close it, or pause it"
+    )
