@@ -28,13 +28,12 @@ from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question, blocking_stream
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.cache import RowCache
-from genrt.runtime.fences import Pending
-from genrt.runtime.pauses import Asked, Pauses
+from genrt.runtime.pauses import PauseOptions, Pauses
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread, aside
-from genrt.runtime.weights import WeightsSource, WeightUpdates
+from genrt.runtime.weights import UpdateOptions, WeightsSource, WeightUpdates
 from genrt.tokens import encoding, vocabulary
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
@@ -450,81 +449,57 @@ class AsyncLM:
         """Which weights answer: 0 are those of the model that was loaded, and each update adds 1."""
         return self._thread.weights_version
 
-    async def update_weights(
-        self,
-        source: WeightsSource,
-        *,
-        pending: Pending = "finish",
-        check_finite: bool = False,
-        keep: bool = True,
-    ) -> int:
-        """Replace the model's weights in place; return their version.
+    async def update_weights(self, source: WeightsSource, **options: Unpack[UpdateOptions]) -> int:
+        """Replace the model's weights in place; return their version. ``UpdateOptions`` has the options.
+
+        ``source`` has all tensors of the model's checkpoint, by its names: a mapping or pairs; the path
+        of a safetensors file, or of a directory of them; or an iterable, asynchronous or not, of chunks,
+        each a mapping or pairs. Leave tensors as they are until this returns.
+
+        Questions asked from now on wait for the new weights. Before these answer, cached rows, resident
+        sequences and the KV cache are dropped. Adapters stay. A population goes on, each step with the
+        weights that there are: its draws tell which.
 
         What does not fit changes nothing, where it can be known beforehand: of tensors by name and of
-        files everything is, of chunks what is in the first. An error after that, or leaving in the
-        middle, is the engine's death; with ``load(…, restart="auto")``, or by ``restart``, another one
-        has the last weights that were whole. Nothing is ever answered by a mixture.
-
-        Questions asked from now on wait for the new weights; rows that are cached, resident sequences
-        and the KV cache are dropped before. Adapters stay as they are. A population goes on, each step
-        with the weights that there are: its draws tell which.
-
-        Args:
-            source: all tensors of the model's checkpoint, by its names: a mapping or pairs; the path of
-                a safetensors file or a directory of them; or an iterable, asynchronous or not, of chunks,
-                each a mapping or pairs. Leave tensors as they are until this returns.
-            pending: ``"finish"`` has questions asked before answered first, by the old weights;
-                ``"restart"`` asks them anew, by the new ones. A stream of which something has been told
-                then raises EngineFailed.
-            check_finite: refuse NaN and infinity too, which takes a look at every number.
-            keep: keep a copy on disk for an engine after this one. Without, it cannot be restarted.
+        files all of it, of chunks the first. An error after that, or leaving in the middle, is the
+        engine's death; with ``load(…, restart="auto")``, or by ``restart``, another one has the last
+        weights that were whole. Nothing is ever answered by a mixture.
 
         Raises:
             InvalidWeights: a tensor is unknown, missing, given twice, or of a wrong shape or type.
             EngineUnsupported: the engine cannot replace its weights, or does not know their names.
-            EngineFailed: the engine does not forget what the old weights computed, and keeps these;
-                EngineDied: it failed with a part of the new ones. What an iterator raises is raised.
-            InvalidRequest: ``source`` or an option is none of these; Closed.
+            EngineFailed: it cannot forget what the old weights computed, and keeps these; or, as
+                EngineDied, it failed with a part of the new ones. What an iterator raises is raised.
+            InvalidRequest: ``source`` or an option is none of these, or the engine sleeps; Closed.
         """
-        return await self._weights.update(source, pending, check_finite, keep)
+        return await self._weights.update(source, **options)
 
-    async def pause(self, *, pending: Pending = "finish", asked: Asked = "wait") -> None:
-        """Stand still until ``resume``; return once nothing runs.
-
-        Cancelling resumes. A runtime that is closed or restarted is not paused any more.
-
-        Args:
-            pending: questions asked before are answered first (``"finish"``), or wait and are asked anew
-                (``"restart"``), as by ``update_weights``, which may be called in a pause.
-            asked: questions asked from now on wait, or raise EngineFailed (``"raise"``).
+    async def pause(self, **options: Unpack[PauseOptions]) -> None:
+        """Stop until ``resume``, a restart or the end; return once nothing runs. Weights may be replaced
+        meanwhile. Cancelling resumes. ``PauseOptions`` has the options.
 
         Raises:
-            InvalidRequest: the runtime is paused already, or an option is none of these; Closed.
+            InvalidRequest: the runtime is paused already, or an option is wrong; Closed.
         """
-        await self._pauses.pause(pending, asked)
+        await self._pauses.pause(**options)
 
     def resume(self) -> None:
-        """Go on after ``pause``; ignored if nothing is paused. Raises InvalidRequest while the engine
+        """Resume after ``pause``; ignored if nothing is paused. Raises InvalidRequest while the engine
         sleeps. Returns at once."""
         self._pauses.resume()
 
-    async def sleep(
-        self, level: int = 1, *, pending: Pending = "finish", asked: Asked = "wait"
-    ) -> int:
+    async def sleep(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
         """Pause, if that has not happened, and free the engine's memory on its device until ``wake_up``;
-        return how many bytes are free that were not.
+        return how many bytes became free.
 
-        The KV cache goes, and with it every resident sequence. Rows that are cached stay.
-
-        Args:
-            level: 1 moves the weights to the host; 2 drops them, and ``wake_up`` reads them again.
-            pending, asked: as for ``pause``.
+        Level 1 moves the weights to the host; level 2 drops them, and ``wake_up`` reads them again. The
+        KV cache goes with every resident sequence; cached rows stay.
 
         Raises:
             EngineUnsupported: the engine cannot, as vLLM on a CPU or without ``enable_sleep_mode``.
-            InvalidRequest: it sleeps already, or an option is out of range; EngineFailed, Closed.
+            InvalidRequest: it sleeps already, or an argument is wrong; EngineFailed, Closed.
         """
-        return await self._pauses.sleep(level, pending, asked)
+        return await self._pauses.sleep(level, **options)
 
     async def wake_up(self) -> None:
         """Have the engine's memory back, and answer again; ignored if it does not sleep. Raises
@@ -532,9 +507,8 @@ class AsyncLM:
         await self._pauses.wake_up()
 
     def reset_prefix_cache(self) -> None:
-        """Have the engine forget, between two steps, every sequence and every block that nothing in
-        progress needs. Prefixes of ``warm_up`` are kept again once they are computed again. Returns at
-        once; other engines than vLLM have none."""
+        """Have the engine forget, between two steps, what it has computed and nothing in progress needs.
+        Prefixes of ``warm_up`` are kept again once they are computed again. Returns at once."""
         self._thread.call_alone(lambda answering: answering.forget_residents())
 
     update_weights_sync = blocking_twin(update_weights)

@@ -53,7 +53,7 @@ NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What a tensor of the model's checkpoint has to be.
+    """The form that a tensor of the model's checkpoint has.
 
     Attributes:
         dtypes: the types that it may have, the checkpoint's first.

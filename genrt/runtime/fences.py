@@ -1,8 +1,7 @@
 """Fences between questions: what was asked before one ends, or is asked anew; what comes after it waits.
 
 Rules:
-    All of it happens under the batcher's lock. The engine thread alone puts fences up, and takes them
-    down.
+    All of it happens under the batcher's lock. The engine thread alone puts fences up.
     A fence is passed once nothing that was asked before it is queued, in flight or waiting for room.
     Questions behind a fence are asked when the last one is down, by the weights that there are then.
     A text of which a stream has told some is never asked anew: the rest would be by other weights.

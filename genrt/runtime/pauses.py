@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from genrt.engines.protocol import Engine
 from genrt.engines.weights import Sleeping, weights_of
@@ -20,12 +20,27 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.fences import Fence, Pending, check_pending
 from genrt.runtime.thread import EngineThread
 
-__all__ = ["Asked", "Pauses"]
+__all__ = ["Asked", "PauseOptions", "Pauses"]
 
 T = TypeVar("T")
 
 Asked: TypeAlias = Literal["wait", "raise"]
-"""What becomes of questions asked in a pause."""
+"""Says what becomes of questions asked in a pause."""
+
+
+class PauseOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.pause`` and ``AsyncLM.sleep``.
+
+    Attributes:
+        pending: ``"finish"``, the default, has questions asked before answered first; with ``"restart"``
+            they wait too, and are asked anew.
+        asked: questions asked from now on wait (``"wait"``, the default), or raise EngineFailed
+            (``"raise"``).
+    """
+
+    pending: Pending
+    asked: Asked
+
 
 PAUSED = "the runtime is paused: it answers again after AsyncLM.resume, or wake_up if it sleeps"
 """The message for who asks in a pause that refuses questions."""
@@ -53,8 +68,8 @@ class Pauses:
         if self._level and _sleeping(self._thread.engine).is_asleep:
             raise InvalidRequest("the engine sleeps: wake it up first")
 
-    async def pause(self, pending: Pending, asked: Asked) -> None:
-        """Stand still; ``AsyncLM.pause`` says the rest."""
+    async def pause(self, *, pending: Pending = "finish", asked: Asked = "wait") -> None:
+        """Pause; ``AsyncLM.pause`` says the rest."""
         check_pending(pending)
         if asked not in ("wait", "raise"):
             raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
@@ -71,24 +86,27 @@ class Pauses:
             raise
 
     def resume(self) -> None:
-        """Go on; nothing happens if the runtime is not paused. Raises InvalidRequest in a sleep."""
+        """Resume; nothing happens if the runtime is not paused. Raises InvalidRequest in a sleep."""
         self.check_awake()
         self._go_on()
 
     def _go_on(self) -> None:
         with self._lock:
             fence, self._fence = self._fence, None
-        if fence is not None:
-            self._thread.call_alone(lambda _: self._thread.batcher.fences.take_down(fence))
+        fences = self._thread.batcher.fences
+        if fence is not None and fence in fences.up:
+            fences.take_down(fence)
+        elif fence is not None:  # the engine's thread may be about to put it up
+            self._thread.call_alone(lambda _: fences.take_down(fence))
 
-    async def sleep(self, level: int, pending: Pending, asked: Asked) -> int:
+    async def sleep(self, level: int, **options: Unpack[PauseOptions]) -> int:
         """Pause, and free the engine's memory; ``AsyncLM.sleep`` says the rest."""
         check_int("level", level, 1, 2)
         self.check_awake()
         _sleeping(self._thread.engine).check_sleep()
         is_own = not self.is_paused
         if is_own:
-            await self.pause(pending, asked)
+            await self.pause(**options)
         try:
             return await self._called(lambda answering: self._fall_asleep(answering, level))
         except BaseException:

@@ -14,11 +14,19 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -33,7 +41,14 @@ from genrt.engines.weights import (
     weight_files,
     weights_of,
 )
-from genrt.errors import Closed, EngineDied, EngineFailed, InvalidRequest, InvalidWeights
+from genrt.errors import (
+    Closed,
+    EngineDied,
+    EngineFailed,
+    GenrtError,
+    InvalidRequest,
+    InvalidWeights,
+)
 from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
@@ -41,7 +56,7 @@ from genrt.runtime.fences import Fence, Pending, check_pending
 from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import EngineThread, aside
 
-__all__ = ["WeightUpdates", "WeightsSource"]
+__all__ = ["UpdateOptions", "WeightUpdates", "WeightsSource"]
 
 T = TypeVar("T")
 
@@ -56,6 +71,23 @@ WeightsSource: TypeAlias = Chunk | str | os.PathLike[str] | Iterable[Chunk] | As
 tensors."""
 
 
+class UpdateOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.update_weights``.
+
+    Attributes:
+        pending: ``"finish"``, the default, has questions asked before answered first, by the old weights;
+            ``"restart"`` asks them anew, by the new ones. A stream of which something has been told then
+            raises EngineFailed.
+        check_finite: refuse NaN and infinity too, which takes a look at every number; by default not.
+        keep: keep a copy on disk for an engine after this one, as by default. Without, it cannot be
+            restarted.
+    """
+
+    pending: Pending
+    check_finite: bool
+    keep: bool
+
+
 class WeightUpdates:
     """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
 
@@ -68,61 +100,60 @@ class WeightUpdates:
         self._last.set_result(None)
 
     async def update(
-        self, source: WeightsSource, pending: Pending, finite: bool, keep: bool
+        self,
+        source: WeightsSource,
+        *,
+        pending: Pending = "finish",
+        check_finite: bool = False,
+        keep: bool = True,
     ) -> int:
         """Replace the weights; return the new version. ``AsyncLM.update_weights`` says the rest."""
         check_pending(pending)
-        check_bool("check_finite", finite)
+        check_bool("check_finite", check_finite)
         check_bool("keep", keep)
         self._pauses.check_awake()
         chunks = _Chunks(source)
         layout = await self._called(lambda answering: weights_of(answering.engine).layout())
-        first = await chunks.take()
-        if first is None:
+        taking = _Taking(layout, check_finite)
+        known = [each async for each in chunks.known()]
+        for chunk in known:
+            await taking.check(chunk)
+        if chunks.are_known:
+            check_complete(layout, taking.names)
+        elif not known:
             raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
-        check = partial(_checked, layout, first, (), finite)
-        given = await _aside_if(first.is_slow, check)
-        if chunks.are_whole:
-            check_complete(layout, given)
-        copy: Copying | None = None
         try:
             if keep:
-                copy = self._thread.weights.begin()
-                await _aside_if(first.is_slow, partial(copy.add, first.of(layout)))
+                taking.copy = self._thread.weights.begin()
+                for chunk in known:
+                    await taking.keep(chunk)
             async with self._alone():
-                return await self._replace(layout, chunks, first, given, pending, finite, copy)
+                update = _Update(self._thread, self._cache, Fence(pending), taking)
+                return await self._replace(update, known, chunks)
         except BaseException:
-            if copy is not None:
-                copy.drop()
+            if taking.copy is not None and not taking.is_given:
+                taking.copy.drop()
             raise
 
-    async def _replace(
-        self,
-        layout: Layout,
-        chunks: _Chunks,
-        first: _Chunk,
-        given: set[str],
-        pending: Pending,
-        finite: bool,
-        copy: Copying | None,
-    ) -> int:
-        update = _Update(self._thread, self._cache, Fence(pending))
-        chunk: _Chunk | None = first
+    async def _replace(self, update: _Update, known: Sequence[_Chunk], chunks: _Chunks) -> int:
+        taking = update.taking
         try:
+            taking.is_given = True
             await self._called(update.fence_off)
             await asyncio.wrap_future(update.fence.passed)
             await self._called(update.begin, alone=update)
-            while chunk is not None:
-                await self._called(partial(update.load, tensors=chunk.of(layout)), alone=update)
-                chunk = await chunks.take()
-                if chunk is None:
-                    break
-                check = partial(_checked, layout, chunk, frozenset(given), finite)
-                given |= await _aside_if(chunk.is_slow, check)
-                if copy is not None:
-                    await _aside_if(chunk.is_slow, partial(copy.add, chunk.of(layout)))
-            check_complete(layout, given)
-            return await self._called(partial(update.finish, copy=copy), alone=update)
+            for chunk in known:
+                await self._called(partial(update.load, chunk=chunk), alone=update)
+            while (following := await chunks.take()) is not None:
+                await taking.check(following)
+                await taking.keep(following)
+                await self._called(partial(update.load, chunk=following), alone=update)
+            check_complete(taking.layout, taking.names)
+            return await self._called(update.finish, alone=update)
+        except Exception:  # whoever is told of it finds the runtime as it is from then on
+            with contextlib.suppress(GenrtError):
+                await self._called(update.end, alone=update)
+            raise
         finally:
             with contextlib.suppress(Closed):  # which a forked child is told
                 self._thread.call_alone(update.end, update)
@@ -147,11 +178,46 @@ class WeightUpdates:
             before.add_done_callback(partial(_follow, over))
 
 
+class _Taking:
+    """What of new weights has been checked, and kept for another engine.
+
+    Attributes:
+        names: the tensors that have been given.
+        copy: where they are kept, if they are.
+        is_given: whether the copy is the engine's thread's, to keep or to drop.
+    """
+
+    def __init__(self, layout: Layout, finite: bool) -> None:
+        self.layout = layout
+        self.names: set[str] = set()
+        self.copy: Copying | None = None
+        self.is_given = False
+        self._finite = finite
+
+    async def check(self, chunk: _Chunk) -> None:
+        """Take note of a chunk that fits; raises as ``check_tensors``."""
+        self.names |= await chunk.by(self._names)
+
+    def _names(self, chunk: _Chunk) -> set[str]:
+        found = check_tensors(self.layout, chunk.forms(), self.names, finite=self._finite)
+        if self._finite and chunk.is_file:
+            check_tensors(self.layout, chunk.tensors(), self.names, finite=True)
+        return {*found}
+
+    async def keep(self, chunk: _Chunk) -> None:
+        """Keep a copy of a chunk, if copies are kept. Raises InvalidWeights if there is no room."""
+        if (copy := self.copy) is not None:
+            await chunk.by(lambda chunk: copy.add(chunk.of(self.layout)))
+
+
 class _Update:
     """One update, as the engine's thread does it; ``call_alone`` has each method called there."""
 
-    def __init__(self, thread: EngineThread, cache: RowCache, fence: Fence) -> None:
+    def __init__(
+        self, thread: EngineThread, cache: RowCache, fence: Fence, taking: _Taking
+    ) -> None:
         self.fence = fence
+        self.taking = taking
         self._cache = cache
         self._thread = thread
         self._answering: AnsweringEngine | None = None  # once its weights are being replaced
@@ -166,17 +232,17 @@ class _Update:
         self._thread.be_alone(self)
         answering.begin_update()
 
-    def load(self, answering: AnsweringEngine, *, tensors: NamedTensors) -> None:
+    def load(self, answering: AnsweringEngine, *, chunk: _Chunk) -> None:
         """Load some tensors. Raises EngineDied if that fails."""
         if self._answering is None:
             self._answering = answering
         self._check(answering)
         try:
-            weights_of(answering.engine).load(tensors)
+            weights_of(answering.engine).load(chunk.of(self.taking.layout))
         except BaseException as error:
             self._die(error)
 
-    def finish(self, answering: AnsweringEngine, *, copy: Copying | None) -> int:
+    def finish(self, answering: AnsweringEngine) -> int:
         """Have questions go on, by the new weights; return their version. Raises EngineDied if the engine
         cannot."""
         self._check(answering)
@@ -188,7 +254,7 @@ class _Update:
             self._die(error)
         self._is_over = True
         self._cache.clear()
-        self._thread.weights.replace(version, copy)
+        self._thread.weights.replace(version, self.taking.copy)
         fences.take_down(self.fence, version)
         self._thread.be_alone(None)
         return version
@@ -210,6 +276,8 @@ class _Update:
 
     def _give_up(self) -> None:
         self._is_over = True
+        if self.taking.copy is not None:
+            self.taking.copy.drop()
         self._thread.batcher.fences.take_down(self.fence)
         self._thread.be_alone(None)
 
@@ -232,25 +300,31 @@ class _Chunk:
     is_slow: bool = True
     is_file: bool = False
 
+    async def by(self, function: Callable[[_Chunk], T]) -> T:
+        """Return what the function returns for this chunk; in a thread of its own where it is slow."""
+        return await _aside_if(self.is_slow, partial(function, self))
+
     def of(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, but for those that are only other names of one."""
         return ((n, each) for n, each in self.tensors() if layout[n].tied_to is None)
 
 
 class _Chunks:
-    """What a caller gives, chunk by chunk. ``are_whole`` if the first is all, once it was taken."""
+    """The chunks that a caller gives. ``are_known`` if those that ``known`` has yielded are all."""
 
     def __init__(self, source: WeightsSource) -> None:
         given: Any = source
-        self.are_whole = False
+        self.are_known = False
         self._chunks: Any = None
         self._first: list[_Chunk] = []
         self._is_at_hand = isinstance(given, list | tuple)
         if isinstance(given, str | os.PathLike):
             files = weight_files(Path(given).expanduser())
-            self._whole(_Chunk(partial(forms_in, files), partial(tensors_in, files), is_file=True))
+            self._first = [
+                _Chunk(partial(forms_in, files), partial(tensors_in, files), is_file=True)
+            ]
         elif isinstance(given, Mapping):
-            self._whole(_named(given))
+            self._first = [_named(given)]
         elif isinstance(given, AsyncIterable | Iterable) and not isinstance(given, Tensor | bytes):
             self._chunks = aiter(given) if isinstance(given, AsyncIterable) else iter(given)
         else:
@@ -259,31 +333,34 @@ class _Chunks:
                 f"got {shown(given)}"
             )
 
-    def _whole(self, chunk: _Chunk) -> None:
-        self.are_whole = True
-        self._first = [chunk]
+    async def known(self) -> AsyncIterator[_Chunk]:
+        """Yield what can be looked at before anything changes: all that is at hand, or the first chunk;
+        raises what the caller's iterator does."""
+        for chunk in self._first:
+            yield chunk
+        while (found := await self.take()) is not None:
+            yield found
+            if not self._is_at_hand:
+                break
+        self.are_known = self._chunks is None
 
     async def take(self) -> _Chunk | None:
         """Return the next chunk, if there is another; raises what the caller's iterator does."""
-        if self._first:
-            return self._first.pop()
-        if self._chunks is None:
-            return None
-        if isinstance(self._chunks, AsyncIterator):
-            found = await anext(self._chunks, _END)
-        else:
-            found = await _aside_if(not self._is_at_hand, lambda: next(self._chunks, _END))
-        if found is _END:
+        if self._chunks is None or (found := await self._next()) is _END:
             self._chunks = None
             return None
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str):
-            # Pairs, not chunks: the first one tells.
-            chunks, self._chunks, self.are_whole = self._chunks, None, True
-            if isinstance(chunks, AsyncIterator):
-                return _named([found, *[each async for each in chunks]])
-            rest = await _aside_if(not self._is_at_hand, lambda: list(chunks))
-            return _named([found, *rest])
-        return _named(found)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
+            return _named(found)
+        pairs = [found]  # and not chunks: the first one tells
+        while (found := await self._next()) is not _END:
+            pairs.append(found)
+        self._chunks = None
+        return _named(pairs)
+
+    async def _next(self) -> Any:
+        if isinstance(self._chunks, AsyncIterator):
+            return await anext(self._chunks, _END)
+        return await _aside_if(not self._is_at_hand, lambda: next(self._chunks, _END))
 
 
 _END: Any = object()
@@ -299,16 +376,8 @@ def _named(given: Any) -> _Chunk:
         isinstance(each, tuple | list) and len(each) == 2 for each in pairs
     ):
         raise InvalidWeights(f"a chunk must be tensors with their names, got {shown(given)}")
-    size = sum(each.nbytes for _, each in pairs if isinstance(each, Tensor))
+    size = sum(each.numel() * each.itemsize for _, each in pairs if isinstance(each, Tensor))
     return _Chunk(lambda: pairs, lambda: pairs, is_slow=size > AT_ONCE_BYTES)
-
-
-def _checked(layout: Layout, chunk: _Chunk, given: Any, finite: bool) -> set[str]:
-    """Return the names of a chunk that fits; raises as ``check_tensors``."""
-    names = {*check_tensors(layout, chunk.forms(), given, finite=finite)}
-    if finite and chunk.is_file:
-        check_tensors(layout, chunk.tensors(), given, finite=True)
-    return names
 
 
 def _follow(after: concurrent.futures.Future[None], _: object) -> None:

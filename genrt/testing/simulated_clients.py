@@ -17,7 +17,7 @@ from genrt.testing.record import Violation
 
 
 class _Broken(Exception):
-    """What brought the weights has failed."""
+    """A source of weights has failed."""
 
 
 class Clients:

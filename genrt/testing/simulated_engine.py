@@ -88,17 +88,21 @@ class SimulatedWeights:
         self._renewed = renewed
 
     def layout(self) -> Layout:
+        """Return the two numbers."""
         form = TensorForm((1,), (torch.int64,))
         return {"number": form, "other": form}
 
     def begin(self) -> None:
+        """Check that nothing is in progress."""
         self._engine.check("weights are replaced", self.is_whole and not self._engine.in_progress)
 
     def load(self, tensors: NamedTensors) -> None:
+        """Load a part, after which no step may run."""
         self.is_whole = False
         self._engine.load(dict(tensors).get("number"))
 
     def finish(self) -> None:
+        """Have steps run again."""
         self._engine.check("an update ends that did not begin", not self.is_whole)
         self.is_whole = True
         self._renewed(self.number)

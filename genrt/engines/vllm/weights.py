@@ -64,6 +64,7 @@ class VLLMWeights:
             ) from error
 
     def checkpoint(self) -> list[Path]:
+        """Return the safetensors files that vLLM has opened."""
         return weight_files(self._directory())
 
     def _directory(self) -> Path:
@@ -89,9 +90,11 @@ class VLLMWeights:
 
     @property
     def is_asleep(self) -> bool:
+        """True while its memory is given back."""
         return bool(self._executor.is_sleeping)
 
     def check_sleep(self) -> None:
+        """Raise EngineUnsupported on a CPU, and without ``enable_sleep_mode``."""
         if self._config.device_config.device_type != "cuda":
             raise EngineUnsupported(
                 "vLLM frees no memory on a CPU, whatever it says: pause the runtime, or close it"
@@ -103,16 +106,19 @@ class VLLMWeights:
             )
 
     def sleep(self, level: int) -> int:
+        """Free the device's memory; return how many bytes became free."""
         with self._globals:
             before, _ = torch.cuda.mem_get_info()
             self._executor.sleep(level)
             return torch.cuda.mem_get_info()[0] - before
 
     def wake_up(self) -> None:
+        """Have the memory back."""
         with self._globals:
             self._executor.wake_up()
 
     def begin(self) -> None:
+        """Have vLLM forget what it has computed. Raises EngineFailed if it does not."""
         if not self._forget():
             raise EngineFailed("vLLM holds what its weights have computed, and so keeps them")
 
