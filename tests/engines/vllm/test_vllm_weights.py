@@ -1,4 +1,4 @@
-"""Weights in place, in vLLM: rows, draws, samples and inferences are those of a runtime loaded with them."""
+"""Weights in place, in vLLM: answers are those of a runtime that was loaded with them."""
 
 from __future__ import annotations
 
