@@ -81,7 +81,8 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def tensors_of(path: Path) -> Tensors:
-    return load_file(path / "model.safetensors")
+    found: Tensors = load_file(path / "model.safetensors")
+    return found
 
 
 @pytest.mark.promise(number=34)
@@ -98,7 +99,7 @@ async def test_new_weights_are_as_if_they_had_been_loaded(
     await lm.warm_up(CONTEXTS[3])
     for path in (other, llama):
         items = list(tensors_of(path).items())
-        sources = {"a path": path, "a mapping": dict(items)}
+        sources: dict[str, Any] = {"a path": path, "a mapping": dict(items)}
         sources["chunks"] = [items[:4], items[4:11], dict(items[11:])]
         await lm.batch_next_token_logprobs([[*each, 9] for each in CONTEXTS])  # which are resident
         assert lm.statistics().engine.resident > 0
