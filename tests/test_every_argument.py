@@ -48,6 +48,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 
 ELSEWHERE = {"add_adapter", "remove_adapter", "clear_cache", "statistics", "close", "restart"}
 ELSEWHERE |= {"aclose", "arestart"}
+ELSEWHERE |= {"update_weights", "pause", "resume", "sleep", "wake_up", "reset_prefix_cache"}
 """What asks nothing."""
 
 WRONG: list[Any] = [

@@ -235,6 +235,7 @@ class Writing:
             stop_reason=stop,
             seconds=now - self._began,
             seconds_to_first_token=self._first - self._began,
+            weights_version=self._request.weights_version,
         )
 
 

@@ -69,6 +69,7 @@ class Completion:
         seconds_to_first_token: from when the engine took the request to its first token.
         reasoning: what the model thought before the text, where that is told apart; see
             ``split_reasoning``. Its tokens are among ``token_ids``.
+        weights_version: the version of the weights that drew all of it: ``AsyncLM.weights_version`` then.
     """
 
     text: str
@@ -81,6 +82,7 @@ class Completion:
     seconds: float
     seconds_to_first_token: float
     reasoning: str = ""
+    weights_version: int = 0
 
     @property
     def truncated(self) -> bool:
@@ -189,6 +191,7 @@ class CompletionRequest:
     adapter: Adapter | None = None
     nonce: int | None = None
     streamed: bool = False
+    weights_version: int = 0
     weight: ClassVar[int] = 1
 
     @property
@@ -204,6 +207,10 @@ class CompletionRequest:
     def bound_to(self, adapter: Adapter | None) -> CompletionRequest:
         """Return the same question to another adapter."""
         return replace(self, adapter=adapter)
+
+    def of_weights(self, version: int) -> CompletionRequest:
+        """Return the same question to this version of the weights."""
+        return replace(self, weights_version=version)
 
     def owned(self, result: Any) -> Any:
         """Return the completion with dictionaries of the caller's own."""

@@ -66,6 +66,7 @@ class SampleRequest:
     seed: int | None = None
     adapter: Adapter | None = None
     nonce: int | None = None
+    weights_version: int = 0
     weight: ClassVar[int] = 1
 
     @property
@@ -76,6 +77,10 @@ class SampleRequest:
     def bound_to(self, adapter: Adapter | None) -> SampleRequest:
         """Return the same question to another adapter."""
         return replace(self, adapter=adapter)
+
+    def of_weights(self, version: int) -> SampleRequest:
+        """Return the same question to this version of the weights."""
+        return replace(self, weights_version=version)
 
     def owned(self, result: object) -> object:
         """Return the token ids, which nobody can change."""

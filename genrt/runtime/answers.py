@@ -33,7 +33,8 @@ from genrt.engines.protocol import (
     Speculating,
     survived,
 )
-from genrt.errors import EngineDied, GenrtError, InvalidAdapter
+from genrt.engines.weights import weights_of
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
 from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
@@ -135,7 +136,7 @@ class AnsweringEngine:
             elif isinstance(request, ReadRequest):
                 row, lacking = request.row, False
                 if request.wanted.computes and self._kept is not None:
-                    lacking = row not in self._kept
+                    lacking = row.of_weights(0) not in self._kept
                 borrowed = self._joined(row, request, new, readers, lacking=lacking)
                 if borrowed is not None:
                     cached[request] = borrowed
@@ -324,6 +325,16 @@ class AnsweringEngine:
         except Exception as error:  # nobody waits for this, and no question can name the adapter
             survived(error)
 
+    def forget_residents(self) -> None:
+        """Have the engine forget what nothing in progress needs, if it keeps anything."""
+        getattr(self.engine, "forget_residents", lambda: None)()
+
+    def begin_update(self) -> None:
+        """Have the engine forget what its weights have computed. Raises EngineFailed if it cannot."""
+        if self._still_held(self._unforgotten):
+            raise EngineFailed("the engine cannot forget what was cancelled: restart it")
+        weights_of(self.engine).begin()
+
     def reload_adapters(self) -> dict[Adapter, GenrtError]:
         """Load the adapters of the engine before into this one, and have it keep the same prefixes. An
         adapter that it does not take is lost, with its rows and prefixes; return those, each with what
@@ -389,7 +400,7 @@ class AnsweringEngine:
 
     def keep_context(self, read: Read) -> None:
         """Have the engine keep what it has computed of a read's context, and every later one too."""
-        self._keep(read.request.row)
+        self._keep(read.request.row.of_weights(0))  # whatever the weights
 
     def _keep(self, prefix: LogprobsRequest) -> None:
         if self._kept is None:

@@ -64,6 +64,8 @@ class Flow:
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.completion: Completion | None = None
+        self.weights_version = 0  # of the text, since it was asked for
+        self.is_told = False  # written by the engine thread, once it gives the reader anything
         self.is_left = self.is_late = False
         self._came: deque[Delta] = deque()  # put by one thread, taken by another
         self._woken: asyncio.Future[None] | None = None
@@ -237,6 +239,7 @@ class _Reading:
             seconds=time.perf_counter() - self._began,
             seconds_to_first_token=0.0,
             reasoning=flow.reasoning,
+            weights_version=flow.weights_version,
         )
 
     def __repr__(self) -> str:
@@ -401,6 +404,8 @@ class Streams:
             ]
             if not news:
                 continue
+            for flow, _ in news:
+                flow.is_told = True
             loop = flows[0][1].loop
             if loop is None:
                 _put(news)

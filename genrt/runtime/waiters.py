@@ -72,6 +72,13 @@ class Waiter:
     missing: int = 0
     flow: Flow | None = None
 
+    def bind(self, weights_version: int) -> None:
+        """Have the question be one to this version of the weights; nothing of it is asked yet."""
+        if self.requests and self.requests[0].weights_version != weights_version:
+            self.requests = [each.of_weights(weights_version) for each in self.requests]
+        if self.flow is not None:
+            self.flow.weights_version = weights_version
+
     def results(self) -> list[Result]:
         """Return what was found for each request, in their order; others may hold it too."""
         found = cast("dict[Request, Result]", self.found)

@@ -73,6 +73,7 @@ class _Course:
     reasoning: Reasoning | None
     structure: str | None  # its name
     unread_at_most: int
+    weights_version: int
     unread: list[int] = field(default_factory=list)
     first: float | None = None
     told: int = 0  # how many tokens, and characters of text and reasoning, progress has returned
@@ -162,6 +163,7 @@ class Completions:
             reasoning,
             structure,
             most,
+            request.weights_version,
         )
         if nonce is not None:
             self._streamed[nonce] = request_id
@@ -270,6 +272,7 @@ class Completions:
             seconds=now - course.began,
             seconds_to_first_token=(course.first or now) - course.began,
             reasoning=reasoning,
+            weights_version=course.weights_version,
         )
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:

@@ -43,6 +43,7 @@ from genrt.engines.vllm.runner_v2 import RunnerV2
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.speculation import DecodeSteps
+from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
@@ -85,6 +86,7 @@ class VLLMEngine:
             else:
                 model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
+        self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
         self.prefixes = KeptPrefixes(core, self._adapters.request)
@@ -401,13 +403,17 @@ class VLLMEngine:
         if self._open is not None:
             self._open.start_counting()
 
-    def forget_residents(self) -> None:
-        """Have vLLM forget every sequence that nothing in progress extends, and every block."""
+    def forget_residents(self) -> bool:
+        """Have vLLM forget every sequence that nothing extends, and every block; return if it has."""
+        if not self._in_progress:
+            with self._globals:
+                self._steps.settle()
+            self._populations.clear()
         if self._open is not None:
             resident = self._open.request_ids()
             self._abort([each for each in resident if each not in self._in_progress])
         self.prefixes.give_up()
-        self._core.reset_prefix_cache()
+        return bool(self._core.reset_prefix_cache()) and not self._in_progress
 
     def stop_keeping(self) -> None:
         """Open a request for every question from now on; nothing may be in progress."""
@@ -422,7 +428,7 @@ class VLLMEngine:
             return
         core = self._core.engine_core
         self._core._finalizer.detach()
-        del self._steps, self._sending  # which hold the core
+        del self._steps, self._sending, self.weights  # which hold the core
         if self._open is not None:
             self._open.steps.close()
         with heap_kept(), self._globals:
