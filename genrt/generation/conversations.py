@@ -33,11 +33,14 @@ class Trajectory:
         loss_mask: bool: which tokens the model drew.
         logprobs: float32: the log-probabilities with which these were drawn, as ``logprobs_mode`` said; 0
             elsewhere.
+        weights_versions: int64: with which weights each of these was drawn, as
+            ``AsyncLM.weights_version`` counts them; -1 elsewhere.
     """
 
     token_ids: Tensor
     loss_mask: Tensor
     logprobs: Tensor
+    weights_versions: Tensor
 
 
 class Conversation:
@@ -92,10 +95,12 @@ class Conversation:
         self._messages: list[Message] = []
         self._answered = 0  # how many messages there are up to and with the model's last answer
         self._drawn: set[int] = set()  # which messages are the model's
-        # The last prompt and the answer to it; of each token, whether it was drawn, and how likely.
+        # The last prompt and the answer to it; of each token, whether it was drawn, how likely, and with
+        # which weights.
         self._token_ids: list[int] = []
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
+        self._versions: list[int] = []
         encoding.check_messages(messages)
         self.add(*messages)
 
@@ -177,6 +182,7 @@ class Conversation:
         self._token_ids = [*prompt, *completion.token_ids]
         self._loss_mask += [False] * before + [True] * drawn
         self._logprobs += [0.0] * before + [*completion.logprobs]
+        self._versions += [-1] * before + [completion.weights_version] * drawn
         self._drawn.add(len(self._messages))
         self._messages.append(dict(message))
         self._answered = len(self._messages)
@@ -219,6 +225,7 @@ class Conversation:
             torch.tensor(self._token_ids, dtype=torch.int64),
             torch.tensor(self._loss_mask, dtype=torch.bool),
             torch.tensor(self._logprobs, dtype=torch.float32),
+            torch.tensor(self._versions, dtype=torch.int64),
         )
 
     def fork(self) -> Conversation:
@@ -226,7 +233,7 @@ class Conversation:
         other = copy(self)
         other._messages, other._drawn = [*self._messages], {*self._drawn}
         other._token_ids, other._loss_mask = [*self._token_ids], [*self._loss_mask]
-        other._logprobs = [*self._logprobs]
+        other._logprobs, other._versions = [*self._logprobs], [*self._versions]
         return other
 
     def __repr__(self) -> str:

@@ -112,6 +112,8 @@ class Rollout:
             prompts and padding.
         truncated: bool ``[batch]``: whether a text was cut off. One whose prompt fills the context is (in
             NeMo-RL it is not): it did not come to an end.
+        weights_versions: int64 ``[batch]``: with which weights each text was drawn, all of it, as
+            ``AsyncLM.weights_version`` counts them.
         completions: what was drawn, as ``AsyncLM.generate`` returns it: the texts, and why each ended.
     """
 
@@ -120,6 +122,7 @@ class Rollout:
     unpadded_sequence_lengths: Tensor
     logprobs: Tensor
     truncated: Tensor
+    weights_versions: Tensor
     completions: tuple[Completion, ...]
 
     def as_dict(self) -> dict[str, Tensor]:
@@ -271,8 +274,13 @@ class RolloutBatch:
                     )
                 yield asked[place], text
         for number in sorted({*range(len(self._prompts))} - {*asked}):
-            prompt = tuple(self._prompts[number])
-            yield number, Completion("", (), prompt, (), (), "length", None, 0.0, 0.0)
+            prompt, version = tuple(self._prompts[number]), self._lm.weights_version
+            yield (
+                number,
+                Completion(
+                    "", (), prompt, (), (), "length", None, 0.0, 0.0, weights_version=version
+                ),
+            )
 
     async def samples(self) -> AsyncGenerator[tuple[int, Rollout], None]:
         """Yield the number of each sample and its rollout, as they finish."""
@@ -299,6 +307,7 @@ class RolloutBatch:
             lengths.sum(0),
             torch.from_numpy(logprobs).to(device),
             torch.tensor([each.truncated for each in completions], dtype=torch.bool, device=device),
+            torch.tensor([each.weights_version for each in completions], device=device).long(),
             tuple(completions),
         )
 

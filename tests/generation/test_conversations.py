@@ -438,6 +438,20 @@ async def test_a_conversation_outlives_a_restart_and_not_its_runtime() -> None:
         await conversation.ask()
 
 
+async def test_a_trajectory_tells_with_which_weights_each_token_was_drawn() -> None:
+    async with await genrt.aload(engine=opened(MERGED)) as lm:
+        conversation = Conversation(lm, [USER])
+        first = await conversation.ask(max_new_tokens=4, seed=1)
+        size = lm.vocab_size
+        await lm.update_weights({"table": torch.zeros(size, size).log_softmax(-1)})
+        conversation.add(USER)
+        second = await conversation.ask(max_new_tokens=4, seed=1)
+        versions = conversation.fork().trajectory().weights_versions
+        mask = conversation.trajectory().loss_mask
+        assert versions[mask].tolist() == [0] * len(first.token_ids) + [1] * len(second.token_ids)
+        assert set(versions[~mask].tolist()) == {-1}
+
+
 def test_mistakes_are_told(lm: AsyncLM) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"lm": None}, "lm must be an AsyncLM"),

@@ -506,6 +506,22 @@ async def test_closing_the_runtime_ends_a_rollout(held: AsyncLM, engine: Engine)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_a_rollout_tells_with_which_weights_each_text_was_drawn() -> None:
+    async with await genrt.aload(engine=Engine) as lm:
+        whole = padded([[EOS - 1]] * 8)
+        options: Any = {"pad_value": 0, "seed": 1, "max_new_tokens": 2}
+        samples = rollout_samples(lm, *whole, concurrency=1, **options)
+        _, first = await anext(samples)
+        assert await lm.update_weights({"table": MODEL.table.flip(0)}) == 1
+        versions = [int(each.weights_versions) async for _, each in samples]
+        assert first.weights_versions.tolist() == [0]
+        assert versions == sorted(versions)
+        assert versions[-1] == 1
+        full = await rollout(lm, *padded([[0] * lm.max_model_len]), **options)
+        assert full.weights_versions.tolist() == [1]
+        assert full.generation_lengths.tolist() == [0]
+
+
 # -- by a trainer's dictionaries -------------------------------------------------------------------
 
 
@@ -522,7 +538,7 @@ def test_a_trainers_dictionary_becomes_a_dictionary_of_tensors(lm: AsyncLM) -> N
         assert all(torch.equal(found[name], each.as_dict()[name]) for name in found)
     assert set(first) == {
         *("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"),
-        "truncated",
+        *("truncated", "weights_versions"),
     }
     greedy = policy.generate(batch, greedy=True)
     likeliest = rollout_sync(lm, BATCH, LENGTHS, pad_value=0, max_new_tokens=4, temperature=0)
