@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
-from genrt.questions.completions import CompletionRequest, Decoding, Delta
+from genrt.questions.completions import Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Result
+from genrt.questions.request import Request, Result, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Completing(Protocol):
             InvalidRequest: an option is wrong, and it is cheap to see that here.
         """
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
         """Return what each of these, which are streamed, has drawn since it was asked last: ``None`` for
         nothing, or if it is not in progress. The completion has all of it too. Do not raise."""
 

@@ -34,12 +34,11 @@ from genrt.engines.protocol import (
     survived,
 )
 from genrt.errors import EngineDied, GenrtError, InvalidAdapter
-from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.runtime.population_answers import FoundRows, PopulationAnswers
@@ -241,7 +240,7 @@ class AnsweringEngine:
         finished += [self._populations.answered(each) for each in whole if each not in failed]
         return finished + self._answered(reads)
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
         """Return what each of these has drawn since it was asked last, if anything."""
         if self._completing is None:
             return [None] * len(streamed)
