@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -30,6 +30,7 @@ __all__ = [
     "Keeping",
     "Populating",
     "PopulationRows",
+    "Reading",
     "Speculating",
     "failure",
     "survived",
@@ -221,6 +222,19 @@ class Completing(Protocol):
     def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
         """Return what each of these, which are streamed, has drawn since it was asked last: ``None`` for
         nothing, or if it is not in progress. The completion has all of it too. Do not raise."""
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """An Engine that takes reads, and draws of populations, itself, and returns their answers."""
+
+    @property
+    def reads(self) -> Collection[type]:
+        """The kinds that it takes: classes of a ``ReadRequest``'s ``wanted``, and ``PopulationDraw``."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that it has without being given them, by their names."""
 
 
 class Prefixes(Protocol):

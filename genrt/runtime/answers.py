@@ -30,6 +30,7 @@ from genrt.engines.protocol import (
     EngineStatistics,
     Finished,
     Keeping,
+    Reading,
     Speculating,
     survived,
 )
@@ -70,6 +71,7 @@ class AnsweringEngine:
         self._kept = engine.prefixes if isinstance(engine, Keeping) else None
         self._speculating = engine if isinstance(engine, Speculating) else None
         self._completing = engine if isinstance(engine, Completing) else None
+        self._read_there = engine.reads if isinstance(engine, Reading) else frozenset()
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
@@ -126,7 +128,10 @@ class AnsweringEngine:
         cached: dict[ReadRequest, Tensor] = {}
         populations: dict[PopulationDraw, FoundRows] = {}
         for request in requests:
-            if isinstance(request, PopulationDraw):
+            if self._read_there and self._is_read_there(request):
+                asked.append(request)
+                new[request] = None
+            elif isinstance(request, PopulationDraw):
                 populations[request] = found = FoundRows(request.rows)
                 for row in dict.fromkeys(found.asked):
                     if (borrowed := self._joined(row, request, new, readers)) is not None:
@@ -160,6 +165,12 @@ class AnsweringEngine:
         for row, joining in readers.items():
             self._readers.setdefault(row, joining).update(joining)
         self.cancel([each.request for each in refused if each.request in populations])
+
+    def _is_read_there(self, request: Request) -> bool:
+        """Return whether the engine answers this itself: no row is needed here, and none is known."""
+        if isinstance(request, ReadRequest):
+            return type(request.wanted) in self._read_there and request.row not in self._cache
+        return type(request) in self._read_there
 
     def _joined(
         self,
@@ -251,6 +262,10 @@ class AnsweringEngine:
         alone: any other error of the engine concerns only equal requests that come later."""
         unwanted: list[Request] = []
         for request in requests:
+            if isinstance(request, PopulationDraw | ReadRequest) and request in self._asked:
+                self._asked.discard(request)
+                unwanted.append(request)
+                continue
             if isinstance(request, PopulationDraw):
                 unwanted += self._populations.give_up([request])
                 if (found := self._populations.found.pop(request, None)) is not None:
