@@ -489,4 +489,6 @@ def test_type_checkers_see_a_checkout_that_is_installed_for_development() -> Non
     # By the default's import hook they find nothing; ``pip install -e`` is how a checkout is installed.
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     assert settings["distutils"]["editable_wheel"] == {"mode": "compat"}
-    assert settings["setuptools"]["package-data"] == {"genrt": ["py.typed"]}
+    assert settings["setuptools"]["package-data"] == {
+        "genrt": ["py.typed", "server/*.html", "server/*.css", "server/*.js"]
+    }

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import genrt
-from genrt.errors import InvalidRequest
+from genrt.errors import EngineNotInstalled, InvalidRequest
+from genrt.loading import load
 from genrt.server import ServerLimits, serving
 
 __all__ = ["add_arguments", "run"]
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
-        with genrt.load(
+        with load(
             options.model,
             engine=options.engine,
             engine_options=engine_options,
@@ -132,7 +132,7 @@ def _of_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     try:
         from genrt.server.openai import options_of
     except ImportError as error:
-        raise genrt.EngineNotInstalled(
+        raise EngineNotInstalled(
             f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
             "'genrt[cuda]' on a GPU machine"
         ) from error
