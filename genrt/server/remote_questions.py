@@ -11,11 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from genrt.engines.remote.tokenizers import packed_tokenizer
-from genrt.engines.remote.wire import Asked, answers_of, flush_to
+from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to
 from genrt.errors import Closed, EngineDied, GenrtError
 from genrt.lm import AsyncLM
 from genrt.questions.host_rows import host_row
 from genrt.questions.rows import LogprobsRequest
+from genrt.server.asgi import HTTPError
 from genrt.server.bodies import json_bytes
 from genrt.server.gate import ServerLimits
 from genrt.server.routes import BYTES, JSON, answering, body_of, while_connected
@@ -48,8 +49,11 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
 
     async def flush(request: Request) -> Response:
         data = await body_of(request, BYTES)
-        asked = flush_to(data, lm._limits, lm._adapters.bound, model=fingerprint, most=most)
-        bound = {each.adapter for each in asked} - {None}
+        try:
+            asked = flush_to(data, lm._limits, lm._adapters.bound, model=fingerprint, most=most)
+        except AnotherModel as error:
+            raise HTTPError(409, str(error)) from error
+        bound = {each.adapter for each in asked if not isinstance(each, GenrtError)}
         versions = {each.name: each.version for each in bound if each is not None}
         results = await while_connected(request, _answers(lm, asked))
         return Response(answers_of(results, versions), media_type=BYTES)
@@ -61,8 +65,8 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
     ]
 
 
-async def _answers(lm: AsyncLM, asked: list[Asked]) -> list[Any]:
-    """Return the results of a flush, with the errors of those that fail.
+async def _answers(lm: AsyncLM, asked: list[Asked | GenrtError]) -> list[Any]:
+    """Return the results of a flush, with the errors of those that fail or cannot be asked.
 
     Raises:
         Closed, EngineDied: nothing is answered any more.
@@ -70,7 +74,13 @@ async def _answers(lm: AsyncLM, asked: list[Asked]) -> list[Any]:
     requests = [
         host_row(each) if isinstance(each, LogprobsRequest) and lm.device.type != "cpu" else each
         for each in asked
+        if not isinstance(each, GenrtError)
     ]
+    results = iter(await _results(lm, requests))
+    return [each if isinstance(each, GenrtError) else next(results) for each in asked]
+
+
+async def _results(lm: AsyncLM, requests: list[Asked]) -> list[Any]:
     try:
         return [*await lm._ask(requests)]
     except (Closed, EngineDied):

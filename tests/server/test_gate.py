@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrt
@@ -105,6 +105,7 @@ def test_the_health_of_a_server_is_told_to_everyone(locked: Server) -> None:
 
 
 @pytest.mark.promise(number=35)
+@settings(deadline=None)
 @given(
     header=st.one_of(
         st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=60),

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrt
@@ -48,6 +48,7 @@ def number(given: float | None) -> float:
     return -math.inf if given is None else given
 
 
+@settings(deadline=None)
 @given(contexts=CONTEXTS)
 def test_rows_are_the_runtimes(
     lm: genrt.AsyncLM, client: httpx.Client, contexts: list[list[int]]
@@ -64,6 +65,7 @@ def test_rows_are_the_runtimes(
         assert [number(value) for value in each["logprobs"]] == logprobs.tolist()
 
 
+@settings(deadline=None)
 @given(contexts=CONTEXTS, seed=st.integers(0, 2**63 - 1), data=st.data())
 def test_draws_and_scores_are_the_runtimes(
     lm: genrt.AsyncLM,
@@ -177,7 +179,7 @@ JSON = st.recursive(
     ),
     max_leaves=9,
 )
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/next_token_logprobs": {"prompts": [[1]], "top": 1, "adapter": None},
     "/v1/draw": {"prompts": [[1]], "masks": [[1]], "seed": 1, "temperature": 1.0, "adapter": None},
     "/v1/score": {"prompts": [[1]], "continuations": [[1]], "adapter": None},
@@ -199,6 +201,7 @@ ROUTES = {
 
 @pytest.mark.promise(number=35)
 @pytest.mark.parametrize("path", [*ROUTES])
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_value_in_any_place_is_answered_or_refused(
     client: httpx.Client, path: str, data: st.DataObject
@@ -217,6 +220,7 @@ def test_any_value_in_any_place_is_answered_or_refused(
 
 @pytest.mark.promise(number=35)
 @pytest.mark.parametrize("path", [*ROUTES, "/v1/flush"])
+@settings(deadline=None)
 @given(body=st.binary(max_size=64) | JSON.map(json.dumps).map(str.encode))
 def test_any_bytes_are_answered_or_refused(client: httpx.Client, path: str, body: bytes) -> None:
     kind = "octet-stream" if path == "/v1/flush" else "json"

@@ -14,7 +14,6 @@ from genrt.errors import (
     EngineUnsupported,
     GenrtError,
     InvalidRequest,
-    OutOfMemory,
 )
 from genrt.numbers import check_float
 
@@ -144,14 +143,10 @@ class Connection:
         except (ValueError, KeyError, TypeError, RecursionError):
             message = f"it answers {status}"
         kind: type[GenrtError] = EngineFailed
-        if status in (401, 403):
+        if status in (401, 403, 409, 503):
             kind = EngineDied
         elif status == 404:
             kind = EngineUnsupported
-        elif status == 503:
-            kind = EngineDied
-        elif status in (507,):
-            kind = OutOfMemory
         elif 400 <= status < 500:
             kind = InvalidRequest
         return kind(f"{self.url}: {message}")

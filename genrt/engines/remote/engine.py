@@ -65,8 +65,8 @@ class RemoteEngine(SteppedEngine):
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 600.0) -> None:
         self._connection = Connection(url, api_key, timeout)
-        found = self._connection.get_json("/v1/runtime")
         try:
+            found = self._connection.get_json("/v1/runtime")
             self._model_name, most = str(found["fingerprint"]), int(found["most_questions"])
             self.adapters = {
                 str(name): Adapter(str(name), int(version))
@@ -77,8 +77,11 @@ class RemoteEngine(SteppedEngine):
             super().__init__(
                 rows, max_model_len=int(found["max_model_len"]), max_batch_size=max(1, most)
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineUnsupported(f"{url} is no genrt server of this version: {error}") from error
+        except BaseException as error:
+            self._connection.close()
+            if not isinstance(error, KeyError | TypeError | ValueError | ServerBusy):
+                raise
+            raise EngineUnsupported(f"{url} is no genrt server that answers: {error}") from error
         self._rows = rows
         self._adapters |= set(self.adapters.values())
         self._direct: dict[Request, None] = {}

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from genrt.tokens.sampling import Draw, TopLogprobs
 
 __all__ = [
     "KINDS",
+    "AnotherModel",
     "Asked",
     "answers_of",
     "answers_to",
@@ -44,6 +46,8 @@ Asked: TypeAlias = LogprobsRequest | ReadRequest
 
 KINDS = frozenset({DrawToken, Candidates, TopTokens})
 """The kinds of reads that can be."""
+
+T = TypeVar("T")
 
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
@@ -95,8 +99,8 @@ def flush_to(
     *,
     model: str,
     most: int,
-) -> list[Asked]:
-    """Return the questions that bytes hold.
+) -> list[Asked | GenrtError]:
+    """Return the questions that bytes hold; errors in the place of those that cannot be asked.
 
     Args:
         bound: returns the adapter of a name, or raises.
@@ -104,18 +108,20 @@ def flush_to(
         most: how many questions there may be.
 
     Raises:
-        InvalidRequest: they hold no questions, or ones to another model.
+        InvalidRequest: they hold no questions; AnotherModel, ones to another model.
     """
     header, rest = _apart(data)
     if header.get("model") != model:
-        raise InvalidRequest("another model is served here now: connect again")
+        raise AnotherModel("another model is served here now: connect again")
     lengths, questions = header.get("contexts"), header.get("questions")
     names, count = header.get("adapters"), header.get("masks")
     if not isinstance(lengths, list) or not isinstance(questions, list):
         raise InvalidRequest("the flush has no contexts or no questions")
     if not isinstance(names, list) or len(questions) > most or len(lengths) > most:
         raise InvalidRequest(f"a flush has {most} questions at most")
-    adapters = [bound(None if name is None else str(name)) for name in names]
+    if not all(name is None or isinstance(name, str) for name in names):
+        raise InvalidRequest("an adapter of the flush has no name")
+    adapters = [_tried(partial(bound, name)) for name in names]
     reader = _Reader(rest)
     contexts = [
         reader.take(U4, check_int("a context's length", length, 0, len(rest))).astype(np.int64)
@@ -140,6 +146,18 @@ def flush_to(
     ]
 
 
+class AnotherModel(InvalidRequest):
+    """The questions are to a model that is served no more."""
+
+
+def _tried(make: Callable[[], T]) -> T | GenrtError:
+    """Return what a function returns, or the error of genrt's that it raises."""
+    try:
+        return make()
+    except GenrtError as error:
+        return error
+
+
 def _question(given: Any, contexts: int, adapters: int) -> list[Any]:
     fields = {"row": 3, "draw": 6, "candidates": 4, "top": 4}
     if not isinstance(given, list) or not given or fields.get(str(given[0])) != len(given):
@@ -153,22 +171,25 @@ def _asked(
     limits: Limits,
     question: list[Any],
     context: np.ndarray,
-    adapter: Adapter | None,
+    adapter: Adapter | GenrtError | None,
     masks: Sequence[np.ndarray],
     candidates: Iterator[np.ndarray],
-) -> Asked:
+) -> Asked | GenrtError:
     kind = question[0]
+    wanted = next(candidates) if kind == "candidates" else np.empty(0, np.int64)
+    if isinstance(adapter, GenrtError):
+        return adapter
     if kind == "row":
-        return row_request(limits, context, adapter)
+        return _tried(lambda: row_request(limits, context, adapter))
     if kind == "candidates":
-        return candidates_request(limits, context, next(candidates), adapter)
+        return _tried(lambda: candidates_request(limits, context, wanted, adapter))
     if kind == "top":
-        return top_request(limits, context, question[3], adapter)
+        return _tried(lambda: top_request(limits, context, question[3], adapter))
     temperature, seed, place = question[3:]
     mask = None if place is None else masks[check_int("a mask", place, 0, len(masks) - 1)]
     if seed is None and temperature != 0:
         raise InvalidRequest("a draw over a connection needs a seed")
-    return draw_request(limits, context, adapter, 0, mask, temperature, seed)
+    return _tried(lambda: draw_request(limits, context, adapter, 0, mask, temperature, seed))
 
 
 def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
