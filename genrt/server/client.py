@@ -25,7 +25,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from genrt.engines.vllm.engine import VLLMEngine
@@ -131,7 +130,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
                 end = CompletionOutput(text.index, "", [], None, None, finish_reason="abort")
                 yield RequestOutput(core.request_id, text.prompt, token_ids, None, [end], True)
         except (Closed, EngineDied) as error:
-            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+            raise _unavailable(str(error)) from error
         finally:
             flows.discard(flow)
             if not flows and self._flows.get(core.request_id) is flows:
@@ -168,11 +167,12 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         return not self.is_running
 
     @property
-    def dead_error(self) -> EngineDeadError:
-        return EngineDeadError()
+    def dead_error(self) -> BaseException:
+        """What requests are told that come while nothing is answered: a restart may change that."""
+        return _unavailable("the runtime is closed, or its engine has died")
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the runtime answers nobody."""
+        """Raise ``dead_error`` if the runtime answers nobody."""
         if self.errored:
             raise self.dead_error
 
@@ -229,6 +229,10 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
 
     async def is_paused(self) -> bool:
         return False
+
+
+def _unavailable(message: str) -> GracefulHTTPError:
+    return GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def _refuse(what: str) -> NoReturn:

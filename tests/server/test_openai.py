@@ -46,6 +46,14 @@ OPTIONS = {
 ASKED: list[Any] = [{"role": "user", "content": "Paris is a city."}]
 
 
+async def until(happened: Callable[[], object]) -> None:
+    """Let the loop go round until something has happened in another thread."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline, "it never happens"
+        await asyncio.sleep(0)
+
+
 @pytest.fixture(scope="module")
 def lm(llama: Path, loras: tuple[Path, Path]) -> Iterator[AsyncLM]:
     options = {"enforce_eager": True, "max_num_seqs": 8, "enable_lora": True, "max_lora_rank": 8}
@@ -117,7 +125,7 @@ async def test_an_adapter_is_called_by_its_name(lm: AsyncLM, client: openai.Asyn
 
 async def test_several_texts_and_the_prompt_before_them(client: openai.AsyncOpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": "Paris is", "max_tokens": 6, "n": 3, "seed": 5}
-    found = await client.completions.create(**asked, echo=True, logprobs=0)
+    found = await client.completions.create(**asked, echo=True)
     assert [choice.index for choice in found.choices] == [0, 1, 2]
     assert len({choice.text for choice in found.choices}) > 1
     assert all(choice.text.startswith("Paris is") for choice in found.choices)
@@ -194,7 +202,7 @@ async def test_a_json_schema_is_kept(client: openai.AsyncOpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
     for seed in range(3):
         found = await client.chat.completions.create(
-            model="tiny", messages=ASKED, max_tokens=80, seed=seed, response_format=form
+            model="tiny", messages=ASKED, max_tokens=380, seed=seed, response_format=form
         )
         value = json.loads(str(found.choices[0].message.content))
         assert value["city"] in ("Paris", "Rome")
@@ -275,6 +283,7 @@ WRONG: list[dict[str, Any]] = [
     *({"vllm_xargs": {"genrt_ticket": 1}}, {"vllm_xargs": {"genrt_text_seed": 1}}),
     *({"structured_outputs": {"regex": "("}}, {"structured_outputs": {"json": "{"}}),
     *({"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}},),
+    *({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}),
     *({"logprob_token_ids": [1, 2]}, {"allowed_token_ids": [10**9]}, {"logit_bias": {"x": 1}}),
 ]
 
@@ -332,15 +341,13 @@ async def test_clients_that_disconnect_free_their_work_and_the_others_are_right(
             assert expected[each].startswith(text)
     assert (await particles).shape == (20, lm.vocab_size)
     gone = asyncio.create_task(client.completions.create(prompt="a", **asked))
-    while not lm.statistics().batcher.in_flight:
-        await asyncio.sleep(0)
+    await until(lambda: lm.statistics().batcher.in_flight)
     gone.cancel()
     await asyncio.wait((gone,))
     await asyncio.to_thread(idle)
     gate = server.gate
     assert gate is not None
-    while gate.serving:
-        await asyncio.sleep(0)
+    await until(lambda: not gate.serving)
     assert gate.held_bytes == 0
 
 
@@ -352,8 +359,7 @@ async def test_a_text_that_is_aborted_ends_with_what_there_is(
         params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, n=2)
         outputs = client.generate(tokens_input([5, 6]), params, "one")
         first = asyncio.ensure_future(anext(outputs))
-        while not client._flows:
-            await asyncio.sleep(0)
+        await until(lambda: client._flows)
         await client.abort(["one", "unknown"])
         ends = [await first, *[output async for output in outputs]]
         reasons = [each.finish_reason for output in ends for each in output.outputs]
@@ -377,8 +383,7 @@ async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(
     text, token_ids, logprobs, again = "", [], 0, 0
     outputs = client.generate(tokens_input([5, 6]), params, "one")
     pending = asyncio.ensure_future(anext(outputs))
-    while not lm.statistics().engine.requests:
-        await asyncio.sleep(0)
+    await until(lambda: lm.statistics().engine.requests)
 
     def begin_anew(_: object) -> None:
         engine, batcher = cast("VLLMEngine", lm._thread.engine), lm._thread.batcher
@@ -403,12 +408,17 @@ async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(
         pending = asyncio.ensure_future(anext(outputs))
     assert (text, tuple(token_ids)) == (expected.text, expected.token_ids)
     assert logprobs == len(token_ids)
-    assert again == 3
+    assert again >= 1
     client.shutdown()
 
 
-async def test_a_closed_runtime_is_told_as_unavailable(llama: Path) -> None:
+def _servers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "genrt-server"]
+
+
+async def test_a_closed_runtime_is_told_as_unavailable_until_it_is_restarted(llama: Path) -> None:
     options = {"enforce_eager": True, "max_num_seqs": 4}
+    before = set(_servers())
     lm = await genrt.aload(str(llama), engine_options=options)
     async with serving(lm, model="tiny", options=OPTIONS) as server:
         await lm.aclose()
@@ -422,13 +432,18 @@ async def test_a_closed_runtime_is_told_as_unavailable(llama: Path) -> None:
                 "/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2}
             )
             assert found.status_code == 200
+            asked = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 1, "prompt_logprobs": 0}
+            [choice] = (await http.post("/v1/completions", json=asked)).json()["choices"]
+            of_prompt = [next(iter(each.values())) for each in choice["prompt_logprobs"][1:]]
+            scores = (await lm.score([5], [6, 7, 8])).tolist()
+            assert [each["logprob"] for each in of_prompt] == pytest.approx(scores, abs=5e-4)
             row = await lm.next_token_logprobs([5, 6])
             async with await AsyncLM.connect(str(server.url)) as remote:
                 assert torch.equal(await remote.next_token_logprobs([5, 6]), row)
                 assert remote.encode("Paris is") == lm.encode("Paris is")
                 assert remote.byte_vocab == lm.byte_vocab
     await lm.aclose()
-    assert not [each for each in threading.enumerate() if each.name == "genrt-server"]
+    assert set(_servers()) <= before
 
 
 @pytest.mark.parametrize("name", ["no_such", "host", "port", "api_key", "middleware"])

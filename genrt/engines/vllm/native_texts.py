@@ -83,6 +83,7 @@ class NativeTexts:
     ) -> None:
         self._outputs = llm_engine.output_processor
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
+        self._has_loras = llm_engine.vllm_config.lora_config is not None
         self._compilers = compilers
         self._drawn_here = drawn_here
         self._courses: dict[str, _Course] = {}
@@ -138,6 +139,11 @@ class NativeTexts:
             if self._drawn_here:
                 extra[TEXT_SEED] = seed
         params.extra_args = extra or None
+        if self._has_loras and params.prompt_logprobs is not None:
+            # Its adapters compute logits of sampled places alone: the whole step would fail.
+            raise InvalidRequest(
+                "vLLM has no log-probabilities of prompts where adapters are enabled: ask /v1/score"
+            )
         if self._is_v2:
             check_v2(params)
         elif params.logprob_token_ids:
