@@ -168,7 +168,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
 
     @property
     def dead_error(self) -> BaseException:
-        """What requests are told that come while nothing is answered: a restart may change that."""
+        """The error for requests that come while nothing is answered: a restart may change that."""
         return _unavailable("the runtime is closed, or its engine has died")
 
     async def check_health(self) -> None:

@@ -50,6 +50,9 @@ class Server:
         gate: who is being served.
     """
 
+    url: str | None = None
+    gate: Gate | None = None
+
     def __init__(
         self,
         lm: AsyncLM,
@@ -62,8 +65,6 @@ class Server:
         options: Mapping[str, Any],
         shutdown_seconds: float,
     ) -> None:
-        self.url: str | None = None
-        self.gate: Gate | None = None
         self._lm = lm
         self._host, self._port, self._api_key = host, port, api_key
         self._model, self._limits, self._options = model, limits, options
