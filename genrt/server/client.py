@@ -231,8 +231,9 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         return False
 
 
-def _unavailable(message: str) -> GracefulHTTPError:
-    return GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE)
+def _unavailable(message: str) -> BaseException:
+    error: BaseException = GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE)
+    return error
 
 
 def _refuse(what: str) -> NoReturn:

@@ -13,7 +13,8 @@ from typing import Any
 
 from genrt.errors import EngineNotInstalled, InvalidRequest
 from genrt.loading import load
-from genrt.server import ServerLimits, serving
+from genrt.server.gate import ServerLimits, check_key
+from genrt.server.server import serving
 
 __all__ = ["add_arguments", "run"]
 
@@ -77,9 +78,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         GenrtError: the model cannot be loaded, or the address not be listened on.
     """
-    limits = {each.name: getattr(options, each.name) for each in dataclasses.fields(ServerLimits)}
+    given = {each.name: getattr(options, each.name) for each in dataclasses.fields(ServerLimits)}
+    limits = ServerLimits(**given)
     adapters = [_adapter(each) for each in options.adapter]
-    api_key = options.api_key or os.environ.get(KEY_VARIABLE) or None
+    # Before the model is loaded, which may take minutes.
+    api_key = check_key(options.api_key or os.environ.get(KEY_VARIABLE) or None, options.host)
     engine_options, front_end = ({}, {}) if not options.vllm else _of_vllm(options)
     if adapters and options.engine == "vllm":
         engine_options = {"enable_lora": True, "max_loras": len(adapters)} | engine_options
@@ -101,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
                 port=options.port,
                 api_key=api_key,
                 model=options.name or options.model or "genrt",
-                limits=ServerLimits(**limits),
+                limits=limits,
                 options=front_end,
                 shutdown_seconds=options.shutdown_seconds,
             )

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from genrt.lm import AsyncLM
 from genrt.runtime.statistics import Statistics
-from genrt.server.bodies import json_bytes
+from genrt.server.bodies import finite, json_bytes
 from genrt.server.inferences import Running
 from genrt.server.routes import JSON
 
@@ -60,7 +60,9 @@ def status_routes(
             "uptime_seconds": now - began,
             "serving": serving(),
             "statistics": asdict(lm.statistics()),
-            "inferences": [asdict(each) for each in running()],
+            "inferences": [
+                asdict(each) | {"log_evidence": finite(each.log_evidence)} for each in running()
+            ],
         }
         return Response(json_bytes(found), media_type=JSON, headers={"cache-control": "no-store"})
 
