@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_browser_shows_what_the_server_does(tmp_path: Path, running: dict[int,
 
 
 def test_the_page_and_its_numbers_without_a_browser(running: dict[int, Running]) -> None:
-    running[1] = Running(1, 8, 4)
+    running[1] = Running(1, 8, 4, log_evidence=-math.inf)  # as where every particle has died
     with (
         genrt.load(engine=lambda: ExactEngine(MODEL, max_model_len=32)) as lm,
         serving(lm, model="tiny") as server,
@@ -86,7 +87,7 @@ def test_the_page_and_its_numbers_without_a_browser(running: dict[int, Running])
                 "step": 0,
                 "ess": 0.0,
                 "unfinished": 0,
-                "log_evidence": 0.0,
+                "log_evidence": None,
             }
         ]
         # What the script shows is there: elements of the page, members of the numbers.
