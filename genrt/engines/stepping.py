@@ -37,7 +37,7 @@ from genrt.errors import (
 from genrt.numbers import check_int
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter, seed_of
-from genrt.questions.request import Request, Result
+from genrt.questions.request import Request, Result, Streamed
 from genrt.questions.samples import SampleRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.parameters import check_parameters
@@ -220,7 +220,7 @@ class SteppedEngine:
         self._unload_unused()
         return finished
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+    def progress(self, streamed: Sequence[Streamed]) -> list[Delta | None]:
         under_way = [self._in_progress.get(request) for request in streamed]
         return [each.writing.progress() if each and each.writing else None for each in under_way]
 

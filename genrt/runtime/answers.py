@@ -30,17 +30,17 @@ from genrt.engines.protocol import (
     EngineStatistics,
     Finished,
     Keeping,
+    Reading,
     Speculating,
     survived,
 )
 from genrt.engines.weights import weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
-from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.runtime.population_answers import FoundRows, PopulationAnswers
@@ -72,6 +72,7 @@ class AnsweringEngine:
         self._kept = engine.prefixes if isinstance(engine, Keeping) else None
         self._speculating = engine if isinstance(engine, Speculating) else None
         self._completing = engine if isinstance(engine, Completing) else None
+        self._read_there = engine.reads if isinstance(engine, Reading) else frozenset()
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
@@ -128,7 +129,10 @@ class AnsweringEngine:
         cached: dict[ReadRequest, Tensor] = {}
         populations: dict[PopulationDraw, FoundRows] = {}
         for request in requests:
-            if isinstance(request, PopulationDraw):
+            if self._read_there and self._is_read_there(request):
+                asked.append(request)
+                new[request] = None
+            elif isinstance(request, PopulationDraw):
                 populations[request] = found = FoundRows(request.rows)
                 for row in dict.fromkeys(found.asked):
                     if (borrowed := self._joined(row, request, new, readers)) is not None:
@@ -162,6 +166,12 @@ class AnsweringEngine:
         for row, joining in readers.items():
             self._readers.setdefault(row, joining).update(joining)
         self.cancel([each.request for each in refused if each.request in populations])
+
+    def _is_read_there(self, request: Request) -> bool:
+        """Return whether the engine answers this itself; from a row in the cache it is answered here."""
+        if not isinstance(request, ReadRequest):
+            return type(request) in self._read_there
+        return type(request.wanted) in self._read_there and request.row not in self._cache
 
     def _joined(
         self,
@@ -242,7 +252,7 @@ class AnsweringEngine:
         finished += [self._populations.answered(each) for each in whole if each not in failed]
         return finished + self._answered(reads)
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
         """Return what each of these has drawn since it was asked last, if anything."""
         if self._completing is None:
             return [None] * len(streamed)
@@ -253,19 +263,17 @@ class AnsweringEngine:
         alone: any other error of the engine concerns only equal requests that come later."""
         unwanted: list[Request] = []
         for request in requests:
-            if isinstance(request, PopulationDraw):
+            if request in self._asked or not isinstance(request, ReadRequest | PopulationDraw):
+                if not isinstance(request, LogprobsRequest) or request not in self._readers:
+                    unwanted.append(request)
+                self._asked.discard(request)
+            elif isinstance(request, PopulationDraw):
                 unwanted += self._populations.give_up([request])
                 if (found := self._populations.found.pop(request, None)) is not None:
                     for row in dict.fromkeys(found.asked):
                         unwanted += self._left(row, request)
-                continue
-            if isinstance(request, ReadRequest):
-                if self._cached.pop(request, None) is None:
-                    unwanted += self._left(request.row, request)
-                continue
-            if not isinstance(request, LogprobsRequest) or request not in self._readers:
-                unwanted.append(request)
-            self._asked.discard(request)
+            elif self._cached.pop(request, None) is None:
+                unwanted += self._left(request.row, request)
         if unwanted:
             self._cancel(unwanted)
 

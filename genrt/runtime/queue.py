@@ -18,9 +18,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import cast
 
-from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import Adapter
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Streamed
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import Streams
@@ -367,7 +366,7 @@ class Flight:
             self._entries[entry] = weight = entry.request.weight
             self._weight += weight
             if entry.flow is not None:
-                self.streams.add(cast("CompletionRequest", entry.request), entry.flow)
+                self.streams.add(cast("Streamed", entry.request), entry.flow)
         return self._weight - before
 
     def withdraw(self, entry: Entry) -> None:
@@ -383,7 +382,7 @@ class Flight:
         self._weight -= self._entries.pop(entry, 0)
         self._withdrawn.pop(entry, None)
         if entry.flow is not None:
-            self.streams.discard(cast("CompletionRequest", entry.request), entry.flow)
+            self.streams.discard(cast("Streamed", entry.request), entry.flow)
 
     def bring_back(self, entry: Entry) -> None:
         """Have this one in flight no more; it is to be sent again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -159,7 +160,7 @@ def streams(witness: Witness) -> None:
                     request in witness.in_progress,
                     f"{request} is over or cancelled, and the engine tells {delta}",
                 )
-                told[request].append(delta)
+                told[request].append(cast("Delta", delta))
         steps += 1
         if steps == 2:
             witness.cancel([cancelled])

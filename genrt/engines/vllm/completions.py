@@ -41,7 +41,16 @@ from genrt.questions.completions import (
 from genrt.questions.contexts import seed_of
 from genrt.tokens.sampling import GREEDY_BELOW
 
-__all__ = ["COOLEST", "HOTTEST", "ORDERLY", "Completions", "Ended"]
+__all__ = [
+    "COOLEST",
+    "HOTTEST",
+    "ORDERLY",
+    "READ_EVERY",
+    "Completions",
+    "Ended",
+    "check_v2",
+    "failure_of",
+]
 
 Ended: TypeAlias = tuple[str, Completion | GenrtError]
 """The id of a request with its text, or its error."""
@@ -94,7 +103,7 @@ class Completions:
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
-        self._compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
+        self.compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
         self._parsed: dict[str, Reasoning] = {}  # of those streamed
 
@@ -116,8 +125,8 @@ class Completions:
             reasoning = self._parsers.begin(request)
             params.skip_special_tokens = reasoning.skip_special_tokens
         asked = None
-        if decoding.structure is not None and self._compilers is not None:
-            asked = self._compilers.asked(decoding.structure)
+        if decoding.structure is not None and self.compilers is not None:
+            asked = self.compilers.asked(decoding.structure)
             if asked._backend is None:  # else vLLM does not see it yet: it would choose another
                 params.structured_outputs = asked
         made = self._inputs.process_inputs(
@@ -143,10 +152,10 @@ class Completions:
                 params.seed = None
             params.extra_args = extra or None
         if self._is_v2:
-            _check_v2(params)
-        if asked is not None and self._compilers is not None:
+            check_v2(params)
+        if asked is not None and self.compilers is not None:
             params.structured_outputs = params.structured_outputs or asked
-            self._compilers.open(params.structured_outputs._backend)
+            self.compilers.open(params.structured_outputs._backend)
         self._outputs.add_request(made, None)
         nonce = request.nonce if request.streamed else None
         structure = decoding.structure and decoding.structure[0]
@@ -222,7 +231,7 @@ class Completions:
             if output.finish_reason in ORDERLY:
                 read.append(output)
             else:
-                ended.append((output.request_id, _failure(output, course)))
+                ended.append((output.request_id, failure_of(output, course.structure)))
         over = self._read(read, ended, now) if read else []
         return ended, over, others
 
@@ -320,16 +329,17 @@ class Completions:
         self._outputs.abort_requests(known, internal=True)
 
 
-def _failure(output: EngineCoreOutput, course: _Course) -> GenrtError:
-    if course.structure is None:
+def failure_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
+    """Return what is wrong with a text that vLLM gave up, by the name of its structure."""
+    if structure is None:
         return EngineFailed(f"vLLM ended the request with {output.finish_reason}")
     return InvalidRequest(
-        f"{course.structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
+        f"{structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
         "bad_words and stop_token_ids leave nothing of what does: change them"
     )
 
 
-def _check_v2(params: SamplingParams) -> None:
+def check_v2(params: SamplingParams) -> None:
     """Raise InvalidRequest for what runner V2 has no room for: it would raise in the middle of a step, in
     which all requests would fail."""
     from vllm.v1.worker.gpu.sample import logit_bias

@@ -45,11 +45,11 @@ from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
-from genrt.questions.completions import CompletionRequest, Decoding, Delta
+from genrt.questions.completions import Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.tokens.rows import Leaving
 
@@ -122,6 +122,11 @@ class VLLMEngine:
         """True if answered sequences stay resident, to be extended and forked."""
         return self._open is not None
 
+    @property
+    def vllm_config(self) -> Any:
+        """The configuration that vLLM was opened with."""
+        return self._config
+
     @cached_property
     def tokenizer(self) -> Any:
         if self._llm_engine is None or self._config.model_config.skip_tokenizer_init:
@@ -131,8 +136,8 @@ class VLLMEngine:
     def unsupported(self, decoding: Decoding) -> str | None:
         return self._samples.completions.unsupported(decoding)
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        return self._samples.completions.progress(streamed)
+    def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
+        return self._samples.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
         now = {"kept_tokens": self.prefixes.tokens}
