@@ -342,6 +342,14 @@ async def test_an_engine_that_fails_while_it_loads_is_replaced(broken_at: int) -
         await asyncio.to_thread(assert_answers, lm, NEW)
 
 
+async def test_updates_that_fail_one_after_the_other_wear_nothing_out() -> None:
+    async with genrt.load(engine=InParts, restart="auto") as lm:
+        for k in (1, 3, 5):
+            with pytest.raises(OSError, match="gone"):
+                await lm.update_weights(slowly(*PARTS[:k], then=OSError("gone")))
+        assert torch.allclose(await lm.next_token_logprobs([1]), OLD.row([1]), atol=1e-6)
+
+
 @pytest.mark.parametrize("passes", range(0, 40, 3))
 async def test_leaving_at_any_moment_leaves_whole_weights(passes: int) -> None:
     async with genrt.load(engine=InParts, restart="auto") as lm:
