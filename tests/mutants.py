@@ -170,11 +170,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "a stream goes on by other weights than it began with",
             Swap("waiter.flow is not None and waiter.flow.is_told", "False"),
         ),
-        (
-            "Fences.put_up",
-            "what was found by the old weights stays when a question is asked anew",
-            Drop("waiter.found.clear"),
-        ),
         only="version or weights or update",
     ),
     *breaks(
@@ -191,20 +186,10 @@ MUTANTS: tuple[Mutant, ...] = (
             "adapters are loaded while half of the weights are new",
             Drop("self._thread.be_alone"),
         ),
-        (
-            "WeightUpdates._replace",
-            "weights that lack a tensor are taken",
-            Drop("check_complete"),
-        ),
     ),
     *breaks(
         "engines.weights",
         "test_new_weights.py",
-        (
-            "_check_tensor",
-            "a tensor of another type is taken",
-            Swap("tensor.dtype not in form.dtypes", "False"),
-        ),
         (
             "KeptWeights.reload",
             "an engine after another has the weights of the checkpoint",

@@ -21,6 +21,7 @@ from genrt.questions.samples import (
     DECODING_CHECKS,
     Check,
     DecodingOptions,
+    check_among,
     check_length,
     check_number,
 )
@@ -426,15 +427,7 @@ def _bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], 
     return tuple(sorted(pairs))
 
 
-def _mode(_: Limits, name: str, value: object) -> object:
-    if not isinstance(value, str) or value not in get_args(LogprobsMode):
-        raise InvalidRequest(f"{name} must be one of {get_args(LogprobsMode)}, got {named(value)}")
-    return value
-
-
-def _bool(_: Limits, name: str, value: object) -> bool:
-    return check_bool(name, value)
-
+_bool: Check = lambda _, name, value: check_bool(name, value)
 
 _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "max_tokens": lambda _, name, value: None if value is None else check_int(name, value, 1),
@@ -448,7 +441,7 @@ _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "bad_words": _texts,
     "logit_bias": _bias,
     "ignore_eos": _bool,
-    "logprobs_mode": _mode,
+    "logprobs_mode": check_among(get_args(LogprobsMode)),
     "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),
     "logprobs": lambda limits, name, value: (
         None if value is None else check_int(name, value, 0, limits.vocab_size)

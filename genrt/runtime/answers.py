@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from genrt.engines.adapters import Adapters
@@ -66,7 +65,9 @@ class AnsweringEngine:
         adapters: Adapters | None = None,
         prefixes: PrefixesToKeep | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self.device = engine, engine.device
+        self.vocab_size, self.max_model_len = engine.vocab_size, engine.max_model_len
+        self.max_batch_size = engine.max_batch_size
         self._adapters = Adapters() if adapters is None else adapters
         self._prefixes = PrefixesToKeep() if prefixes is None else prefixes
         self._kept = engine.prefixes if isinstance(engine, Keeping) else None
@@ -82,22 +83,6 @@ class AnsweringEngine:
         self._unforgotten: dict[Request, GenrtError] = {}
         self._reads = 0
         self._bytes_to_host = 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.engine.max_batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
 
     @property
     def tokenizer(self) -> Any:

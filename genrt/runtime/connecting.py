@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal, TypedDict, TypeVar
 
 from genrt.engines.remote.engine import RemoteEngine
-from genrt.errors import InvalidRequest
+from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, named
 from genrt.runtime.cache import RowCache
 from genrt.runtime.thread import EngineThread
@@ -78,8 +78,18 @@ def _started(
     if restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     cache = RowCache(cache_bytes)
+    first: list[str] = []
+
+    def open_engine() -> RemoteEngine:
+        engine = RemoteEngine(url, api_key, timeout=timeout)
+        first.append(engine.fingerprint)
+        if engine.fingerprint != first[0]:  # rows of the first are cached
+            engine.close()
+            raise EngineFailed(f"{url} has another model by now, or new weights: connect again")
+        return engine
+
     thread = EngineThread(
-        lambda: RemoteEngine(url, api_key, timeout=timeout),
+        open_engine,
         cache,
         max_queued_requests=MOST_QUEUED,
         max_queued_bytes=MOST_QUEUED_BYTES,

@@ -108,7 +108,9 @@ class EngineLoop:
     def be_alone(self, owner: object) -> None:
         """Have only this owner's calls run from now on; with ``None``, all that wait. For a round."""
         self._alone = owner
-        if owner is None:
+        if owner is not None:
+            self._answered = -1  # if it dies of that, no question did it
+        else:
             self._calls.extendleft(reversed(self._put_off))
             self._put_off.clear()
 
@@ -198,8 +200,6 @@ class EngineLoop:
         """Return whether another engine may be opened: something was answered since this one was, or a
         question that kills engines would have them opened for ever."""
         before, self._answered = self._answered, self._batcher.statistics().answered
-        if self._alone is not None:  # it died of new weights, and goes on with those before them
-            before = -1
         return self._restarts and not self._is_over and self._answered != before
 
     def _restart(self, dead: AnsweringEngine) -> float | None:

@@ -179,7 +179,7 @@ class WeightUpdates:
 
 
 class _Taking:
-    """What of new weights has been checked, and kept for another engine.
+    """The new weights that were checked, and are kept for another engine.
 
     Attributes:
         names: the tensors that have been given.

@@ -27,14 +27,17 @@ __all__ = ["remote_routes"]
 def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
     """Return the routes."""
     named = f"{model}/{lm.vocab_size}/{lm.max_model_len}"
-    fingerprint = hashlib.sha256(named.encode()).hexdigest()[:16]
     most = max(1, min(limits.contexts, limits.answer_bytes // (4 * lm.vocab_size)))
     packed: list[bytes] = []
+
+    def fingerprint() -> str:
+        """Return what rows depend on beside their questions; it is another one once weights are new."""
+        return hashlib.sha256(f"{named}/{lm.weights_version}".encode()).hexdigest()[:16]
 
     async def runtime(_: Request) -> Response:
         found = {
             "model": model,
-            "fingerprint": fingerprint,
+            "fingerprint": fingerprint(),
             "vocab_size": lm.vocab_size,
             "max_model_len": lm.max_model_len,
             "most_questions": most,
@@ -48,14 +51,16 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
         return Response(packed[0], media_type="application/zip")
 
     async def flush(request: Request) -> Response:
-        data = await body_of(request, BYTES)
+        data, now = await body_of(request, BYTES), fingerprint()
         try:
-            asked = flush_to(data, lm._limits, lm._adapters.bound, model=fingerprint, most=most)
+            asked = flush_to(data, lm._limits, lm._adapters.bound, model=now, most=most)
         except AnotherModel as error:
             raise HTTPError(409, str(error)) from error
         bound = {each.adapter for each in asked if not isinstance(each, GenrtError)}
         versions = {each.name: each.version for each in bound if each is not None}
         results = await while_connected(request, _answers(lm, asked))
+        if fingerprint() != now:  # some may be of the weights before, and some of those after
+            raise HTTPError(409, str(AnotherModel()))
         return Response(answers_of(results, versions), media_type=BYTES)
 
     return [

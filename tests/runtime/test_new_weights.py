@@ -342,6 +342,14 @@ async def test_an_engine_that_fails_while_it_loads_is_replaced(broken_at: int) -
         await asyncio.to_thread(assert_answers, lm, NEW)
 
 
+async def test_updates_that_fail_one_after_the_other_wear_nothing_out() -> None:
+    async with genrt.load(engine=InParts, restart="auto") as lm:
+        for k in (1, 3, 5):
+            with pytest.raises(OSError, match="gone"):
+                await lm.update_weights(slowly(*PARTS[:k], then=OSError("gone")))
+        assert torch.allclose(await lm.next_token_logprobs([1]), OLD.row([1]), atol=1e-6)
+
+
 @pytest.mark.parametrize("passes", range(0, 40, 3))
 async def test_leaving_at_any_moment_leaves_whole_weights(passes: int) -> None:
     async with genrt.load(engine=InParts, restart="auto") as lm:
@@ -546,3 +554,27 @@ async def test_a_runtime_with_new_weights_is_one_that_was_loaded_with_them(lm: A
 def test_a_simulated_models_answers_depend_on_its_weights() -> None:
     model, row = HashedModel(), LogprobsRequest([1, 2])
     assert not torch.equal(model.answer(row), model.answer(row, 1))
+
+
+@pytest.mark.promise(number=34)
+async def test_transformers_takes_new_weights_beside_an_adapter(
+    llama: Path, loras: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    from tests.small_models import make_llama
+
+    other = make_llama(tmp_path / "other", seed=7)
+    async with (
+        await genrt.aload(llama, engine="transformers") as lm,
+        await genrt.aload(other, engine="transformers") as wanted,
+    ):
+        for each in (lm, wanted):
+            await each.add_adapter("a", loras[0])
+        assert await lm.update_weights(load_file(other / "model.safetensors")) == 1
+        for adapter in (None, "a"):
+            row = await lm.next_token_logprobs([5, 6], adapter=adapter)
+            same = await wanted.next_token_logprobs([5, 6], adapter=adapter)
+            assert torch.allclose(row, same, atol=1e-4)
+        with pytest.raises(InvalidWeights, match="missing"):
+            await lm.update_weights({"lm_head.weight": torch.zeros(320, 128)})

@@ -229,6 +229,30 @@ async def test_another_model_at_the_same_place_is_no_answer(lm: AsyncLM) -> None
         await remote.aclose()
 
 
+@pytest.mark.parametrize("restart", [None, "auto"])
+async def test_new_weights_on_the_server_end_a_connection(restart: Any) -> None:
+    own, other = (NGram.random(VOCABULARY, order=1, seed=seed) for seed in (5, 6))
+    with (
+        genrt.load(engine=lambda: ExactEngine(own, max_model_len=48)) as lm,
+        serving(lm) as server,
+    ):
+        remote = await AsyncLM.connect(str(server.url), restart=restart)
+        before = await remote.next_token_logprobs([1])
+        await lm.update_weights({"table": other.table})
+        with pytest.raises(genrt.EngineFailed):
+            await remote.next_token_logprobs([2])
+        with pytest.raises(genrt.EngineFailed, match="connect again"):  # its cache has old rows
+            await remote.arestart()
+        await remote.aclose()
+        again = await AsyncLM.connect(str(server.url))
+        row = await again.next_token_logprobs([1])
+        assert torch.equal(row, await lm.next_token_logprobs([1]))
+        assert not torch.equal(row, before)
+        with pytest.raises(genrt.EngineUnsupported, match="where the model is"):
+            await again.update_weights({"table": own.table})
+        await again.aclose()
+
+
 async def test_a_busy_server_is_asked_again() -> None:
     held = Gate()
     engine = ScriptedEngine(gate=held)

@@ -7,7 +7,7 @@ leave, so that a call that is made again changes nothing.
 Rules:
     What fails for one question fails for that one: the server says which.
     An adapter is the one of its name when the connection was made; a later one is refused.
-    A server that serves another model is no longer this engine.
+    A server that serves another model, or other weights, is no longer this engine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from genrt.engines.remote.connection import Connection, ServerBusy
 from genrt.engines.remote.tokenizers import unpacked_tokenizer
 from genrt.engines.remote.wire import KINDS, Asked, answers_to, flush_of
 from genrt.engines.stepping import SteppedEngine
+from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
     EngineDied,
     EngineFailed,
@@ -54,6 +55,7 @@ class RemoteEngine(SteppedEngine):
 
     Attributes:
         adapters: those that the server had when this was made.
+        fingerprint: of the model and its weights then.
         reads: the kinds of requests that are answered there, beside rows.
 
     Raises:
@@ -67,7 +69,7 @@ class RemoteEngine(SteppedEngine):
         self._connection = Connection(url, api_key, timeout)
         try:
             found = self._connection.get_json("/v1/runtime")
-            self._model_name, most = str(found["fingerprint"]), int(found["most_questions"])
+            self.fingerprint, most = str(found["fingerprint"]), int(found["most_questions"])
             self.adapters = {
                 str(name): Adapter(str(name), int(version))
                 for name, version in dict(found["adapters"]).items()
@@ -177,7 +179,7 @@ class RemoteEngine(SteppedEngine):
 
     def _asked(self, asked: Sequence[Asked]) -> list[Any]:
         """Return the server's results, errors among them."""
-        body = flush_of(asked, self._model_name)
+        body = flush_of(asked, self.fingerprint)
         data = self._connection.post("/v1/flush", body)
         results, versions = answers_to(data, asked, self.vocab_size)
         for place, each in enumerate(asked):
@@ -230,6 +232,14 @@ class _RemoteRows:
 
     def unload_adapter(self, adapter: Adapter) -> None:
         """Do nothing: it is the server's."""
+
+    def layout(self) -> Layout:
+        """Raise EngineUnsupported."""
+        raise EngineUnsupported("weights are replaced where the model is: connect again after that")
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Raise what ``layout`` raises."""
+        self.layout()
 
     def close(self) -> None:
         """Do nothing: the engine closes the connection."""

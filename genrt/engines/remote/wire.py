@@ -112,7 +112,7 @@ def flush_to(
     """
     header, rest = _apart(data)
     if header.get("model") != model:
-        raise AnotherModel("another model is served here now: connect again")
+        raise AnotherModel
     lengths, questions = header.get("contexts"), header.get("questions")
     names, count = header.get("adapters"), header.get("masks")
     if not isinstance(lengths, list) or not isinstance(questions, list):
@@ -147,7 +147,12 @@ def flush_to(
 
 
 class AnotherModel(InvalidRequest):
-    """The questions are to a model that is served no more."""
+    """The questions are to a model that is served no more, or to weights that were replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another model, or other weights of it, are served here now: connect again"
+        )
 
 
 def _tried(make: Callable[[], T]) -> T | GenrtError:

@@ -65,7 +65,7 @@ class VLLMEngine:
         self._llm_engine: LLMEngine | None = llm_engine
         self._core, config = llm_engine.engine_core, llm_engine.vllm_config
         self._core._finalizer.atexit = False  # the runtime closes it; a forked child must not
-        self._config = config
+        self.vllm_config = config
         self._globals = own
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self.vocab_size = int(config.model_config.get_vocab_size())
@@ -122,14 +122,9 @@ class VLLMEngine:
         """True if answered sequences stay resident, to be extended and forked."""
         return self._open is not None
 
-    @property
-    def vllm_config(self) -> Any:
-        """The configuration that vLLM was opened with."""
-        return self._config
-
     @cached_property
     def tokenizer(self) -> Any:
-        if self._llm_engine is None or self._config.model_config.skip_tokenizer_init:
+        if self._llm_engine is None or self.vllm_config.model_config.skip_tokenizer_init:
             return None
         return self._llm_engine.get_tokenizer()
 
