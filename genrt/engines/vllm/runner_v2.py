@@ -41,8 +41,8 @@ MOST_KINDS = 16
 
 @dataclass(slots=True)
 class _Kind:
-    """What is launched for the steps of all batches of one graph and one number of requests. All that it
-    reads and writes lies in the same place for each of them.
+    """Launches of the steps of all batches of one graph and one number of requests. All that they read
+    and write lies in the same place for each of these batches.
 
     Attributes:
         batch: vLLM's description of such a step, with slots of requests, ``idx_mapping``, of its own.
