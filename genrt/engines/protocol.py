@@ -17,10 +17,8 @@ from genrt.questions.rows import LogprobsRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
     import torch
 
-    from genrt.tokens.rows import Leaving
 
 __all__ = [
     "Completing",
@@ -29,7 +27,6 @@ __all__ = [
     "Finished",
     "Keeping",
     "Populating",
-    "PopulationRows",
     "Reading",
     "Speculating",
     "failure",
@@ -176,35 +173,16 @@ class Populating(Protocol):
 
     def go_on(self, population: PopulationDraw) -> bool:
         """Take a population whose sequences all go on from known ones: ``step`` returns it once, ended
-        by ``PopulationRows``, and ``cancel`` forgets it. Change nothing, and return False, where they do
-        not, or there is no room: ask for its rows then."""
+        by its draws on their way to the host, a ``Leaving`` of what ``PopulationDraw.drawn`` returns, and
+        ``cancel`` forgets it. Rows that are not finite give a log mass that is not a number. Change
+        nothing, and return False, where they do not, or there is no room: ask for its rows then."""
 
     def settle(self, population: PopulationDraw) -> None:
         """Remember the sequences of a population whose rows were asked for one by one, so that others go
         on from them. Do not raise."""
 
-    def expect_after(
-        self, population: PopulationDraw, drawn: torch.Tensor, on_host: Leaving
-    ) -> None:
-        """Expect the question about a population that the last step answered, after these draws, whose
-        tokens are ``drawn[:, 0]``, as ``Speculating.expect`` does; they are on their way to the host."""
-
     def release(self, asked: Sequence[Asked]) -> None:
         """Forget these sequences, and free what only they hold. Do not raise."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PopulationRows:
-    """The rows of a population: that of sequence ``i`` is ``rows[places[i]]``, or ``rows[i]``. Nobody has
-    looked yet whether they are finite.
-
-    Attributes:
-        rows: float32 ``[m, vocab_size]`` on the engine's device.
-        places: int64 ``[n]``.
-    """
-
-    rows: torch.Tensor
-    places: np.ndarray | None
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ there. A population that goes on by number shares its rows with nobody, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
-from genrt.tokens.draw_graphs import DrawGraphs
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
 
@@ -63,7 +62,6 @@ class PopulationAnswers:
         self._populating = engine if isinstance(engine, Populating) else None
         self._expect = expect
         self.going_on: dict[Request, None] = {}
-        self._graphs = DrawGraphs()
 
     def go_on(self, requests: Sequence[Request]) -> dict[Request, None]:
         """Have the engine take the populations among these that go on by number; return those."""
@@ -103,12 +101,12 @@ class PopulationAnswers:
         """Return the end of a population whose rows were asked for one by one, and are there."""
         found = self.found.pop(population)
 
-        def expect(whole: Tensor, on_host: Leaving) -> None:
-            self._expect(found.asked, whole[:, 0])
-
         try:
-            rows = [found.rows[row] for row in found.asked]
-            draws = self._arrived(population, rows, None, expect)
+            whole = population.drawn([found.rows[row] for row in found.asked])
+            on_host = Leaving(whole)
+            # Before anything waits for the tokens.
+            self._expect(found.asked, whole[:, 0])
+            draws = self._arrived(population, on_host)
         except Exception as error:
             return Finished(population, error=survived(error))
         if self._populating is not None:
@@ -126,13 +124,8 @@ class PopulationAnswers:
         self.going_on.pop(population, None)
         if end.error is not None:
             return end
-        found: Any = end.result
-
-        def expect(whole: Tensor, on_host: Leaving) -> None:
-            populating.expect_after(population, whole, on_host)
-
         try:
-            draws = self._arrived(population, found.rows, found.places, expect)
+            draws = self._arrived(population, cast("Leaving", end.result))
         except Exception as error:
             return Finished(population, error=survived(error))
         if np.isnan(draws.log_mass.numpy()).any():
@@ -140,21 +133,12 @@ class PopulationAnswers:
             return Finished(population, error=not_finite())
         return Finished(population, draws)
 
-    def _arrived(
-        self,
-        population: PopulationDraw,
-        rows: Sequence[Tensor] | Tensor,
-        places: np.ndarray | None,
-        expect: Callable[[Tensor, Leaving], None],
-    ) -> BatchDraw:
-        """Return draws, by one copy to the host. The engine is told of the tokens before anything waits
-        for them."""
-        whole, on_host = population.launched(rows, places, self._graphs)
-        expect(whole, on_host)
+    def _arrived(self, population: PopulationDraw, on_host: Leaving) -> BatchDraw:
+        """Return draws, once they are on the host."""
         found = on_host.arrived().numpy()
         self.reads += len(population)
         if self._engine.device.type != "cpu":
-            self.bytes_to_host += whole.nbytes
+            self.bytes_to_host += found.nbytes
         token_ids = torch.from_numpy(found[:, 0].astype(np.int64))
         numbers = torch.from_numpy(found[:, 1:].T.astype(np.float32))
         return BatchDraw.of((token_ids, *numbers), population.weights_version)

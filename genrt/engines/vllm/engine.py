@@ -42,7 +42,7 @@ from genrt.engines.vllm.runner_v1 import RunnerV1
 from genrt.engines.vllm.runner_v2 import RunnerV2
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
-from genrt.engines.vllm.speculation import DecodeSteps
+from genrt.engines.vllm.speculation import DecodedStep, DecodeSteps
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import Decoding
@@ -221,33 +221,40 @@ class VLLMEngine:
         if self._open is None or step is None:
             return None
         population = self._populations.whole(step.request_ids)
-        if population is None:
-            step = step.own()
-        check = FiniteCheck(step.rows) if population is None else None
-        ready = self._globals.marked()
-        # The device computes from here on, until it is waited for: all else is done meanwhile.
-        self._open.steps.prepare_next(None if population is None else self._populations.spread())
         if population is not None:
-            for request_id in step.request_ids:
-                del self._in_progress[request_id]
-            if ready is not None:  # the rows are read on the default stream
-                torch.cuda.default_stream(self.device).wait_event(ready)
-            self._count(rows=len(step.request_ids))
-            return [self._populations.answer(population, step.request_ids, step.rows, step.places)]
+            return [self._drawn(population, step, self._open.steps)]
+        step = step.own()
+        check = FiniteCheck(step.rows)
+        # The device computes from here on, until it is waited for: all else is done meanwhile.
+        self._open.steps.prepare_next()
         rows: list[torch.Tensor | None] = [*step.rows.unbind()]
         if self._populations:  # which fails with one of its rows
             self._decoded = []
-            for position in cast("FiniteCheck", check).wait():
+            for position in check.wait():
                 rows[position] = None
             return self._answered(step.request_ids, rows)
         self._decoded = [(self._in_progress[each], each) for each in step.request_ids]
         finished = self._answered(step.request_ids, rows)
-        bad = cast("FiniteCheck", check).wait()
+        bad = check.wait()
         for position in bad:
             finished[position] = Finished(finished[position].request, error=not_finite())
         self._abort([step.request_ids[position] for position in bad])
         self._count(rows=-len(bad), failed=len(bad))
         return finished
+
+    def _drawn(self, population: PopulationDraw, step: DecodedStep, steps: DecodeSteps) -> Finished:
+        """Draw for a population from a step that is all its own, and run the next with the tokens."""
+        populations = self._populations
+        end = populations.drawn(population, step.request_ids, step.rows, step.places)
+        # The device computes from here on, until it is waited for: all else is done meanwhile.
+        steps.prepare_next(populations.spread())
+        for request_id in step.request_ids:
+            del self._in_progress[request_id]
+        self._count(rows=len(step.request_ids))
+        request_ids, tokens = populations.answer(population)
+        if tokens is not None:
+            self._speculate(request_ids, tokens, cast("Leaving", end.result))
+        return end
 
     def _answered(
         self, request_ids: Sequence[str], rows: Sequence[torch.Tensor | None]
@@ -270,11 +277,6 @@ class VLLMEngine:
         if ids.keys() >= set(rows):
             self._speculate([ids[row] for row in rows], token_ids)
 
-    def expect_after(
-        self, population: PopulationDraw, drawn: torch.Tensor, on_host: Leaving
-    ) -> None:
-        self._speculate(self._populations.expected(population), drawn[:, 0], on_host)
-
     def _speculate(
         self, request_ids: list[str], tokens: torch.Tensor, on_host: Leaving | None = None
     ) -> None:
@@ -282,8 +284,8 @@ class VLLMEngine:
             return
         try:
             with self._globals:
-                if (stream := self._globals.stream) is not None:
-                    # The tokens are drawn on the default stream.
+                if on_host is None and (stream := self._globals.stream) is not None:
+                    # The runtime draws on the default stream.
                     stream.wait_stream(torch.cuda.default_stream(self.device))
                     tokens.record_stream(stream)
                 self._open.steps.speculate(request_ids, tokens, on_host)

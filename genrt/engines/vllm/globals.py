@@ -134,10 +134,6 @@ class Globals:
         finally:
             _TURNS.__exit__()
 
-    def marked(self) -> torch.Event | None:
-        """Return an event at the end of what the stream has been given; ``None`` without a stream."""
-        return None if self.stream is None else self.stream.record_event()
-
     def _exchange(self) -> None:
         """Swap what is kept here with what is in place."""
         for index, (owner, name) in enumerate(self._places):

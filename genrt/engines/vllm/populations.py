@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from genrt.engines.protocol import Finished, PopulationRows
+from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.questions.contexts import Adapter
@@ -27,6 +27,7 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Contexts
+from genrt.tokens.draw_graphs import DrawGraphs
 from genrt.tokens.rows import together
 
 __all__ = ["SeatedPopulations"]
@@ -71,11 +72,13 @@ class _UnderWay:
     Attributes:
         added: the vLLM requests that are new, which are resident once they have been computed.
         rows: those that came in other steps than the last of them.
+        draws: from all of them, once they are launched: float64 ``[n, 3]`` on the device.
     """
 
     seats: _Seats
     added: dict[str, LogprobsRequest]
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    draws: torch.Tensor | None = None
 
 
 class SeatedPopulations:
@@ -93,8 +96,7 @@ class SeatedPopulations:
             WeakKeyDictionary()
         )
         self._under_way: dict[PopulationDraw, _UnderWay] = {}
-        # The last step's, if its sequences are all different.
-        self._answered: Asked | None = None
+        self._graphs = DrawGraphs()
 
     def __len__(self) -> int:
         """Return how many are in progress."""
@@ -213,28 +215,41 @@ class SeatedPopulations:
         kept.keep_later(numbers, population.adapter, population.contexts.packed)
         return forks
 
-    def answer(
+    def drawn(
         self,
         population: PopulationDraw,
         request_ids: list[str],
         rows: torch.Tensor,
         at_rows: Sequence[int] | None = None,
     ) -> Finished:
-        """End a population by the rows ``[m, vocab_size]`` of these vLLM requests, which are its own:
-        those at ``at_rows``, or all in order."""
-        under_way = self._ended(population)
+        """Launch a population's draws from the rows ``[m, vocab_size]`` of these vLLM requests, which are
+        its own: from those at ``at_rows``, or all in order. Return its end; ``answer`` has still to be
+        told."""
+        under_way = self._under_way[population]
         seats = under_way.seats
         places = seats.places
         if seats.request_ids != request_ids or at_rows is not None:
             at = dict(zip(request_ids, at_rows or range(len(rows)), strict=True))
             order = np.array([at[each] for each in seats.request_ids])
             places = order if places is None else order[places]
+        try:
+            under_way.draws, on_host = population.launched(rows, places, self._graphs)
+        except Exception as error:
+            return Finished(population, error=survived(error))
+        return Finished(population, on_host)
+
+    def answer(self, population: PopulationDraw) -> tuple[list[str], torch.Tensor | None]:
+        """Let others go on from a population that was drawn. Return the request of each of its sequences
+        and their tokens, float64 ``[n]`` on the device; nothing where requests are shared, or it has not
+        been drawn."""
+        under_way = self._ended(population)
+        seats, draws = under_way.seats, under_way.draws
         if self._open is not None:
             self._open.keep(())
         self._known[population.asked] = seats
-        is_one_each = seats.places is None or seats.own is not None
-        self._answered = population.asked if is_one_each else None
-        return Finished(population, PopulationRows(rows, places))
+        if draws is None or (seats.places is not None and seats.own is None):
+            return [], None
+        return seats.own or seats.request_ids, draws[:, 0]
 
     def put(
         self, population: PopulationDraw, request_id: str, row: torch.Tensor | None
@@ -253,7 +268,9 @@ class SeatedPopulations:
         mine = under_way.seats.request_ids
         if len(under_way.rows) < len(mine):
             return None
-        return self.answer(population, mine, together([under_way.rows[each] for each in mine]))
+        end = self.drawn(population, mine, together([under_way.rows[each] for each in mine]))
+        self.answer(population)
+        return end
 
     def settle(self, population: PopulationDraw) -> None:
         """Remember the sequences of a population whose rows were asked for one by one: they are found by
@@ -283,14 +300,6 @@ class SeatedPopulations:
                 free += _free(self._open, [seats], set())
         return free
 
-    def expected(self, population: PopulationDraw) -> list[str]:
-        """Return the request of each of a population's sequences, if the last step answered it and they
-        are all different; else none."""
-        if population.asked is not self._answered:
-            return []
-        known = self._known.get(population.asked)
-        return (known.own or known.request_ids) if isinstance(known, _Seats) else []
-
     def forget(self, population: PopulationDraw) -> bool:
         """Forget a population in progress; return whether it was."""
         if population not in self._under_way:
@@ -303,7 +312,6 @@ class SeatedPopulations:
         for population in [*self._under_way]:
             self._ended(population)
         self._known.clear()
-        self._answered = None
 
     def _ended(self, population: PopulationDraw) -> _UnderWay:
         if population.adapter is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
@@ -34,13 +35,18 @@ if TYPE_CHECKING:
 __all__ = ["RunnerV2"]
 
 
+MOST_KINDS = 16
+"""For how many kinds of batches what is launched for their steps is kept."""
+
+
 @dataclass(slots=True)
-class _Batch:
-    """A step's batch, with what launches its forward, and those of the steps after it.
+class _Kind:
+    """Launches of the steps of all batches of one graph and one number of requests. All that they read
+    and write lies in the same place for each of these batches.
 
     Attributes:
-        graph: which of vLLM's CUDA graphs the forward is.
-        batch: vLLM's description of the step.
+        batch: vLLM's description of such a step, with slots of requests, ``idx_mapping``, of its own.
+        slots: those that lie there now.
         count: launches what counts the step's tokens as computed.
         look_up: launches what finds blocks and slots after a change of them, by where vLLM has the
             numbers of blocks: it keeps them in two places by turns.
@@ -48,12 +54,25 @@ class _Batch:
         place: launches what finds positions and slots, where that is the same in every step.
     """
 
-    graph: Any
     batch: Any
+    slots: np.ndarray
     count: Repeated
     look_up: dict[int, Repeated] = field(default_factory=dict)
     tables: Any = None
     place: Repeated | None = None
+
+
+class _Batch(NamedTuple):
+    """A step's batch, and those of the steps after it.
+
+    Attributes:
+        graph: which of vLLM's CUDA graphs the forward is.
+        slots: of the requests, on the host.
+    """
+
+    graph: Any
+    slots: np.ndarray
+    kind: _Kind
 
 
 class _Stopping:
@@ -73,6 +92,7 @@ class RunnerV2(Runner):
         self._seats = SeatTables(runner)
         self._inputs = InputTokens(runner.input_buffers.input_ids)
         self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
+        self._kinds: LRUCache[tuple[Any, int], _Kind] = LRUCache(MOST_KINDS)
         self._is_moved = False  # blocks have changed that no forward has looked up since
         self._overcounted: set[str] = set()  # with a token that was run ahead and nobody asked for
 
@@ -101,8 +121,20 @@ class RunnerV2(Runner):
             graph.cg_mode != CUDAGraphMode.FULL
         ):  # only a full graph runs without the rest of the step
             return None
-        count = Repeated(lambda: runner.postprocess_num_computed_tokens(batch))
-        return prepared(output, list(batch.req_ids), _Batch(graph, batch, count))
+        launch = _Batch(graph, batch.idx_mapping_np, self._kind(graph, batch))
+        return prepared(output, list(batch.req_ids), launch)
+
+    def _kind(self, graph: Any, batch: Any) -> _Kind:
+        """Return what is launched for the steps of a batch."""
+        key, slots = (graph, len(batch.req_ids)), batch.idx_mapping_np
+        kind = self._kinds.get(key)
+        if kind is None:
+            own = replace(batch, idx_mapping=torch.empty_like(batch.idx_mapping))
+            count = Repeated(lambda: self._runner.postprocess_num_computed_tokens(own))
+            kind = self._kinds[key] = _Kind(own, slots, count)
+        kind.batch.idx_mapping.copy_(batch.idx_mapping)
+        kind.slots = slots
+        return kind
 
     def _has_fixed_metadata(self) -> bool:
         """Return whether the attention finds everything that changes from step to step on the device."""
@@ -119,6 +151,7 @@ class RunnerV2(Runner):
         runner = self._runner
         return (
             output.scheduled_cached_reqs.req_ids == before.request_ids
+            and before.launch.kind.slots is before.launch.slots
             and not output.finished_req_ids
             and not output.preempted_req_ids
             and not output.new_block_ids_to_zero
@@ -136,34 +169,35 @@ class RunnerV2(Runner):
         """Prepare what differs from one step to the next of the same batch: what ``execute_model`` does,
         less what is in its place already. The forward reads it from the runner's buffers."""
         runner, states, launch = self._runner, self._runner.req_states, before.launch
-        scheduled, batch = output.scheduled_cached_reqs, launch.batch
+        scheduled, kind, slots = output.scheduled_cached_reqs, launch.kind, launch.slots
         computed = np.array(scheduled.num_computed_tokens, np.int32)
-        states.num_computed_tokens_np[batch.idx_mapping_np] = computed
+        states.num_computed_tokens_np[slots] = computed
         new = [n for n, ids in enumerate(scheduled.new_block_ids) if ids is not None]
-        for place in new:
-            slot, block_ids = batch.idx_mapping_np[place], scheduled.new_block_ids[place]
-            runner.block_tables.append_block_ids(slot, block_ids, overwrite=False)
+        for n in new:
+            block_ids = scheduled.new_block_ids[n]
+            runner.block_tables.append_block_ids(slots[n], block_ids, overwrite=False)
         if new:
             runner.block_tables.apply_staged_writes()
-        if launch.tables is None:
-            launch.tables = runner.block_tables.gather_block_tables(
+        batch = kind.batch
+        if kind.tables is None:
+            kind.tables = runner.block_tables.gather_block_tables(
                 batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding
             )
         elif new or self._is_moved:
-            self._look_up(launch)
+            self._look_up(kind)
         self._is_moved = False
-        if launch.place is None and self._has_fixed_metadata():
+        if kind.place is None and self._has_fixed_metadata():
             # As vLLM captures its forward: what holds for the longest sequence holds for every step.
             longest = torch.full_like(batch.seq_lens_cpu_upper_bound, runner.max_model_len)
-            fixed = launch.graph, replace(batch, seq_lens_cpu_upper_bound=longest), launch.tables
-            launch.place = Repeated(lambda: self._place(*fixed))
-        if launch.place is not None:
-            launch.place()
+            fixed = launch.graph, replace(batch, seq_lens_cpu_upper_bound=longest), kind.tables
+            kind.place = Repeated(lambda: self._place(*fixed))
+        if kind.place is not None:
+            kind.place()
         else:
             longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
             longest[: len(computed)] = torch.from_numpy(computed) + 1
             now = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
-            self._place(launch.graph, now, launch.tables)
+            self._place(launch.graph, now, kind.tables)
         return Prepared(before.request_ids, scheduled.num_computed_tokens, launch)
 
     def _place(self, graph: Any, batch: Any, tables: Any) -> None:
@@ -186,16 +220,15 @@ class RunnerV2(Runner):
             batch, graph.cg_mode, tables, slots, runner.attn_groups, runner.kv_cache_config
         )
 
-    def _look_up(self, launch: _Batch) -> None:
+    def _look_up(self, kind: _Kind) -> None:
         """Find the blocks of a step where they have changed, and slots of the positions before."""
         place = self._runner.block_tables.num_blocks.gpu.data_ptr()
-        if place not in launch.look_up:
-            batch = launch.batch
-            launch.look_up[place] = Repeated(lambda: self._runner.prepare_attn(batch))
-        launch.look_up[place]()
+        if place not in kind.look_up:
+            kind.look_up[place] = Repeated(lambda: self._runner.prepare_attn(kind.batch))
+        kind.look_up[place]()
 
     def refresh(self, step: Prepared) -> None:
-        self._look_up(step.launch)
+        self._look_up(step.launch.kind)
         self._is_moved = False
 
     def run(
@@ -210,7 +243,7 @@ class RunnerV2(Runner):
         return self._rows.of(hidden_states)[:count]
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
-        step.launch.count()
+        step.launch.kind.count()
         if len(tokens) < len(step.request_ids):
             # The others are as if they had not been computed; the device is told once they go on.
             self._overcounted.update(set(step.request_ids).difference(tokens.request_ids))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -108,6 +108,28 @@ class Tables:
         return "slots"
 
 
+class Graph(NamedTuple):
+    """As vLLM's ``BatchExecutionDescriptor``."""
+
+    cg_mode: Any
+
+
+@dataclass
+class Batch:
+    """As vLLM's ``InputBatch``, as far as a step is prepared from another."""
+
+    req_ids: list[str]
+    idx_mapping: Any
+    idx_mapping_np: Any
+    query_start_loc: Any = None
+    seq_lens_cpu_upper_bound: Any = None
+    num_computed_tokens_np: Any = None
+    logits_indices: Any = None
+    positions: Any = "positions"
+    num_tokens_after_padding: int = 2
+    num_reqs_after_padding: int = 2
+
+
 class Runner:
     """A V2 runner whose forward makes of each token the logits ``token + 1000 * position``, from the
     tokens that are in its input buffer."""
@@ -124,9 +146,7 @@ class Runner:
         self.execute_model_state: Any = None
         self.kv_connector: Any = "no connector"
         self.lora_config: Any = None
-        self.graph = SimpleNamespace(
-            cg_mode=CUDAGraphMode.FULL if full_graph else CUDAGraphMode.PIECEWISE
-        )
+        self.graph = Graph(CUDAGraphMode.FULL if full_graph else CUDAGraphMode.PIECEWISE)
         self.cudagraph_manager = SimpleNamespace(run_fullgraph=self._forward)
         self.model = SimpleNamespace(compute_logits=logits_of)
         self.attended: list[Any] = []
@@ -140,7 +160,14 @@ class Runner:
         self._positions[: len(request_ids)] = torch.tensor(
             scheduled.num_computed_tokens[::-1]
         ).float()
-        return SimpleNamespace(req_ids=request_ids, logits_indices=torch.arange(len(request_ids)))
+        slots = [self.req_states.req_id_to_index[each] for each in request_ids]
+        return Batch(
+            request_ids,
+            torch.tensor(slots),
+            np.array(slots),
+            seq_lens_cpu_upper_bound=torch.zeros(4),
+            logits_indices=torch.arange(len(request_ids)),
+        )
 
     def execute_model(self, output: Any) -> None:
         batch = self.prepare_inputs(output, "state", self.graph, "more")
@@ -159,10 +186,15 @@ class Runner:
         return hidden[:, None]
 
     def prepare_attn(self, batch: Any) -> None:
-        self.attended.append((batch.req_ids, dict(self.block_tables.applied)))
+        self.attended.append((self._in(batch), dict(self.block_tables.applied)))
 
     def postprocess_num_computed_tokens(self, batch: Any) -> None:
-        self.counted.append(batch.req_ids)
+        self.counted.append(self._in(batch))
+
+    def _in(self, batch: Any) -> list[str]:
+        """The requests of a batch, as the device knows them."""
+        by_slot = {slot: each for each, slot in self.req_states.req_id_to_index.items()}
+        return [by_slot.get(slot, "gone") for slot in batch.idx_mapping.tolist()]
 
 
 def logits_of(hidden: torch.Tensor) -> torch.Tensor:
@@ -325,21 +357,6 @@ class ModelState:
         self.attended.append(batch.seq_lens_cpu_upper_bound.tolist())
 
 
-@dataclass
-class Batch:
-    """As vLLM's ``InputBatch``, as far as a step is prepared from another."""
-
-    req_ids: list[str]
-    idx_mapping: Any
-    idx_mapping_np: Any
-    query_start_loc: Any
-    seq_lens_cpu_upper_bound: Any
-    num_computed_tokens_np: Any
-    positions: Any = "positions"
-    num_tokens_after_padding: int = 2
-    num_reqs_after_padding: int = 2
-
-
 class Repeating(Runner):
     """A V2 runner of which steps follow each other."""
 
@@ -357,9 +374,7 @@ class Repeating(Runner):
         slots = [self.req_states.req_id_to_index[each] for each in batch.req_ids]
         computed = output.scheduled_cached_reqs.num_computed_tokens[::-1]
         self.req_states.num_computed_tokens.gpu[slots] = torch.tensor(computed, dtype=torch.int32)
-        return Batch(
-            batch.req_ids, torch.tensor(slots), np.array(slots), None, torch.zeros(4), None
-        )
+        return batch
 
     def prepare_attn(self, batch: Any) -> Any:
         super().prepare_attn(batch)
@@ -475,6 +490,22 @@ def test_a_fork_made_ahead_is_looked_up_by_the_step_after() -> None:
     shim.prepare(next_step({}, b=8, a=8), step)
     assert runner.block_tables.applied[0] == [5, 6, 9]
     assert runner.attended[-1] == (["b", "a"], {0: [5, 6, 9]})
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_another_batch_as_large_is_launched_as_the_one_before() -> None:
+    runner = Repeating({"a": 4, "b": 0, "c": 2})
+    shim = over(runner)
+    for request_ids in (("a", "b"), ("c", "a"), ("a", "b")):
+        step = shim.prepare(next_step({}, **dict.fromkeys(request_ids, 6)))
+        for computed in (7, 8):
+            shim.run(step, torch.tensor([1, 2]))
+            shim.confirm(step, tokens(**dict.fromkeys(step.request_ids, 1)))
+            step = shim.prepare(next_step({}, **dict.fromkeys(step.request_ids, computed)), step)
+            assert runner._positions[:2].tolist() == [computed, computed]
+            assert runner.counted[-1] == [*request_ids[::-1]]
+    assert len(shim._kinds) == 1
+    assert runner.block_tables.gathered == 1
 
 
 def changed(step: Any, **fields: Any) -> Any:
