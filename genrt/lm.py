@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, Self, Unpack, cast
 
 import torch
 
 from genrt.engines.protocol import Engine, Reading
+from genrt.engines.weights import SleepingPart
 from genrt.populations import Population, Populations, Prompts
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
@@ -503,10 +504,12 @@ class AsyncLM:
         """
         return await self._pauses.sleep(level, **options)
 
-    async def wake_up(self) -> None:
-        """Have the engine's memory back, and answer again; ignored if it does not sleep. Raises
-        EngineFailed if weights that were dropped cannot be read again."""
-        await self._pauses.wake_up()
+    async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
+        """Have the engine's memory back, and answer again; return whether all of it is awake. Tags
+        ``["weights"]`` have the weights' back alone, for an update while a trainer still has the rest.
+        Raises InvalidRequest for other tags than these and ``"kv_cache"``, EngineFailed if weights that
+        were dropped, and not replaced, cannot be read again."""
+        return await self._pauses.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
         """Have the engine forget, between two steps, what it has computed and nothing in progress needs.

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -72,6 +72,11 @@ class TensorForm:
 Layout: TypeAlias = Mapping[str, TensorForm]
 """The tensors of a model's checkpoint, by name."""
 
+SleepingPart: TypeAlias = Literal["weights", "kv_cache"]
+"""A part of an engine's memory that can be given back."""
+
+SLEEPING_PARTS: frozenset[SleepingPart] = frozenset(("weights", "kv_cache"))
+
 
 class Weights(Protocol):
     """The weights of an engine that is open."""
@@ -112,8 +117,8 @@ class Sleeping(Weights, Protocol):
     then."""
 
     @property
-    def is_asleep(self) -> bool:
-        """True between ``sleep`` and ``wake_up``."""
+    def asleep(self) -> frozenset[SleepingPart]:
+        """The parts of the memory that are given back."""
 
     def check_sleep(self) -> None:
         """Raise EngineUnsupported, with the reason, unless it can sleep; any thread may ask."""
@@ -122,8 +127,8 @@ class Sleeping(Weights, Protocol):
         """Free the KV cache, and the weights: level 1 moves these to the host, level 2 drops them. Return
         how many bytes are free now that were not."""
 
-    def wake_up(self) -> None:
-        """Have all of it back, but weights that were dropped: those have to be loaded."""
+    def wake_up(self, parts: frozenset[SleepingPart]) -> None:
+        """Have these parts back. Weights that were dropped have to be loaded then."""
 
 
 @runtime_checkable

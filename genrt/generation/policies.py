@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
+from genrt.engines.weights import SleepingPart
 from genrt.errors import InvalidRequest
 from genrt.generation.rollouts import (
     RolloutBatch,
@@ -65,12 +66,12 @@ class PolicyGeneration:
         self._stops = [stops] if isinstance(stops, str) else list(stops or ())
         self._options = given
 
-    def prepare_for_generation(self) -> None:
-        """Have the GPU's memory back after ``finish_generation``, blocking; else nothing happens. Raises
-        as ``AsyncLM.wake_up``."""
+    def prepare_for_generation(self, tags: Collection[SleepingPart] | None = None) -> None:
+        """Have the GPU's memory back after ``finish_generation``, blocking; else nothing happens. With
+        ``tags=["weights"]`` that of the weights alone, to be replaced before the rest is there. Raises as
+        ``AsyncLM.wake_up``."""
         if self._is_asleep:
-            self._lm.wake_up_sync()
-            self._is_asleep = False
+            self._is_asleep = not self._lm.wake_up_sync(tags)
 
     def finish_generation(self) -> None:
         """End what is under way, and forget what was computed. Where the trainer is colocated, free the

@@ -3,19 +3,20 @@
 Rules:
     Nothing runs in a pause: what was asked before has ended, or waits with what comes later.
     An engine sleeps in a pause alone, and its prefixes and sequences are forgotten before.
+    Its weights may wake first, and be replaced before the rest does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from genrt.engines.protocol import Engine
-from genrt.engines.weights import Sleeping, weights_of
+from genrt.engines.weights import SLEEPING_PARTS, Sleeping, SleepingPart, weights_of
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest
-from genrt.numbers import check_int, named
+from genrt.numbers import check_int, named, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.fences import Fence, Pending, check_pending
 from genrt.runtime.thread import EngineThread
@@ -54,6 +55,7 @@ class Pauses:
         self._lock = threading.Lock()
         self._fence: Fence | None = None
         self._level = 0  # of the sleep; 0 is none
+        self._slept_with = 0  # these weights
 
     @property
     def is_paused(self) -> bool:
@@ -63,9 +65,10 @@ class Pauses:
             return False
         return not fence.passed.done() or fence in self._thread.batcher.fences.up
 
-    def check_awake(self) -> None:
-        """Raise InvalidRequest if the engine sleeps."""
-        if self._level and _sleeping(self._thread.engine).is_asleep:
+    def check_awake(self, part: SleepingPart | None = None) -> None:
+        """Raise InvalidRequest if the engine sleeps, or this part of it."""
+        asleep = _sleeping(self._thread.engine).asleep if self._level else frozenset()
+        if asleep if part is None else part in asleep:
             raise InvalidRequest("the engine sleeps: wake it up first")
 
     async def pause(self, *, pending: Pending = "finish", asked: Asked = "wait") -> None:
@@ -117,28 +120,49 @@ class Pauses:
     def _fall_asleep(self, answering: AnsweringEngine, level: int) -> int:
         answering.begin_update()  # what is computed is lost
         freed = _sleeping(answering.engine).sleep(level)
-        self._level = level
+        self._level, self._slept_with = level, self._thread.batcher.fences.weights_version
         self._thread.be_alone(self)  # who would use the memory waits
         return freed
 
-    async def wake_up(self) -> None:
-        """Have the engine's memory back, and go on; nothing happens if it does not sleep."""
-        if self._level:
-            await asyncio.wrap_future(self._thread.call_alone(self._wake, self))
+    async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
+        """Have the engine's memory back, or these parts of it, and go on once all is there;
+        ``AsyncLM.wake_up`` says the rest."""
+        parts = _checked_parts(tags)
+        if not self._level:
+            return True
+        wake = self._thread.call_alone(lambda answering: self._wake(answering, parts), self)
+        if is_awake := await asyncio.wrap_future(wake):
             self._go_on()
+        return is_awake
 
-    def _wake(self, answering: AnsweringEngine) -> None:
-        level, self._level = self._level, 0
+    def _wake(self, answering: AnsweringEngine, parts: frozenset[SleepingPart]) -> bool:
+        """Return whether all is awake then."""
         sleeping = _sleeping(answering.engine)
-        if not sleeping.is_asleep:  # it was restarted meanwhile
-            return
-        self._thread.be_alone(None)
-        sleeping.wake_up()
-        if level == 2:
+        level, rest = self._level, sleeping.asleep - parts
+        if not rest:
+            self._level = 0
+        if not sleeping.asleep:  # it was restarted meanwhile, or woken by another call
+            return True
+        if "weights" not in rest:
+            self._thread.be_alone(None)
+        sleeping.wake_up(sleeping.asleep & parts)
+        is_same = self._slept_with == self._thread.batcher.fences.weights_version
+        if not rest and level == 2 and is_same:
             self._thread.weights.restore(answering.engine)
+        return not rest
 
     async def _called(self, function: Callable[[AnsweringEngine], T]) -> T:
         return await asyncio.wrap_future(self._thread.call_alone(function))
+
+
+def _checked_parts(tags: Collection[SleepingPart] | None) -> frozenset[SleepingPart]:
+    if tags is None:
+        return SLEEPING_PARTS
+    parts = sorted(SLEEPING_PARTS)
+    is_several = isinstance(tags, Collection) and not isinstance(tags, str)
+    if not is_several or any(each not in parts for each in tags):
+        raise InvalidRequest(f"tags must be some of {parts}, or None, got {shown(tags)}")
+    return frozenset(tags)
 
 
 def _sleeping(engine: Engine) -> Sleeping:

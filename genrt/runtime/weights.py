@@ -160,8 +160,8 @@ class WeightUpdates:
                 self.thread.call_alone(update.end, update)
 
     def check_awake(self) -> None:
-        """Raise InvalidRequest if the engine sleeps."""
-        self._pauses.check_awake()
+        """Raise InvalidRequest if the weights sleep."""
+        self._pauses.check_awake("weights")
 
     async def called(self, function: Callable[[AnsweringEngine], T], *, alone: object = None) -> T:
         """Return what the engine's thread returns for this, alone with what ``alone`` owns."""

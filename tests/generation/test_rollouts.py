@@ -623,9 +623,13 @@ def test_a_colocated_trainer_gets_the_gpu_between_two_generations() -> None:
             assert weights.levels == [1]
             with pytest.raises(EngineFailed, match="paused"):
                 policy.generate(batch)
+        policy.prepare_for_generation(["weights"])
+        assert weights.asleep == {"kv_cache"}
+        with pytest.raises(EngineFailed, match="paused"):
+            policy.generate(batch)
         for _ in range(2):
             policy.prepare_for_generation()
-        assert not weights.is_asleep
+        assert not weights.asleep
         again = PolicyGeneration(lm, pad_value=0, max_new_tokens=2, seed=1)
         again.finish_generation()  # of one that is not colocated, which goes on
         assert torch.equal(again.generate(batch)["output_ids"], before["output_ids"])

@@ -12,7 +12,7 @@ import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.engines.weights import Layout, NamedTensors
+from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
 from genrt.errors import Closed, EngineFailed, EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
 from tests.scripted import Gate, ScriptedEngine
@@ -26,7 +26,7 @@ class SleepyWeights:
     def __init__(self, own: Any) -> None:
         self._own = own
         self.levels: list[int] = []
-        self.is_asleep = False
+        self.asleep: frozenset[SleepingPart] = frozenset()
         self.wakes = True
 
     def layout(self) -> Layout:
@@ -37,11 +37,11 @@ class SleepyWeights:
         return []
 
     def begin(self) -> None:
-        assert not self.is_asleep
+        assert "weights" not in self.asleep
         self._own.begin()
 
     def load(self, tensors: NamedTensors) -> None:
-        assert not self.is_asleep
+        assert "weights" not in self.asleep
         self._own.load(tensors)
 
     def finish(self) -> None:
@@ -52,13 +52,14 @@ class SleepyWeights:
 
     def sleep(self, level: int) -> int:
         self.levels.append(level)
-        self.is_asleep = True
+        self.asleep = SLEEPING_PARTS
         return 1000
 
-    def wake_up(self) -> None:
+    def wake_up(self, parts: frozenset[SleepingPart]) -> None:
+        assert parts <= self.asleep
         if not self.wakes:
             raise EngineFailed("there is no memory any more")
-        self.is_asleep = False
+        self.asleep -= parts
 
 
 class SleepyEngine(ExactEngine):
@@ -67,7 +68,7 @@ class SleepyEngine(ExactEngine):
         self.weights: Any = SleepyWeights(self.weights)
 
     def step(self) -> Any:
-        assert not self.weights.is_asleep
+        assert not self.weights.asleep
         return super().step()
 
 
@@ -195,8 +196,64 @@ async def test_an_engine_sleeps_in_a_pause_and_wakes_with_its_weights(
     await turns()
     assert not asked.done()
     await lm.wake_up()
-    assert not weights.is_asleep
+    assert not weights.asleep
     assert torch.allclose(await asked, OTHER.row([1]), atol=1e-6)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_weights_wake_first_and_are_replaced_before_the_rest_wakes(
+    lm: AsyncLM, level: int
+) -> None:
+    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    before = await lm.next_token_logprobs([1])
+    await lm.sleep(level)
+    asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+    assert not await lm.wake_up(["weights"])
+    assert not await lm.wake_up(["weights"])  # again
+    assert weights.asleep == {"kv_cache"}
+    assert await lm.update_weights({"table": OTHER.table}) == 1
+    with pytest.raises(InvalidRequest, match="sleeps"):
+        lm.resume()
+    with pytest.raises(InvalidRequest, match="sleeps"):
+        await lm.sleep()
+    await turns()
+    assert not asked.done()
+    assert await lm.wake_up(["kv_cache"])
+    assert torch.allclose(await asked, OTHER.row([1]), atol=1e-6)
+    assert not torch.allclose(before, OTHER.row([1]))
+
+
+async def test_dropped_weights_that_nobody_replaced_are_read_again_at_the_end(lm: AsyncLM) -> None:
+    await lm.update_weights({"table": OTHER.table})
+    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    await lm.sleep(2)
+    weights._own.load([("table", MODEL.table)])  # what was dropped is anything
+    weights._own.finish()
+    await lm.wake_up(["weights"])
+    await lm.wake_up()
+    assert torch.allclose(await lm.next_token_logprobs([1]), OTHER.row([1]), atol=1e-6)
+
+
+async def test_the_cache_may_wake_first_and_weights_wait_for_theirs(lm: AsyncLM) -> None:
+    await lm.sleep()
+    assert not await lm.wake_up(["kv_cache"])
+    with pytest.raises(InvalidRequest, match="sleeps"):
+        await lm.update_weights({"table": OTHER.table})
+    for tags in ("weights", ["weight"], [1], 3, [["weights"]]):
+        with pytest.raises(InvalidRequest, match="tags"):
+            await lm.wake_up(tags)  # type: ignore[arg-type]
+    assert not await lm.wake_up([])
+    assert await lm.wake_up()
+    await lm.next_token_logprobs([1])
+
+
+async def test_a_restart_between_two_parts_wakes(lm: AsyncLM) -> None:
+    await lm.sleep(2)
+    await lm.wake_up(["weights"])
+    await lm.arestart()
+    await lm.next_token_logprobs([1])
+    assert await lm.wake_up(["kv_cache"])
+    await lm.next_token_logprobs([2])
 
 
 async def test_a_sleep_in_a_pause_keeps_to_what_the_pause_says(lm: AsyncLM) -> None:

@@ -235,8 +235,7 @@ class VLLMEngine:
             return self._answered(step.request_ids, rows)
         self._decoded = [(self._in_progress[each], each) for each in step.request_ids]
         finished = self._answered(step.request_ids, rows)
-        bad = check.wait()
-        for position in bad:
+        for position in (bad := check.wait()):
             finished[position] = Finished(finished[position].request, error=not_finite())
         self._abort([step.request_ids[position] for position in bad])
         self._count(rows=-len(bad), failed=len(bad))
@@ -244,14 +243,13 @@ class VLLMEngine:
 
     def _drawn(self, population: PopulationDraw, step: DecodedStep, steps: DecodeSteps) -> Finished:
         """Draw for a population from a step that is all its own, and run the next with the tokens."""
-        populations = self._populations
-        end = populations.drawn(population, step.request_ids, step.rows, step.places)
+        end = self._populations.drawn(population, step.request_ids, step.rows, step.places)
         # The device computes from here on, until it is waited for: all else is done meanwhile.
-        steps.prepare_next(populations.spread())
+        steps.prepare_next(self._populations.spread())
         for request_id in step.request_ids:
             del self._in_progress[request_id]
         self._count(rows=len(step.request_ids))
-        request_ids, tokens = populations.answer(population)
+        request_ids, tokens = self._populations.answer(population)
         if tokens is not None:
             self._speculate(request_ids, tokens, cast("Leaving", end.result))
         return end

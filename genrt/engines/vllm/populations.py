@@ -222,7 +222,7 @@ class SeatedPopulations:
         rows: torch.Tensor,
         at_rows: Sequence[int] | None = None,
     ) -> Finished:
-        """Launch a population's draws from the rows ``[m, vocab_size]`` of these vLLM requests, which are
+        """Begin a population's draws from the rows ``[m, vocab_size]`` of these vLLM requests, which are
         its own: from those at ``at_rows``, or all in order. Return its end; ``answer`` has still to be
         told."""
         under_way = self._under_way[population]

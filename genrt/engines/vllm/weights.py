@@ -25,7 +25,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.vllm.config import translated
 from genrt.engines.vllm.globals import Globals
-from genrt.engines.weights import Layout, NamedTensors, layout_of, weight_files
+from genrt.engines.weights import Layout, NamedTensors, SleepingPart, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 
 __all__ = ["VLLMWeights"]
@@ -91,9 +91,9 @@ class VLLMWeights:
         return Path(found)
 
     @property
-    def is_asleep(self) -> bool:
-        """True while its memory is given back."""
-        return bool(self._executor.is_sleeping)
+    def asleep(self) -> frozenset[SleepingPart]:
+        """The parts of its memory that are given back."""
+        return frozenset(self._executor.sleeping_tags)
 
     def check_sleep(self) -> None:
         """Raise EngineUnsupported on a CPU, and without ``enable_sleep_mode``."""
@@ -114,10 +114,11 @@ class VLLMWeights:
             self._executor.sleep(level)
             return torch.cuda.mem_get_info()[0] - before
 
-    def wake_up(self) -> None:
-        """Have the memory back."""
-        with self._globals:
-            self._executor.wake_up()
+    def wake_up(self, parts: frozenset[SleepingPart]) -> None:
+        """Have these parts of the memory back."""
+        if parts:
+            with self._globals:
+                self._executor.wake_up([*parts])
 
     def begin(self) -> None:
         """Have vLLM forget what it has computed. Raises EngineFailed if it does not."""
