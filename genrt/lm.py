@@ -275,7 +275,8 @@ class AsyncLM:
         ``[len(continuation)]`` on the host; their sum is the continuation's. It takes a row for each
         token, all in one question; a prefix cache makes each cost little more than its own token."""
         bound = self._adapters.bound(adapter)
-        requests = score_requests(self._limits, token_ids, continuation, bound)
+        in_one = getattr(self._thread.engine, "scores", False)
+        requests = score_requests(self._limits, token_ids, continuation, bound, in_one=in_one)
         return joined(await self._ask(requests, timeout=timeout))
 
     def population(

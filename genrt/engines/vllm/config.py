@@ -25,6 +25,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.protocol import failure
 from genrt.engines.vllm.capture import TICKET, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
+from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.errors import (
     EngineDied,
@@ -35,6 +36,7 @@ from genrt.errors import (
 )
 
 __all__ = [
+    "can_score",
     "check_version",
     "configure",
     "core_request",
@@ -42,6 +44,7 @@ __all__ = [
     "reserved_share",
     "rounding",
     "row_params",
+    "score_params",
     "translated",
 ]
 
@@ -154,6 +157,16 @@ def can_be_ahead(config: VllmConfig) -> bool:
     return bool(config.use_v2_model_runner)
 
 
+def can_score(config: VllmConfig) -> bool:
+    """Return whether the hidden states of all positions of a prompt are those of its rows, and a prefix
+    that is found ends where it is told to."""
+    return not (
+        config.cache_config.kv_sharing_fast_prefill
+        or config.kv_transfer_config
+        or config.model_config.is_encoder_decoder
+    )
+
+
 def _load_format(checkpoint: str, given: str) -> str:
     """Return the load format that is asked for; refuse those with which vLLM may unpickle weights."""
     if given in ("pt", "npcache"):
@@ -198,8 +211,17 @@ LOGPROBS = SamplingParams(
 def row_params(ticket: int, *, open_for: int | None) -> SamplingParams:
     """Return how vLLM is asked for the row of this ticket, by a request that stays open for at most so
     many tokens, or that ends with the row if ``open_for`` is ``None``."""
+    return _params({TICKET: ticket}, open_for)
+
+
+def score_params(first: int, *, open_for: int | None) -> SamplingParams:
+    """Return how vLLM is asked for the positions of a text from this one on; else as ``row_params``."""
+    return _params({FIRST: first}, open_for)
+
+
+def _params(extra_args: dict[str, Any], open_for: int | None) -> SamplingParams:
     params = copy(LOGPROBS)
-    params.extra_args = {TICKET: ticket}
+    params.extra_args = extra_args
     if open_for is not None:
         params.extra_args[OPEN] = True
         params.max_tokens = open_for

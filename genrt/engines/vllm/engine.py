@@ -28,7 +28,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
-from genrt.engines.vllm.config import translated
+from genrt.engines.vllm.config import can_score, translated
 from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
@@ -36,6 +36,7 @@ from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
+from genrt.engines.vllm.positions import Positions, attach, limit_hits
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
 from genrt.engines.vllm.runner_v1 import RunnerV1
@@ -50,6 +51,7 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.scores import ScoreRequest
 from genrt.tokens.rows import Leaving
 
 __all__ = ["VLLMEngine"]
@@ -78,10 +80,14 @@ class VLLMEngine:
             torch.cuda.set_stream(torch.cuda.default_stream())
         core = self._core.engine_core
         self._store: RowStore | RemoteStore
+        self._positions: Positions | None = None
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
                 self._store = install(model_runner, own_processors)
+                if not own_processors and can_score(config):
+                    self._positions = attach(model_runner, vocab_size=self.vocab_size)
+                    limit_hits(core.scheduler)
             else:
                 model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
@@ -109,7 +115,9 @@ class VLLMEngine:
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
         self._in_progress = InProgress(self._adapters, self._samples)
         room = self.max_model_len + 1 if is_open else None
-        self._sending = Sending(self._core, own, self._adapters, self._samples, room)
+        self._sending = Sending(
+            self._core, own, self._adapters, self._samples, self._positions, room
+        )
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
@@ -119,6 +127,10 @@ class VLLMEngine:
     def keeps_residents(self) -> bool:
         """True if answered sequences stay resident, to be extended and forked."""
         return self._open is not None
+
+    @property
+    def scores(self) -> bool:
+        return self._positions is not None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -154,6 +166,9 @@ class VLLMEngine:
             self._open.remember(request_ids)
         if len(rows) < len(requests):
             self._samples.wait(requests)
+            for request in requests:
+                if isinstance(request, ScoreRequest):
+                    self._add(request)
         self._count(requests=len(requests))
 
     def _add(self, request: Sent) -> str | None:
@@ -165,8 +180,9 @@ class VLLMEngine:
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return None
-        if self._open is not None and isinstance(request, LogprobsRequest):
-            self._open.share(request_id, request)
+        if self._open is not None and isinstance(request, LogprobsRequest | ScoreRequest):
+            row = request.computed if isinstance(request, ScoreRequest) else request
+            self._open.share(request_id, row)
         self._in_progress.begin(request_id, request)
         return request_id
 
@@ -260,6 +276,15 @@ class VLLMEngine:
         self._count(rows=sum(row is not None for row in rows), failed=failed)
         return finished
 
+    def _scored(self, scores: dict[str, torch.Tensor | None]) -> list[Finished]:
+        """Return what these scores end, ``None`` where a row of one is not finite."""
+        finished = self._answered([*scores], [*scores.values()])
+        sound = [score for score in scores.values() if score is not None]
+        self._count(rows=-len(sound), scored_tokens=sum(map(len, sound)))
+        if self.device.type != "cpu":
+            self._count(bytes_to_host=sum(score.nbytes for score in sound))
+        return finished
+
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
         """Run the prepared step with these tokens, if it is of all these rows; see ``Speculating``."""
         if self._open is None or not self._open.steps.can_speculate(len(rows)):
@@ -300,11 +325,15 @@ class VLLMEngine:
             error = result if isinstance(result, GenrtError) else None
             request = self._in_progress.end(request_id)
             finished.append(Finished(request, None if error else result, error))
+        scores = {} if self._positions is None else self._positions.take(answered)
+        answered = [each for each in answered if each not in scores]
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
         left = self._in_progress.left_by(finished)
         self._give_up([each for each in left if each not in answered])
         finished += self._answered(answered, rows)
+        if scores:
+            finished += self._scored(scores)
         self._abort(over)
         if isinstance(self._store, RemoteStore):
             self._count(bytes_to_host=sum(row.nbytes for row in rows if row is not None))
@@ -329,6 +358,8 @@ class VLLMEngine:
             if isinstance(request, PopulationDraw):
                 self._populations.forget(request)
         self._store.forget(map(int, request_ids))
+        if self._positions is not None:
+            self._positions.forget(request_ids)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Have vLLM forget these requests; ids that it does not know are ignored."""
@@ -350,6 +381,8 @@ class VLLMEngine:
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
             self._store.forget(map(int, self._in_progress))
+            if self._positions is not None:
+                self._positions.forget(self._in_progress.keys())
             self.prefixes.give_up()
             clean = self._core.reset_prefix_cache()
         except Exception as error:

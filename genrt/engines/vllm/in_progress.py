@@ -15,10 +15,11 @@ from genrt.engines.vllm.samples import Generated, Samples
 from genrt.errors import EngineFailed
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["Answered", "InProgress", "Purpose", "Sent"]
 
-Sent: TypeAlias = LogprobsRequest | Generated
+Sent: TypeAlias = LogprobsRequest | ScoreRequest | Generated
 """What vLLM is given one by one."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
@@ -69,7 +70,7 @@ class InProgress(dict[str, Purpose]):
         rows: Sequence[torch.Tensor | None],
         populations: SeatedPopulations,
     ) -> Answered:
-        """End the vLLM requests whose rows these are, ``None`` where one is not finite."""
+        """End the vLLM requests whose rows, or scores, these are, ``None`` where one is not finite."""
         finished: list[Finished] = []
         kept: list[tuple[str, LogprobsRequest]] = []
         over: list[str] = []
@@ -84,6 +85,8 @@ class InProgress(dict[str, Purpose]):
                 end = Finished(request, row)
                 if isinstance(request, LogprobsRequest):
                     kept.append((request_id, request))
+                elif isinstance(request, ScoreRequest):
+                    kept.append((request_id, request.computed))
             if row is None:
                 over.append(request_id)
             if end is not None:

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from genrt.engines.vllm.decode_output import decode_output
+from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.runners import NextTokens, Seat, in_common
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.forked = 0
         self.reseated = 0
         self._open: set[str] = set()
+        self._unscored: set[str] = set()  # open ones whose positions are wanted, until they are there
         self._donors: dict[str, tuple[str, int]] = {}
         self._waking: dict[str, Request] = {}
         self._answered: list[str] = []
@@ -112,7 +114,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def add_request(self, request: Request) -> None:
         extra = request.sampling_params.extra_args if request.sampling_params else None
         if extra is not None and OPEN in extra:
-            self._open.add(request.request_id)
+            (self._unscored if FIRST in extra else self._open).add(request.request_id)
         super().add_request(request)
 
     def share(self, request_id: str, donor_id: str, tokens: int) -> None:
@@ -362,13 +364,19 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     ) -> Any:
         sampled = model_runner_output.sampled_token_ids
         answered: set[str] = set()
-        for request_id in self._open.intersection(scheduler_output.num_scheduled_tokens):
+        scheduled = scheduler_output.num_scheduled_tokens
+        here = self._open.intersection(scheduled), self._unscored.intersection(scheduled)
+        for request_id in chain(*here):
             index = model_runner_output.req_id_to_index[request_id]
             if sampled and sampled[index]:
                 sampled[index] = []  # vLLM leaves a request without a token running
                 answered.add(request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if answered:
+            if self._unscored:
+                # A decode step, which shows nobody its positions, may go on with these now.
+                self._open |= self._unscored & answered
+                self._unscored -= answered
             running: list[Request] = []
             for request in self.running:
                 if request.request_id in answered:
@@ -386,6 +394,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         for request in finished:
             self.parked.pop(request.request_id, None)
             self._open.discard(request.request_id)
+            self._unscored.discard(request.request_id)
             self._donors.pop(request.request_id, None)
             self._waking.pop(request.request_id, None)
         if self._waking:
