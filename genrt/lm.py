@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any, NoReturn, Self, Unpack, cast
 
 import torch
@@ -21,7 +22,7 @@ from genrt.questions.masks import Mask, Masks
 from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions
 from genrt.questions.rows import row_request
 from genrt.questions.samples import SampleOptions
-from genrt.questions.scores import joined, score_requests
+from genrt.questions.scores import batch_score_requests, joined, score_requests, text_requests
 from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
 from genrt.runtime.adapter_names import AdapterNames
@@ -67,10 +68,8 @@ class AsyncLM:
         thread.belong_to(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "a runtime cannot be copied or pickled, since it owns an engine and its thread: hand it on "
-            "as it is, and load another one in another process"
-        )
+        reason = "it owns an engine and its thread: hand it on, or load another in another process"
+        raise TypeError(f"a runtime cannot be copied or pickled: {reason}")
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -120,9 +119,8 @@ class AsyncLM:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[encoding.ChatOptions]
     ) -> list[int]:
-        """Return the token ids of a conversation such as ``[{"role": "user", "content": "Hello!"}]``,
-        written by the tokenizer's own chat template. By default the assistant's turn is begun;
-        ``ChatOptions`` has the options.
+        """Return the token ids of a conversation such as ``[{"role": "user", "content": "Hello!"}]``, by
+        the tokenizer's chat template; the assistant's turn is begun. ``ChatOptions`` has the options.
 
         Raises:
             InvalidRequest: there is no chat template, it refuses the messages, or text would be lost.
@@ -146,8 +144,7 @@ class AsyncLM:
         """Return the row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
 
         It is on ``self.device``, or on the host with ``device="cpu"``: from a GPU, the rows of a step
-        are moved there together, through pinned memory. The tensor is the caller's own. Concurrent
-        questions are answered together, equal ones once.
+        are moved together. The tensor is the caller's own. Equal concurrent questions are asked once.
 
         Raises:
             InvalidRequest: token ids that are no ints in range, or none; ContextTooLong, UnknownAdapter.
@@ -169,11 +166,8 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
-
-        One question with one future, however many contexts; raises and cancels as
-        ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too.
-        """
+        """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``. This is
+        one question: it raises and cancels as ``next_token_logprobs`` does, as a whole."""
         bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
         rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
         requests = [host_row(row) for row in rows] if moves else rows
@@ -199,18 +193,16 @@ class AsyncLM:
         The result's ``logprob`` is the log-probability with which the token was drawn, and ``log_mass``
         is ``logsumexp(row[mask])``, of the row itself whatever the temperature: at temperature 1 the
         incremental log importance weight. At another, the weight is ``row[token_id] - logprob``. No mass
-        under the mask is a dead end and no error: token -1, ``log_mass`` -inf.
-
-        Concurrent draws are batched, on the engine's device, and those after equal contexts share a row.
-        A row that is in the cache is used; one computed for a draw is not put there.
+        under the mask is a dead end and no error: token -1, ``log_mass`` -inf. Draws after equal contexts
+        share a row; one that is in the cache is used, one computed for a draw is not put there.
 
         Args:
             mask: what may be drawn: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
                 packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes.
                 ``None`` is all, and integers of any other type are refused.
             temperature: 0 is greedy.
-            seed: makes the draw reproducible, whatever else is in the batch; draws of equal seeds share
-                their randomness, so give each one of its own. Without one, calls are independent.
+            seed: makes the draw reproducible, whatever else is in the batch; equal seeds share their
+                randomness. Without one, calls are independent.
 
         Raises:
             InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
@@ -272,11 +264,32 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> torch.Tensor:
         """Return each token's log-probability in ``continuation``, given those before it: float32
-        ``[len(continuation)]`` on the host; their sum is the continuation's. It takes a row for each
-        token, all in one question; a prefix cache makes each cost little more than its own token."""
-        bound = self._adapters.bound(adapter)
-        in_one = getattr(self._thread.engine, "scores", False)
-        requests = score_requests(self._limits, token_ids, continuation, bound, in_one=in_one)
+        ``[len(continuation)]`` on the host; their sum is the continuation's. vLLM computes the text
+        once, from where it has a prefix of the context; other engines compute a row for each token."""
+        own = self._limits, token_ids, continuation, self._adapters.bound(adapter)
+        requests = score_requests(*own, in_one=self._thread.scores)
+        return joined(await self._ask(requests, timeout=timeout))
+
+    async def batch_score(
+        self,
+        contexts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> list[torch.Tensor]:
+        """Return what ``score`` does of each continuation after its context, all as one question."""
+        own = self._limits, contexts, continuations, self._adapters.bound(adapter)
+        requests = batch_score_requests(*own, in_one=self._thread.scores)
+        found = iter(await self._ask([*chain(*requests)], timeout=timeout))
+        return [joined([*islice(found, len(each))]) for each in requests]
+
+    async def prompt_logprobs(
+        self, token_ids: TokenIds, *, adapter: str | None = None, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
+        own = self._limits, token_ids, self._adapters.bound(adapter)
+        requests = text_requests(*own, in_one=self._thread.scores)
         return joined(await self._ask(requests, timeout=timeout))
 
     def population(
@@ -284,8 +297,7 @@ class AsyncLM:
     ) -> Population:
         """Return ``n`` sequences that begin with a prompt, or one for each of several prompts, to go on
         together as arrays; nothing is computed yet. Raises InvalidRequest if these are no prompts, or
-        ``n`` is missing for one or given for several; UnknownAdapter.
-        """
+        ``n`` is missing for one or given for several; UnknownAdapter."""
         return self._populations.begin(prompt, n, adapter)
 
     # -- samples and texts --------------------------------------------------------------------
@@ -297,9 +309,8 @@ class AsyncLM:
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[int]:
-        """Draw up to ``max_tokens`` tokens one after another, by the engine's own decode loop.
-
-        ``SampleOptions`` and ``DecodingOptions`` have the options; ``max_tokens`` must be given.
+        """Draw up to ``max_tokens`` tokens, which must be given, by the engine's own decode loop.
+        ``SampleOptions`` and ``DecodingOptions`` have the options.
 
         Raises:
             InvalidRequest: a parameter is out of range; ContextTooLong when the context and
@@ -323,10 +334,8 @@ class AsyncLM:
     async def generate(
         self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Draw the text after a prompt, by the engine's own decode loop.
-
-        The prompt is a text, tokenized with the special tokens that the tokenizer puts around it, or
-        token ids as they are. ``GenerateOptions`` has the options.
+        """Draw the text after a prompt, by the engine's own decode loop. The prompt is token ids, or a
+        text, for which the tokenizer adds its special tokens; ``GenerateOptions`` has the options.
 
         Raises:
             InvalidRequest: an option is out of range, or the engine cannot do it; else as ``sample``.
@@ -338,8 +347,7 @@ class AsyncLM:
         self, prompts: Sequence[str | TokenIds], **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """Draw the text after each of ``prompts``, in order, as one question; options as ``generate``'s.
-        With a ``seed``, prompt ``i`` is drawn with seed ``seed + i``: ``[prompt] * n`` gives ``n``
-        independent texts."""
+        With a ``seed``, prompt ``i`` has seed ``seed + i``: ``[prompt] * n`` gives independent texts."""
         requests, timeout = self._texts.requests(prompts, options)
         return list(await self._ask(requests, timeout=timeout))
 
@@ -352,12 +360,10 @@ class AsyncLM:
         return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
 
     def stream(self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]) -> Stream:
-        """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``.
-
-        Each ``Delta`` has the text and the tokens since the one before; with the last one, the stream's
-        ``completion`` is there, the same as ``generate``'s. Leaving the loop, or cancelling, withdraws
-        the question; ``timeout`` is for all of it. Wrong arguments raise here, all else on the way.
-        """
+        """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``. Each
+        ``Delta`` has what is new; with the last one, the stream's ``completion`` is there, the same as
+        ``generate``'s. Leaving the loop, or cancelling, withdraws the question; ``timeout`` is for all of
+        it. Wrong arguments raise here, all else on the way."""
         request, timeout = self._texts.streamed(self._texts.requests([prompt], options))
         return self._stream(request, timeout=timeout)
 
@@ -400,6 +406,8 @@ class AsyncLM:
     token_logprobs_sync = blocking_question(token_logprobs)
     top_logprobs_sync = blocking_question(top_logprobs)
     score_sync = blocking_question(score)
+    batch_score_sync = blocking_question(batch_score)
+    prompt_logprobs_sync = blocking_question(prompt_logprobs)
     sample_sync = blocking_question(sample)
     batch_sample_sync = blocking_question(batch_sample)
     generate_sync = blocking_question(generate)
@@ -419,14 +427,10 @@ class AsyncLM:
     async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
 
-        Calls made from then on can name it. A name that is loaded already is bound to the new
-        weights; questions asked before keep the old ones, and no row of theirs is ever returned for
-        the new. Cancelling leaves the name as it was, or bound to the new adapter.
-
-        Raises:
-            InvalidAdapter: the directory holds no safetensors adapter, it does not fit the model, or
-                the engine was opened without adapters.
-        """
+        Calls made from then on can name it. A name that is loaded already is bound to the new weights;
+        questions asked before keep the old ones, and no row of theirs is ever returned for the new.
+        Cancelling leaves the name as it was, or bound to the new adapter. Raises InvalidAdapter: the
+        directory holds none in safetensors, or one that does not fit, or the engine takes none."""
         await asyncio.wrap_future(self._adapters.add(name, path))
 
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
@@ -451,9 +455,8 @@ class AsyncLM:
         return Statistics(batcher=batcher, cache=cache, engine=self._thread.statistics())
 
     def close(self) -> None:
-        """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread.
-
-        Returns when the step in progress has ended, or after 5 seconds if it takes longer."""
+        """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread. Returns when
+        the step in progress has ended, or after 5 seconds if it takes longer."""
         self._thread.close()
 
     async def aclose(self) -> None:
@@ -462,10 +465,9 @@ class AsyncLM:
 
     def restart(self) -> None:
         """Close the engine, if that has not happened, and open another one with the same options and
-        adapters; this runtime then answers again. Cached rows stay, the engine's statistics start anew.
-
-        Questions that were still waiting raise ``Closed``. With ``load(…, restart="auto")`` an engine
-        that died is replaced without being asked, and no question notices.
+        adapters; this runtime then answers again. Cached rows stay, the engine's statistics start anew,
+        questions that still waited raise ``Closed``. With ``load(…, restart="auto")`` an engine that died
+        is replaced without being asked, and no question notices.
 
         Raises:
             EngineFailed: a step takes longer than 5 seconds: wait for it, then try again.

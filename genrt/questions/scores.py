@@ -10,13 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from genrt.errors import InvalidRequest
 from genrt.questions.candidates import Candidates
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated
+from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_contexts
 from genrt.questions.reads import ReadRequest
-from genrt.questions.rows import LogprobsRequest, row_request
+from genrt.questions.rows import LogprobsRequest, is_row, row_request
 from genrt.questions.token_ids import TokenIds
 
-__all__ = ["ScoreRequest", "joined", "score_requests"]
+__all__ = ["ScoreRequest", "batch_score_requests", "joined", "score_requests", "text_requests"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,6 +47,13 @@ class ScoreRequest:
         return tuple(array("I", self.packed))
 
     @property
+    def rows(self) -> list[LogprobsRequest]:
+        """The row before each token of the continuation."""
+        most = len(self.packed)
+        ends = range(TOKEN_BYTES * self.start, most, TOKEN_BYTES)
+        return [LogprobsRequest(packed=self.packed[:end], adapter=self.adapter) for end in ends]
+
+    @property
     def computed(self) -> LogprobsRequest:
         """The row after the longest context that the answer needs: all of the text but its last token."""
         return LogprobsRequest(packed=self.packed[:-TOKEN_BYTES], adapter=self.adapter)
@@ -62,6 +70,12 @@ class ScoreRequest:
     def owned(self, result: object) -> object:
         """Return a result for one caller alone; tensors are copied before, all at once."""
         return result
+
+    def is_answer(self, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0) -> bool:
+        """Return whether this is the answer, given the row before each token."""
+        targets = self.token_ids[self.start :]
+        entries = [row[token_id] for row, token_id in zip(rows, targets, strict=True)]
+        return is_row(torch.stack(entries).cpu(), result, tolerance=tolerance)
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES - self.start
@@ -81,7 +95,7 @@ def score_requests(
     adapter: Adapter | None,
     *,
     in_one: bool,
-) -> list[ReadRequest] | list[ScoreRequest]:
+) -> list[ReadRequest | ScoreRequest]:
     """Return the requests whose results, ``joined``, are a continuation's score: one for all of its
     tokens with ``in_one``, otherwise a read for each token, from the row after what comes before it. A
     single token is read too: its row may be there, and others read from it.
@@ -92,16 +106,42 @@ def score_requests(
     """
     before = limits.token_ids(token_ids)
     after = limits.token_ids(continuation, allow_empty=True, name="continuation")
-    whole = row_request(limits, (*before, *after[:-1]), adapter).packed
+    computed = row_request(limits, (*before, *after[:-1]), adapter)
+    whole = computed.packed + array("I", after[-1:]).tobytes()
+    score = ScoreRequest(whole, len(before), adapter)
     if in_one and len(after) > 1:
-        packed = whole + array("I", after[-1:]).tobytes()
-        return [ScoreRequest(packed, len(before), adapter)]
-    start = TOKEN_BYTES * len(before)
-    rows = (
-        LogprobsRequest(adapter=adapter, packed=whole[: start + TOKEN_BYTES * count])
-        for count in range(len(after))
-    )
-    return [ReadRequest(row, Candidates((each,))) for row, each in zip(rows, after, strict=True)]
+        return [score]
+    pairs = zip(score.rows, after, strict=True)
+    return [ReadRequest(row, Candidates((each,))) for row, each in pairs]
+
+
+def batch_score_requests(
+    limits: Limits,
+    contexts: Sequence[TokenIds],
+    continuations: Sequence[TokenIds],
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return ``score_requests`` of each continuation after its context. Raises InvalidRequest too if
+    there are not as many of one as of the other."""
+    pairs = check_contexts(contexts), check_contexts(continuations, "continuations")
+    if len(pairs[0]) != len(pairs[1]):
+        raise InvalidRequest(
+            f"{len(pairs[0])} contexts and {len(pairs[1])} continuations: give one for each"
+        )
+    return [
+        score_requests(limits, before, after, adapter, in_one=in_one)
+        for before, after in zip(*pairs, strict=True)
+    ]
+
+
+def text_requests(
+    limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
+) -> list[ReadRequest | ScoreRequest]:
+    """Return ``score_requests`` of all tokens of a text after its first; raise as that does."""
+    text = limits.token_ids(token_ids)
+    return score_requests(limits, text[:1], text[1:], adapter, in_one=in_one)
 
 
 def joined(scores: Sequence[Tensor]) -> Tensor:

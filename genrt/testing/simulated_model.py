@@ -21,6 +21,7 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
 from genrt.questions.samples import SampleRequest
+from genrt.questions.scores import ScoreRequest
 
 VOCAB_SIZE = 8
 
@@ -96,6 +97,8 @@ def is_right(model: Model, request: Request, result: Result) -> bool:
     if isinstance(request, ReadRequest):
         return request.wanted.is_answer(model.answer(request.row), result)
     if isinstance(request, PopulationDraw):
+        return request.is_answer([model.answer(row) for row in request.rows], result)
+    if isinstance(request, ScoreRequest):
         return request.is_answer([model.answer(row) for row in request.rows], result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request), result)

@@ -44,7 +44,6 @@ __all__ = [
     "reserved_share",
     "rounding",
     "row_params",
-    "score_params",
     "translated",
 ]
 
@@ -208,20 +207,14 @@ LOGPROBS = SamplingParams(
 """How vLLM is asked for a row: for one greedy token, which nobody reads."""
 
 
-def row_params(ticket: int, *, open_for: int | None) -> SamplingParams:
+def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:
     """Return how vLLM is asked for the row of this ticket, by a request that stays open for at most so
-    many tokens, or that ends with the row if ``open_for`` is ``None``."""
-    return _params({TICKET: ticket}, open_for)
-
-
-def score_params(first: int, *, open_for: int | None) -> SamplingParams:
-    """Return how vLLM is asked for the positions of a text from this one on; else as ``row_params``."""
-    return _params({FIRST: first}, open_for)
-
-
-def _params(extra_args: dict[str, Any], open_for: int | None) -> SamplingParams:
+    many tokens, or that ends with the row if ``open_for`` is ``None``; and for all positions from
+    ``first`` on, if it is a score."""
     params = copy(LOGPROBS)
-    params.extra_args = extra_args
+    params.extra_args = {TICKET: ticket}
+    if first is not None:
+        params.extra_args[FIRST] = first
     if open_for is not None:
         params.extra_args[OPEN] = True
         params.max_tokens = open_for

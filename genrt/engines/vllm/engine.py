@@ -113,7 +113,7 @@ class VLLMEngine:
         self._decoded: list[tuple[Purpose, str]] = []  # what the last decode step computed
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
-        self._in_progress = InProgress(self._adapters, self._samples)
+        self._in_progress = InProgress(self._adapters, self._samples, self._positions)
         room = self.max_model_len + 1 if is_open else None
         self._sending = Sending(
             self._core, own, self._adapters, self._samples, self._positions, room
@@ -327,6 +327,7 @@ class VLLMEngine:
             finished.append(Finished(request, None if error else result, error))
         scores = {} if self._positions is None else self._positions.take(answered)
         answered = [each for each in answered if each not in scores]
+        self._store.forget(map(int, scores))  # the row after a text that was scored
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
         left = self._in_progress.left_by(finished)
@@ -358,8 +359,6 @@ class VLLMEngine:
             if isinstance(request, PopulationDraw):
                 self._populations.forget(request)
         self._store.forget(map(int, request_ids))
-        if self._positions is not None:
-            self._positions.forget(request_ids)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Have vLLM forget these requests; ids that it does not know are ignored."""
@@ -381,8 +380,6 @@ class VLLMEngine:
         try:
             self._abort(list(self._core.engine_core.scheduler.requests))
             self._store.forget(map(int, self._in_progress))
-            if self._positions is not None:
-                self._positions.forget(self._in_progress.keys())
             self.prefixes.give_up()
             clean = self._core.reset_prefix_cache()
         except Exception as error:
@@ -448,6 +445,10 @@ class VLLMEngine:
         self._open, self._populations = None, SeatedPopulations(None, self._adapters)
         self._sending.room = None
 
+    def stop_scoring(self) -> None:
+        """Have rows be asked for in place of scores from now on."""
+        self._positions = self._sending.positions = None
+
     def close(self) -> None:
         """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines
         use."""
@@ -465,7 +466,7 @@ class VLLMEngine:
         self._adapters.close()
         self._samples.forget([*self._in_progress])
         self._in_progress.clear()
-        self._store = RowStore()
+        self._store, self._positions = RowStore(), None
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace
         gc.collect()

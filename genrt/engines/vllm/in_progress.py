@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
+from genrt.engines.vllm.positions import Positions
 from genrt.engines.vllm.samples import Generated, Samples
 from genrt.errors import EngineFailed
 from genrt.questions.population_draws import PopulationDraw
@@ -40,11 +41,15 @@ class Answered(NamedTuple):
 
 
 class InProgress(dict[str, Purpose]):
-    """The purposes of vLLM requests, by id. Adapters and samples are held until these have ended."""
+    """The purposes of vLLM requests, by id. Adapters, samples and positions are held until these have
+    ended."""
 
-    def __init__(self, adapters: VLLMAdapters, samples: Samples) -> None:
+    def __init__(
+        self, adapters: VLLMAdapters, samples: Samples, positions: Positions | None = None
+    ) -> None:
         super().__init__()
         self._adapters = adapters
+        self._positions = positions
         self._samples = samples
 
     def begin(self, request_id: str, request: Sent) -> None:
@@ -58,7 +63,9 @@ class InProgress(dict[str, Purpose]):
         request = self.pop(request_id)
         if isinstance(request, PopulationDraw):
             return request
-        if not isinstance(request, LogprobsRequest):
+        if isinstance(request, ScoreRequest) and self._positions is not None:
+            self._positions.forget([request_id])
+        elif not isinstance(request, LogprobsRequest):
             self._samples.forget([request_id])
         if request.adapter is not None:
             self._adapters.release(request.adapter)

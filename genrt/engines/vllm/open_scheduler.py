@@ -82,7 +82,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.forked = 0
         self.reseated = 0
         self._open: set[str] = set()
-        self._unscored: set[str] = set()  # open ones whose positions are wanted, until they are there
+        self._unscored: set[str] = (
+            set()
+        )  # open ones whose positions are wanted, until they are there
         self._donors: dict[str, tuple[str, int]] = {}
         self._waking: dict[str, Request] = {}
         self._answered: list[str] = []

@@ -40,12 +40,12 @@ a matrix product that does not wait for the weights."""
 
 
 class Span(NamedTuple):
-    """The part of a request that a step computes: ``count`` tokens from number ``computed`` on, whose
+    """The part of a request that a step computes: ``length`` tokens from number ``computed`` on, whose
     hidden states begin at ``offset``."""
 
     request_id: str
     computed: int
-    count: int
+    length: int
     offset: int
 
 
@@ -116,7 +116,7 @@ class Positions:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # a gap, which ``take`` finds
                 continue
-            end = min(span.computed + span.count, score.end)
+            end = min(span.computed + span.length, score.end)
             if end > score.next:
                 start = span.offset - span.computed
                 places.append(hidden_states[start + score.next : start + end])

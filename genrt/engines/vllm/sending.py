@@ -9,7 +9,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
-from genrt.engines.vllm.config import core_request, row_params, score_params, translated
+from genrt.engines.vllm.config import core_request, row_params, translated
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import Sent
 from genrt.engines.vllm.lora import VLLMAdapters
@@ -26,6 +26,7 @@ class Sending:
     """Gives requests to vLLM's core.
 
     Args:
+        positions: takes those of scores; ``None`` where rows are asked for in their place.
         room: how many tokens an open request may have; ``None`` where none stays open.
     """
 
@@ -43,7 +44,7 @@ class Sending:
         self._globals = own
         self._adapters = adapters
         self._samples = samples
-        self._positions = positions
+        self.positions = positions
         self._tickets = itertools.count(1)
 
     def send(self, request: Sent) -> str:
@@ -59,8 +60,8 @@ class Sending:
                 self._core.add_request(self._made(ticket, request, lora))
         except Exception as error:
             self._samples.forget([str(ticket)])
-            if self._positions is not None:
-                self._positions.forget([str(ticket)])
+            if self.positions is not None:
+                self.positions.forget([str(ticket)])
             refused = translated(error, "vLLM does not take this request")
             raise refused from refused.__cause__  # it may be the error itself
         return str(ticket)
@@ -82,11 +83,11 @@ class Sending:
         row = request.computed if isinstance(request, ScoreRequest) else request
         # An open request ends with its last possible token, and never by itself before.
         most = None if self.room is None else self.room - len(row)
+        first = None
         if isinstance(request, ScoreRequest):
-            if self._positions is None:
+            if self.positions is None:
                 raise EngineFailed("this engine takes a row for every token of a score")
-            self._positions.begin(str(ticket), request, lora)
-            params = score_params(request.start - 1, open_for=most)
-        else:
-            params = row_params(ticket, open_for=most)
+            self.positions.begin(str(ticket), request, lora)
+            first = request.start - 1
+        params = row_params(ticket, open_for=most, first=first)
         return core_request(str(ticket), row.token_ids, params, lora)
