@@ -264,8 +264,7 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> torch.Tensor:
         """Return each token's log-probability in ``continuation``, given those before it: float32
-        ``[len(continuation)]`` on the host; their sum is the continuation's. vLLM computes the text
-        once, from where it has a prefix of the context; other engines compute a row for each token."""
+        ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
         own = self._limits, token_ids, continuation, self._adapters.bound(adapter)
         requests = score_requests(*own, in_one=self._thread.scores)
         return joined(await self._ask(requests, timeout=timeout))
@@ -449,8 +448,7 @@ class AsyncLM:
         self._cache.clear()
 
     def statistics(self) -> Statistics:
-        """Return the counters at this moment, as a frozen value; ``later.since(earlier)`` has what was
-        done in between."""
+        """Return the counters at this moment; ``later.since(earlier)`` has what was done in between."""
         batcher, cache = self._thread.batcher.statistics(), self._cache.statistics()
         return Statistics(batcher=batcher, cache=cache, engine=self._thread.statistics())
 

@@ -575,9 +575,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.scores",
         "test_arguments.py test_draw.py",
         (
-            "score_requests",
+            "ScoreRequest.rows",
             "a score sees the token that it scores",
-            Swap("start + TOKEN_BYTES * count", "start + TOKEN_BYTES * (count + 1)"),
+            Swap(
+                "range(TOKEN_BYTES * self.start, most, TOKEN_BYTES)",
+                "range(TOKEN_BYTES * (self.start + 1), most + 1, TOKEN_BYTES)",
+            ),
         ),
     ),
     *breaks(

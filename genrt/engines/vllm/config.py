@@ -36,7 +36,6 @@ from genrt.errors import (
 )
 
 __all__ = [
-    "can_score",
     "check_version",
     "configure",
     "core_request",
@@ -154,16 +153,6 @@ def can_be_ahead(config: VllmConfig) -> bool:
     """Return whether steps of texts may be scheduled ahead: runner V2 reads every next token on the
     device, whoever chose it; V1 could not be told a caller's."""
     return bool(config.use_v2_model_runner)
-
-
-def can_score(config: VllmConfig) -> bool:
-    """Return whether the hidden states of all positions of a prompt are those of its rows, and a prefix
-    that is found ends where it is told to."""
-    return not (
-        config.cache_config.kv_sharing_fast_prefill
-        or config.kv_transfer_config
-        or config.model_config.is_encoder_decoder
-    )
 
 
 def _load_format(checkpoint: str, given: str) -> str:

@@ -28,22 +28,19 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
-from genrt.engines.vllm.config import can_score, translated
+from genrt.engines.vllm.config import translated
 from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.open_requests import OpenRequests
+from genrt.engines.vllm.open_requests import OpenRequests, open_requests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.positions import Positions, attach, limit_hits
+from genrt.engines.vllm.positions import Positions, positions_of
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
-from genrt.engines.vllm.runner_v1 import RunnerV1
-from genrt.engines.vllm.runner_v2 import RunnerV2
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
-from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
@@ -85,9 +82,8 @@ class VLLMEngine:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
                 self._store = install(model_runner, own_processors)
-                if not own_processors and can_score(config):
-                    self._positions = attach(model_runner, vocab_size=self.vocab_size)
-                    limit_hits(core.scheduler)
+                if not own_processors:  # which make rows of logits that no hidden state has
+                    self._positions = positions_of(config, model_runner, core.scheduler)
             else:
                 model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
@@ -99,29 +95,17 @@ class VLLMEngine:
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
         self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)
         if is_open:
-            steps = DecodeSteps(
-                core.scheduler,
-                (RunnerV2 if self.runner == "V2" else RunnerV1)(model_runner),
-                core.model_executor.execute_model,
-                enabled=not own_processors,
-                ahead=self.device.type == "cuda",
-                device=self.device,
-            )
-            self._open = OpenRequests(core.scheduler, steps)
+            self._open = open_requests(core, model_runner, config, own_processors, self.device)
             self._populations = SeatedPopulations(self._open, self._adapters)
             core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
         self._decoded: list[tuple[Purpose, str]] = []  # what the last decode step computed
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
-        self._in_progress = InProgress(self._adapters, self._samples, self._positions)
-        room = self.max_model_len + 1 if is_open else None
-        self._sending = Sending(
-            self._core, own, self._adapters, self._samples, self._positions, room
-        )
+        kept = self._adapters, self._samples, self._positions
+        self._in_progress = InProgress(*kept)
+        self._sending = Sending(self._core, own, *kept, self.max_model_len + 1 if is_open else None)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
-
-    # -- what it is ---------------------------------------------------------------------------
 
     @property
     def keeps_residents(self) -> bool:
@@ -146,13 +130,14 @@ class VLLMEngine:
 
     def statistics(self) -> EngineStatistics:
         now = {"kept_tokens": self.prefixes.tokens}
+        now |= {} if self._positions is None else self._positions.counts()
         now |= {} if self._open is None else self._open.counts()
         return EngineStatistics(**self._counted.copy() | now)
 
     # -- submit, step, cancel -----------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        rows = [request for request in requests if isinstance(request, LogprobsRequest)]
+        rows = [each for each in requests if isinstance(each, LogprobsRequest | ScoreRequest)]
         matched = [None] * len(rows) if self._open is None else self._open.match(rows)
         request_ids: list[str] = []
         for row, request_id in zip(rows, matched, strict=True):
@@ -166,9 +151,6 @@ class VLLMEngine:
             self._open.remember(request_ids)
         if len(rows) < len(requests):
             self._samples.wait(requests)
-            for request in requests:
-                if isinstance(request, ScoreRequest):
-                    self._add(request)
         self._count(requests=len(requests))
 
     def _add(self, request: Sent) -> str | None:
@@ -181,8 +163,7 @@ class VLLMEngine:
             self._count(failed=1)
             return None
         if self._open is not None and isinstance(request, LogprobsRequest | ScoreRequest):
-            row = request.computed if isinstance(request, ScoreRequest) else request
-            self._open.share(request_id, row)
+            self._open.share(request_id, request)
         self._in_progress.begin(request_id, request)
         return request_id
 
@@ -266,7 +247,7 @@ class VLLMEngine:
     def _answered(
         self, request_ids: Sequence[str], rows: Sequence[torch.Tensor | None]
     ) -> list[Finished]:
-        """Return what these rows end, ``None`` where one is not finite."""
+        """Return what these rows, or scores, end, ``None`` where one is not finite."""
         finished, kept, over = self._in_progress.answered(request_ids, rows, self._populations)
         if self._open is not None:
             self._open.keep(kept)
@@ -274,15 +255,6 @@ class VLLMEngine:
         self._give_up(self._in_progress.left_by(finished))
         failed = sum(end.error is not None for end in finished)
         self._count(rows=sum(row is not None for row in rows), failed=failed)
-        return finished
-
-    def _scored(self, scores: dict[str, torch.Tensor | None]) -> list[Finished]:
-        """Return what these scores end, ``None`` where a row of one is not finite."""
-        finished = self._answered([*scores], [*scores.values()])
-        sound = [score for score in scores.values() if score is not None]
-        self._count(rows=-len(sound), scored_tokens=sum(map(len, sound)))
-        if self.device.type != "cpu":
-            self._count(bytes_to_host=sum(score.nbytes for score in sound))
         return finished
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -326,15 +298,16 @@ class VLLMEngine:
             request = self._in_progress.end(request_id)
             finished.append(Finished(request, None if error else result, error))
         scores = {} if self._positions is None else self._positions.take(answered)
-        answered = [each for each in answered if each not in scores]
-        self._store.forget(map(int, scores))  # the row after a text that was scored
+        if scores:  # of each there is the row after its text too
+            self._store.forget(map(int, scores))
+            answered = [each for each in answered if each not in scores]
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
         left = self._in_progress.left_by(finished)
         self._give_up([each for each in left if each not in answered])
         finished += self._answered(answered, rows)
-        if scores:
-            finished += self._scored(scores)
+        finished += self._answered([*scores], [*scores.values()])
+        self._count(rows=-sum(score is not None for score in scores.values()))
         self._abort(over)
         if isinstance(self._store, RemoteStore):
             self._count(bytes_to_host=sum(row.nbytes for row in rows if row is not None))
@@ -421,21 +394,20 @@ class VLLMEngine:
     @property
     def probe(self) -> Probe:
         """Asks this engine for rows."""
-        asked, samples = self._in_progress, self._samples
-        in_progress = lambda: [*asked.values(), *samples.waiting]
+        in_progress = lambda: [*self._in_progress.values(), *self._samples.waiting]
         return Probe(self.submit, self.step, in_progress, lambda ends: self._ended.extend(ends))
 
     def start_counting(self) -> None:
         """Set the counters to 0: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
-        if self._open is not None:
-            self._open.start_counting()
+        for counting in (self._open, self._positions):
+            if counting is not None:
+                counting.start_counting()
 
     def forget_residents(self) -> None:
         """Have vLLM forget every sequence that nothing in progress extends, and every block."""
         if self._open is not None:
-            resident = self._open.request_ids()
-            self._abort([each for each in resident if each not in self._in_progress])
+            self._abort([*set(self._open.request_ids()).difference(self._in_progress)])
         self.prefixes.give_up()
         self._core.reset_prefix_cache()
 

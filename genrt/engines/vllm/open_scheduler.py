@@ -78,13 +78,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.ahead = False
         self.prefixes: Held | None = None
         self.parked: dict[str, Request] = {}
-        self.computed_tokens = 0
-        self.forked = 0
-        self.reseated = 0
+        self.computed_tokens = self.forked = self.reseated = 0
         self._open: set[str] = set()
-        self._unscored: set[str] = (
-            set()
-        )  # open ones whose positions are wanted, until they are there
+        self._unscored: set[str] = set()  # scores, of which a decode step would show no positions
         self._donors: dict[str, tuple[str, int]] = {}
         self._waking: dict[str, Request] = {}
         self._answered: list[str] = []
@@ -116,7 +112,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def add_request(self, request: Request) -> None:
         extra = request.sampling_params.extra_args if request.sampling_params else None
         if extra is not None and OPEN in extra:
-            (self._unscored if FIRST in extra else self._open).add(request.request_id)
+            self._open.add(request.request_id)
+            self._unscored.update([request.request_id] if FIRST in extra else ())
         super().add_request(request)
 
     def share(self, request_id: str, donor_id: str, tokens: int) -> None:
@@ -272,6 +269,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or self.waiting
             or self.kv_holding_waiting
             or not self._decodes_plainly
+            or self._unscored
             or requests[0].request_id not in self._open  # so that texts alone cost nothing here
             or len(requests) > min(self.max_num_scheduled_tokens, self.max_num_running_reqs)
             or self._pause_state != PauseState.UNPAUSED
@@ -366,27 +364,19 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     ) -> Any:
         sampled = model_runner_output.sampled_token_ids
         answered: set[str] = set()
-        scheduled = scheduler_output.num_scheduled_tokens
-        here = self._open.intersection(scheduled), self._unscored.intersection(scheduled)
-        for request_id in chain(*here):
+        for request_id in self._open.intersection(scheduler_output.num_scheduled_tokens):
             index = model_runner_output.req_id_to_index[request_id]
             if sampled and sampled[index]:
                 sampled[index] = []  # vLLM leaves a request without a token running
                 answered.add(request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if answered:
-            if self._unscored:
-                # A decode step, which shows nobody its positions, may go on with these now.
-                self._open |= self._unscored & answered
-                self._unscored -= answered
-            running: list[Request] = []
+            self._unscored -= answered
             for request in self.running:
                 if request.request_id in answered:
                     self.parked[request.request_id] = request
                     self._answered.append(request.request_id)
-                else:
-                    running.append(request)
-            self.running = running
+            self.running = [each for each in self.running if each.request_id not in answered]
         if self._waking:
             self.admit()
         return outputs

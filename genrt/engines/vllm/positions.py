@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
 from genrt.engines.vllm.capture import log_probabilities
@@ -29,7 +30,7 @@ from genrt.errors import EngineUnsupported
 from genrt.questions.scores import ScoreRequest
 from genrt.tokens.rows import Leaving
 
-__all__ = ["FIRST", "Positions", "attach", "limit_hits"]
+__all__ = ["FIRST", "Positions", "attach", "positions_of"]
 
 FIRST = "genrt_first"
 """The key in ``extra_args`` of the first position, counted from 0, whose hidden state is wanted."""
@@ -91,6 +92,16 @@ class Positions:
         self._at_once = max(1, ENTRIES // vocab_size)
         self._device = device
         self._scores: dict[str, _Score] = {}
+        self.scored_tokens = 0
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters that ``EngineStatistics`` has of scores; a token is 4 bytes on its way."""
+        moved = 0 if self._device.type == "cpu" else 4 * self.scored_tokens
+        return {"scored_tokens": self.scored_tokens, "bytes_to_host": moved}
+
+    def start_counting(self) -> None:
+        """Set the counters to 0."""
+        self.scored_tokens = 0
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
         """Take the positions of a request that vLLM is given next."""
@@ -167,6 +178,7 @@ class Positions:
                 )
             answer = torch.cat([leaving.arrived()[part] for leaving, part in score.parts])
             taken[request_id] = None if bool(answer.isnan().any()) else answer
+            self.scored_tokens += len(answer)
         return taken
 
     def forget(self, request_ids: Collection[str]) -> None:
@@ -177,6 +189,19 @@ class Positions:
 
 def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def positions_of(config: VllmConfig, runner: Any, scheduler: Any) -> Positions | None:
+    """Return the positions of an engine in this process; ``None`` where the hidden states of a prompt are
+    not those of its rows, or a prefix that is found may end anywhere."""
+    if (
+        config.cache_config.kv_sharing_fast_prefill
+        or config.kv_transfer_config
+        or config.model_config.is_encoder_decoder
+    ):
+        return None
+    limit_hits(scheduler)
+    return attach(runner, vocab_size=int(config.model_config.get_vocab_size()))
 
 
 def attach(runner: Any, *, vocab_size: int) -> Positions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -204,9 +205,10 @@ def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobod
     def request(before: Sequence[int], after: Sequence[int]) -> ScoreRequest:
         return ScoreRequest(LogprobsRequest([*before, *after]).packed, len(before))
 
-    def run(engine: Any, steps: int) -> dict[Any, Any]:
+    def run(answering: Any, steps: int) -> dict[Any, Any]:
         unwanted = request(tokens(10, steps), tokens(190, steps + 1))
         asked = [unwanted, *(request(*mate) for mate in mates)]
+        engine = answering.engine
         engine.submit(asked)
         ends = [end for _ in range(steps) for end in engine.step()]
         engine.cancel([unwanted])
@@ -215,7 +217,7 @@ def test_a_score_that_is_cancelled_at_any_step_leaves_nothing_and_disturbs_nobod
         return {end.request: end.result for end in ends if end.request != unwanted}
 
     for steps in range(8):
-        found = lm._thread.call(lambda engine, steps=steps: run(engine.engine, steps)).result()
+        found = lm._thread.call(functools.partial(run, steps=steps)).result()
         assert len(found) == 2
         for mate in mates:
             assert close(found[request(*mate)], score_of(*mate))
