@@ -32,6 +32,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "token_logprobs": {**CONTEXT, "candidates": [1]},
     "top_logprobs": {**CONTEXT, "k": 1},
     "score": {**CONTEXT, "continuation": [1]},
+    "batch_score": {**CONTEXTS, "continuations": [[1], [2, 3]]},
+    "prompt_logprobs": CONTEXT,
     "encode": {"text": "a"},
     "encode_chat": {"messages": [{"role": "user", "content": "a"}]},
     "decode": CONTEXT,

@@ -123,6 +123,8 @@ async def test_a_closed_runtime_answers_nothing_not_even_about_nothing(lm: Async
         lambda: lm.batch_draw_sync([]),
         lambda: lm.score([1], []),
         lambda: lm.score_sync([1], []),
+        lambda: lm.batch_score([], []),
+        lambda: lm.prompt_logprobs([1]),
         lambda: lm.token_logprobs([1], []),
         lambda: lm.top_logprobs([1], 1),
     ]
@@ -794,6 +796,8 @@ TWINS = [
     "token_logprobs",
     "top_logprobs",
     "score",
+    "batch_score",
+    "prompt_logprobs",
     "generate",
     "batch_generate",
     "chat",

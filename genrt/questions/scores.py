@@ -73,9 +73,12 @@ class ScoreRequest:
 
     def is_answer(self, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0) -> bool:
         """Return whether this is the answer, given the row before each token."""
-        targets = self.token_ids[self.start :]
-        entries = [row[token_id] for row, token_id in zip(rows, targets, strict=True)]
-        return is_row(torch.stack(entries).cpu(), result, tolerance=tolerance)
+        return is_row(self.answer(rows), result, tolerance=tolerance)
+
+    def answer(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the answer, given the row before each token."""
+        pairs = zip(rows, self.token_ids[self.start :], strict=True)
+        return torch.stack([row[token_id] for row, token_id in pairs]).cpu()
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES - self.start

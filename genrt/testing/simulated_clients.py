@@ -34,6 +34,7 @@ class Clients:
             lambda ids: lm.top_logprobs(ids, 3),
             lambda ids: lm.token_logprobs(ids, [1, 3]),
             lambda ids: lm.score(ids, [2, 4]),
+            lambda ids: lm.batch_score([ids, ids], [[1, 3, 2], self._any([[], [5], [1, 3]])]),
             lambda ids: lm.sample(ids, max_tokens=3),
             self._text,
             self._stream,

@@ -30,10 +30,13 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.testing.record import Record
 from genrt.testing.simulated_model import Model
 
 MOST_PREEMPTIONS = 3
+TAKEN = LogprobsRequest | SampleRequest | CompletionRequest | ScoreRequest
+"""What an engine takes that is ``Scoring``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ class SimulatedEngine:
         self.max_batch_size = random.choice([1, 2, 3, 8, 1000])
         self.device = torch.device("cpu")
         self.tokenizer = model.tokenizer
+        self.scores = True
         self.in_progress: dict[Request, _Progress] = {}
         self.adapters: dict[Adapter, None] = {}
         self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0}
@@ -126,7 +130,7 @@ class SimulatedEngine:
         if not requests or len(set(requests)) < len(requests):
             self._record.violated(f"an empty flush, or a request twice in it: {requests}")
         for request in requests:
-            if not isinstance(request, LogprobsRequest | SampleRequest | CompletionRequest):
+            if not isinstance(request, TAKEN):
                 self._record.violated(f"an engine cannot answer {request}")
             if request in self.in_progress:
                 self._record.violated(f"{request} is in progress already")
@@ -310,6 +314,8 @@ class SimulatedEngine:
                 block[place] = self.model.answer(request)
                 ends.append(Finished(request, block[place]))
         self._rows += len(rows)
+        scored = [request for request in sound if isinstance(request, ScoreRequest)]
+        ends += [Finished(score, self._answer(score)) for score in scored]
         ends += [
             self._drawn(request)
             for request in sound
@@ -335,8 +341,15 @@ class SimulatedEngine:
         if request in self.in_progress or not is_bound:
             return []
         self.echoed.add(request)
-        return [Finished(request, copy.deepcopy(self.model.answer(request)))]
+        return [Finished(request, copy.deepcopy(self._answer(request)))]
+
+    def _answer(self, request: Any) -> Any:
+        if isinstance(request, ScoreRequest):
+            return request.answer([self.model.answer(row) for row in request.rows])
+        return self.model.answer(request)
 
     def _is_poisoned(self, request: Request) -> bool:
+        if isinstance(request, ScoreRequest):
+            return any(map(self._is_poisoned, request.rows))
         share = zlib.crc32(repr(request.token_ids).encode()) / 2**32
         return share < self._faults.not_finite

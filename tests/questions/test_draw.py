@@ -353,6 +353,13 @@ def test_scores_are_the_chain_rule(lm: AsyncLM) -> None:
             scores = small.score_sync([0, 1], text)
             assert scores.shape == (len(text),)
             assert float(scores.sum()) == pytest.approx(logprob, abs=1e-5)
+            assert torch.equal(small.prompt_logprobs_sync([0, 1, *text])[1:], scores)
+        pairs = [([0], [1, 2]), ([1, 2], []), ([0, 1], [2])]
+        found = small.batch_score_sync(*zip(*pairs, strict=True))
+        for pair, scores in zip(pairs, found, strict=True):
+            assert torch.equal(scores, small.score_sync(*pair))
+        assert small.batch_score_sync([], []) == []
+    assert lm.prompt_logprobs_sync([3]).shape == (0,)
     assert lm.score_sync([1], []).shape == (0,)
     assert lm.score_sync([1] * MAX_MODEL_LEN, [2]).shape == (1,)
     assert lm.statistics().engine.rows == 1
@@ -409,6 +416,9 @@ WRONG: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda lm: lm.token_logprobs_sync([], [1]), InvalidRequest, "at least one token id"),
     (lambda lm: lm.score_sync([1], [41]), InvalidRequest, "continuation must be in the"),
     (lambda lm: lm.score_sync([], [1]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.batch_score_sync([[1]], []), InvalidRequest, "1 contexts and 0 continuations"),
+    (lambda lm: lm.batch_score_sync([[1]], [1]), InvalidRequest, "continuations must be a seq"),
+    (lambda lm: lm.prompt_logprobs_sync([]), InvalidRequest, "at least one token id"),
     (lambda lm: lm.score_sync([1] * MAX_MODEL_LEN, [1, 1]), ContextTooLong, "max_model_len"),
     (lambda lm: lm.next_token_logprobs_sync([1], device="cuda:7"), InvalidRequest, "give 'cpu'"),
     (lambda lm: lm.next_token_logprobs_sync([1], device="gpu"), InvalidRequest, "'cpu'"),
@@ -432,6 +442,8 @@ async def test_a_sync_twin_answers_as_its_twin_does(lm: AsyncLM) -> None:
         ("token_logprobs", ([1], [2, 3]), {}),
         ("top_logprobs", ([1], 3), {}),
         ("score", ([1], [2, 3]), {}),
+        ("batch_score", ([[1], [2]], [[2, 3], [4, 5]]), {}),
+        ("prompt_logprobs", ([1, 2, 3],), {}),
     ]
     for name, given_, options in calls:
         twin: Awaitable[Any] = getattr(lm, name)(*given_, **options)
