@@ -809,6 +809,49 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "engines.vllm.positions",
+        "test_positions.py",
+        (
+            "Positions.put",
+            "a span's positions are counted from the step's first token",
+            Swap("span.offset - span.computed", "span.offset"),
+        ),
+        (
+            "Positions.put",
+            "what comes again after a preemption is taken twice",
+            Swap(
+                "wanted.append((score, score.next, end))",
+                "wanted.append((score, span.computed, end))",
+            ),
+        ),
+        (
+            "Positions.take",
+            "a score lacks positions that vLLM did not show",
+            Swap("score.next < score.end", "False"),
+        ),
+        only="runner_v2 or missed",
+    ),
+    *breaks(
+        "engines.vllm.positions",
+        "test_positions.py",
+        (
+            "limit_hits",
+            "a prefix in the cache hides the first wanted position",
+            Swap("_Shortened(request, first + 1)", "_Shortened(request, first + 2)"),
+        ),
+        only="long_prefix",
+    ),
+    *breaks(
+        "engines.vllm.in_progress",
+        "test_positions.py",
+        (
+            "InProgress.end",
+            "a cancelled score is kept",
+            Drop("self._positions.forget"),
+        ),
+        only="cancelled",
+    ),
+    *breaks(
         "engines.vllm.self_check",
         "test_vllm_self_test.py",
         (

@@ -120,7 +120,7 @@ class SimulatedEngine:
         self._echoes = random.choice([0.0, 0.0, 0.2])
         self._seconds = random.choice([0.0, 0.01])
         self._answered: list[Any] = []
-        self._requests = self._rows = self._failed = self._cancelled = 0
+        self._requests = self._rows = self._failed = self._cancelled = self._scored = 0
 
     def __repr__(self) -> str:
         return f"SimulatedEngine({len(self.in_progress)} in progress, {self.calls['step']} steps)"
@@ -241,6 +241,7 @@ class SimulatedEngine:
             steps=self.calls["step"],
             requests=self._requests,
             rows=self._rows,
+            scored_tokens=self._scored,
             failed=self._failed,
             cancelled=self._cancelled,
         )
@@ -316,6 +317,7 @@ class SimulatedEngine:
         self._rows += len(rows)
         scored = [request for request in sound if isinstance(request, ScoreRequest)]
         ends += [Finished(score, self._answer(score)) for score in scored]
+        self._scored += sum(map(len, scored))
         ends += [
             self._drawn(request)
             for request in sound
