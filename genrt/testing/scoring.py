@@ -1,4 +1,4 @@
-"""What every engine must do that scores texts."""
+"""Checks of engines that score texts."""
 
 from __future__ import annotations
 
