@@ -57,7 +57,10 @@ def main() -> None:
 
 async def measured(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, Any]:
     random = Random(0)
-    text = lambda count: [random.randrange(lm.vocab_size) for _ in range(count)]
+
+    def text(length: int) -> list[int]:
+        return [random.randrange(lm.vocab_size) for _ in range(length)]
+
     context, count = arguments.context, arguments.tokens
 
     def by_rows(before: list[int], after: list[int]) -> Awaitable[list[torch.Tensor]]:
