@@ -25,6 +25,7 @@ from genrt.errors import (
     InvalidAdapter,
     InvalidConstraint,
     InvalidRequest,
+    InvalidWeights,
     JobRefused,
     ModelNotFound,
     NotFinite,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from genrt.loading import aload, load
     from genrt.populations import Population
     from genrt.runtime.statistics import Statistics
+    from genrt.server.server import serving
 
 __version__ = "0.1.0"
 
@@ -56,6 +58,7 @@ __all__ = [
     "InvalidAdapter",
     "InvalidConstraint",
     "InvalidRequest",
+    "InvalidWeights",
     "JobRefused",
     "ModelNotFound",
     "NotFinite",
@@ -71,6 +74,7 @@ __all__ = [
     "constraints",
     "inference",
     "load",
+    "serving",
     "testing",
 ]
 
@@ -81,6 +85,7 @@ _FROM = {
     "Statistics": "genrt.runtime.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",
+    "serving": "genrt.server",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``genrt demo``, ``genrt generate`` and ``genrt info``.
+"""The command line: ``genrt demo``, ``genrt generate``, ``genrt serve`` and ``genrt info``.
 
 ``info`` inspects the installation without needing any part of it, so it also runs where something is
 missing or broken, and says what to do about that.
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="sequential Monte Carlo over the embedded model")
     generate = commands.add_parser("generate", help="a text for each row of a file, to be resumed")
+    serve = commands.add_parser(
+        "serve", help="a model over HTTP, for OpenAI's clients and genrt's own"
+    )
     info = commands.add_parser("info", help="what is installed, what is missing, what to do")
     info.set_defaults(run=_info)
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -62,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             program = importlib.import_module("genrt.generate")
             program.add_arguments(generate)
             generate.set_defaults(run=program.run)
+        if arguments[:1] == ["serve"]:
+            program = importlib.import_module("genrt.server.command")
+            arguments = program.add_arguments(serve, arguments)
+            serve.set_defaults(run=program.run)
         options = parser.parse_args(arguments)
         return int(options.run(options))
     except GenrtError as error:

@@ -8,6 +8,7 @@
     │   ├── UnknownAdapter (LookupError) no adapter of that name is loaded
     │   └── UnknownColumn (LookupError)  a job's prompts need a column that a row lacks
     ├── InvalidAdapter (ValueError)      a directory that is not a safe LoRA adapter
+    ├── InvalidWeights (ValueError)      new weights that do not fit the model; nothing has changed
     ├── InvalidConstraint (ValueError)   a constraint that can't be made: what does not compile
     ├── ModelNotFound (FileNotFoundError)  no such checkpoint directory or model name
     ├── ExtraNotInstalled (ImportError)  a package of an optional extra is missing
@@ -40,6 +41,7 @@ __all__ = [
     "InvalidAdapter",
     "InvalidConstraint",
     "InvalidRequest",
+    "InvalidWeights",
     "JobRefused",
     "ModelNotFound",
     "NotFinite",
@@ -85,6 +87,10 @@ class UnknownColumn(InvalidRequest, LookupError):
 
 class InvalidAdapter(GenrtError, ValueError):
     """The directory does not hold a LoRA adapter in safetensors form, or it does not fit the model."""
+
+
+class InvalidWeights(GenrtError, ValueError):
+    """New weights do not fit the model: a tensor is missing, unknown, or of another shape or type."""
 
 
 class InvalidConstraint(GenrtError, ValueError):

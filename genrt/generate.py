@@ -105,6 +105,7 @@ def _drawing(group: argparse._ArgumentGroup) -> None:
     option("--bad-words", metavar="TEXT", nargs="+")
     option("--logit-bias", metavar="JSON", type=_bias, help="what is added, by token id")
     option("--logprobs", metavar="N", type=int, help="in the lines, with N likeliest tokens each")
+    option("--logprobs-mode", metavar="MODE", help="raw_logprobs (default) or processed_logprobs")
     for name in ("presence", "frequency", "repetition"):
         option(f"--{name}-penalty", metavar="X", type=float)
     option("--ignore-eos", action="store_true")

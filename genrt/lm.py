@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, Unpack, cast
 
 import torch
 
-from genrt.engines.protocol import Engine
+from genrt.engines.protocol import Engine, Reading
 from genrt.populations import Population, Populations, Prompts
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
@@ -27,11 +27,15 @@ from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question, blocking_stream
+from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.cache import RowCache
+from genrt.runtime.connecting import ConnectOptions, connected
+from genrt.runtime.pauses import PauseOptions, Pauses
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
 from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.weights import UpdateOptions, WeightsSource, WeightUpdates
 from genrt.tokens import encoding, vocabulary
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
@@ -41,9 +45,9 @@ __all__ = ["AsyncLM"]
 class AsyncLM:
     """A language model that answers many concurrent questions in few engine calls.
 
-    Made by ``load`` or ``aload``. Every ``await`` works on any event loop, in any thread, and every
-    method with a ``_sync`` twin works anywhere, inside a running loop (a notebook's) too. A context
-    manager both ways; leaving it closes the runtime.
+    Made by ``load``, ``aload`` or ``connect``. Every ``await`` works on any event loop, in any thread,
+    and every method with a ``_sync`` twin works anywhere, inside a running loop (a notebook's) too. A
+    context manager both ways; leaving it closes the runtime.
 
     Cancelling an await withdraws that question alone: it did not happen, and nobody else notices. So
     does ``timeout=``, which every question takes: seconds, after which it raises ``TimedOut``. While the
@@ -57,7 +61,9 @@ class AsyncLM:
     ) -> None:
         self._thread = thread
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
-        self._adapters = AdapterNames(thread)
+        self._adapters = AdapterNames(
+            thread, engine.adapters if isinstance(engine, Reading) else {}
+        )
         asker = Asker(lambda: thread.batcher, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
@@ -65,7 +71,15 @@ class AsyncLM:
         own = self._limits, self._adapters, self._nonces
         self._texts, self._populations = Texts(thread, *own), Populations(thread, asker, *own)
         self._cache = cache
+        self._pauses = Pauses(thread)
+        self._weights = WeightUpdates(thread, cache, self._pauses)
         thread.belong_to(self)
+
+    @classmethod
+    async def connect(cls, url: str, **options: Unpack[ConnectOptions]) -> Self:
+        """Return a runtime over the one that a genrt server serves at ``url``; see ``ConnectOptions``.
+        Raises EngineDied if it cannot be reached, EngineUnsupported if it is none; InvalidRequest."""
+        return await connected(cls, url, options)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         reason = "it owns an engine and its thread: hand it on, or load another in another process"
@@ -224,8 +238,7 @@ class AsyncLM:
         """Draw after each of ``contexts``, in order, as one question; return tensors on the host.
 
         ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
-        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``.
-        """
+        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``."""
         bound, nonces = self._adapters.bound(adapter), self._nonces
         requests = draw_requests(self._limits, contexts, bound, nonces, masks, temperature, seed)
         return batch_draw(await self._ask(requests, timeout=timeout))
@@ -441,10 +454,84 @@ class AsyncLM:
         are answered; then its weights and its cached rows go. Returns at once."""
         self._adapters.remove(name)
 
+    # -- weights ------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """Which weights answer: 0 are those of the model that was loaded, and each update adds 1."""
+        return self._thread.weights_version
+
+    async def update_weights(self, source: WeightsSource, **options: Unpack[UpdateOptions]) -> int:
+        """Replace the model's weights in place; return their version. ``UpdateOptions`` has the options.
+
+        ``source`` has all tensors of the model's checkpoint, by its names: a mapping or pairs; the path
+        of a safetensors file, or of a directory of them; or an iterable, asynchronous or not, of chunks,
+        each a mapping or pairs. Leave tensors as they are until this returns.
+
+        Questions asked from now on wait for the new weights. Before these answer, cached rows, resident
+        sequences and the KV cache are dropped. Adapters stay. A population goes on, each step with the
+        weights that there are: its draws tell which.
+
+        What does not fit changes nothing, where it can be known beforehand: of tensors by name and of
+        files all of it, of chunks the first. An error after that, or leaving in the middle, is the
+        engine's death; with ``load(…, restart="auto")``, or by ``restart``, another one has the last
+        weights that were whole. Nothing is ever answered by a mixture.
+
+        Raises:
+            InvalidWeights: a tensor is unknown, missing, given twice, or of a wrong shape or type.
+            EngineUnsupported: the engine cannot replace its weights, or does not know their names.
+            EngineFailed: it cannot forget what the old weights computed, and keeps these; or, as
+                EngineDied, it failed with a part of the new ones. What an iterator raises is raised.
+            InvalidRequest: ``source`` or an option is none of these, or the engine sleeps; Closed.
+        """
+        return await self._weights.update(source, **options)
+
+    async def pause(self, **options: Unpack[PauseOptions]) -> None:
+        """Stop until ``resume``, a restart or the end; return once nothing runs. Weights may be replaced
+        meanwhile. Cancelling resumes. ``PauseOptions`` has the options.
+
+        Raises:
+            InvalidRequest: the runtime is paused already, or an option is wrong; Closed.
+        """
+        await self._pauses.pause(**options)
+
+    def resume(self) -> None:
+        """Resume after ``pause``; ignored if nothing is paused. Raises InvalidRequest while the engine
+        sleeps. Returns at once."""
+        self._pauses.resume()
+
+    async def sleep(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
+        """Pause, if that has not happened, and free the engine's memory on its device until ``wake_up``;
+        return how many bytes became free.
+
+        Level 1 moves the weights to the host; level 2 drops them, and ``wake_up`` reads them again. The
+        KV cache goes with every resident sequence; cached rows stay.
+
+        Raises:
+            EngineUnsupported: the engine cannot, as vLLM on a CPU or without ``enable_sleep_mode``.
+            InvalidRequest: it sleeps already, or an argument is wrong; EngineFailed, Closed.
+        """
+        return await self._pauses.sleep(level, **options)
+
+    async def wake_up(self) -> None:
+        """Have the engine's memory back, and answer again; ignored if it does not sleep. Raises
+        EngineFailed if weights that were dropped cannot be read again."""
+        await self._pauses.wake_up()
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget, between two steps, what it has computed and nothing in progress needs.
+        Prefixes of ``warm_up`` are kept again once they are computed again. Returns at once."""
+        self._thread.call_alone(lambda answering: answering.forget_residents())
+
+    update_weights_sync = blocking_twin(update_weights)
+    pause_sync = blocking_twin(pause)
+    sleep_sync = blocking_twin(sleep)
+    wake_up_sync = blocking_twin(wake_up)
+
     # -- the runtime --------------------------------------------------------------------------
 
     def clear_cache(self) -> None:
-        """Drop every cached row; counters stay."""
+        """Drop every cached row."""
         self._cache.clear()
 
     def statistics(self) -> Statistics:
@@ -458,7 +545,7 @@ class AsyncLM:
         self._thread.close()
 
     async def aclose(self) -> None:
-        """Close as ``close`` does, without holding up the event loop."""
+        """Close without holding up the event loop."""
         await aside(self.close)
 
     def restart(self) -> None:
@@ -475,7 +562,7 @@ class AsyncLM:
         self._thread.restart_for(self)
 
     async def arestart(self) -> None:
-        """Restart as ``restart`` does, without holding up the event loop."""
+        """Restart without holding up the event loop."""
         await aside(self.restart)
 
     def __enter__(self) -> Self:

@@ -153,6 +153,69 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
+        "runtime.fences",
+        "test_new_weights.py test_simulating.py",
+        (
+            "Fences.stop",
+            "questions run by half of the new weights",
+            Instead("return False"),
+        ),
+        (
+            "Fences.is_passed",
+            "weights are replaced under what was asked before",
+            Instead("return True"),
+        ),
+        (
+            "Fences.put_up",
+            "a stream goes on by other weights than it began with",
+            Swap("waiter.flow is not None and waiter.flow.is_told", "False"),
+        ),
+        only="version or weights or update",
+    ),
+    *breaks(
+        "runtime.weights",
+        "test_new_weights.py",
+        ("_Update.finish", "rows of the old weights stay cached", Drop("self._cache.clear")),
+        (
+            "_Update.end",
+            "half of the new weights answer when an update is given up",
+            Swap("self._answering is answering", "False"),
+        ),
+        (
+            "_Update.begin",
+            "adapters are loaded while half of the weights are new",
+            Drop("self._thread.be_alone"),
+        ),
+    ),
+    *breaks(
+        "engines.weights",
+        "test_new_weights.py",
+        (
+            "KeptWeights.reload",
+            "an engine after another has the weights of the checkpoint",
+            Instead("return"),
+        ),
+    ),
+    *breaks(
+        "questions.rows",
+        "test_new_weights.py",
+        (
+            "LogprobsRequest.of_weights",
+            "questions to new weights are equal to those to the old",
+            Swap("version", "0"),
+        ),
+        only="key",
+    ),
+    *breaks(
+        "engines.vllm.engine",
+        "test_vllm_weights.py",
+        (
+            "VLLMEngine.forget_residents",
+            "sequences of the old weights stay resident",
+            Drop("self._abort"),
+        ),
+    ),
+    *breaks(
         "runtime.waiters",
         "test_batcher.py",
         ("Gatherings._quiet", "a loop's third pass is not waited for", Swap("PATIENCE", "2")),
@@ -181,16 +244,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "Batcher._drop",
             "what was cancelled in the queue is sent all the same",
             Drop("self._ready.discard"),
-        ),
-        (
-            "Batcher._register",
-            "a request that was withdrawn stays so when it is asked again",
-            Drop("self._flight.rescue"),
-        ),
-        (
-            "Batcher._register",
-            "an equal question does not join one in flight",
-            Swap("entry is None", "entry is None or entry.in_flight"),
         ),
         (
             "Batcher._settle",
@@ -286,6 +339,16 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "runtime.queue",
         "test_batcher.py",
+        (
+            "Entries.register",
+            "a request that was withdrawn stays so when it is asked again",
+            Drop("self._flight.rescue"),
+        ),
+        (
+            "Entries.register",
+            "an equal question does not join one in flight",
+            Swap("entry is None", "entry is None or entry.in_flight"),
+        ),
         (
             "Bindings.free",
             "an adapter is removed while requests are bound to it",
@@ -649,7 +712,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.checks",
         "test_inference.py",
-        ("seeds_of_step", "every step has the same randomness", Swap("(step,)", "()")),
+        ("seeds_of_step", "every step has the same randomness", Swap("(step, part)", "(part,)")),
     ),
     *breaks(
         "inference.proposals",
@@ -662,7 +725,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Proposals._masks",
             "a text may end at the last step where it is not complete",
-            Swap("masks[torch.tensor(at_last)] &= end", "masks[torch.tensor(at_last)] = end"),
+            Swap(
+                "masks[torch.tensor(at_last)] &= packed_tokens(stops, masks.shape[1])",
+                "masks[torch.tensor(at_last)] = packed_tokens(stops, masks.shape[1])",
+            ),
         ),
     ),
     *breaks(
@@ -705,16 +771,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *breaks(
         "constraints.grammars",
-        "test_constraints.py",
+        "test_constraints.py test_walks.py",
         (
             "_Vocabulary.fill",
             "a text may end where it is not complete",
             Swap("state.accepting", "True"),
         ),
         (
-            "GrammarState._after",
-            "advancing a state changes it for those who share it",
-            Swap("self.matcher.deep_copy()", "self.matcher"),
+            "GrammarState.here",
+            "advancing a state changes it for those who share its walk",
+            Swap("walk.matcher.deep_copy()", "walk.matcher"),
         ),
     ),
     *breaks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 
@@ -163,12 +163,12 @@ class _Vocabulary:
         """Compute the packed masks of distinct states, in parallel, and store them in the states."""
         with self.lock:
             # Another thread may have been here while this one waited.
-            unfilled = [state for state in states if state.words is None]
+            unfilled = [(state, state.here().matcher) for state in states if state.words is None]
             if not unfilled:
                 return
             words: Words = np.zeros((len(unfilled), len(self.tokens.open)), dtype=np.int32)
             self.executor.unsafe_compute_mask_ptr(
-                [(state.matcher, row) for row, state in enumerate(unfilled)],
+                [(matcher, row) for row, (_, matcher) in enumerate(unfilled)],
                 words.ctypes.data,
                 words.shape[1] * words.itemsize,
                 len(unfilled),
@@ -176,9 +176,9 @@ class _Vocabulary:
             word, bit = divmod(self.tokens.eos_token_id, 32)
             end = np.uint32(1 << bit).view(np.int32)
             words[:, word] &= ~end
-            words[[state.accepting for state in unfilled], word] |= end
-            for row, state in zip(words, unfilled, strict=True):
-                error = state.matcher.get_error()
+            words[[state.accepting for state, _ in unfilled], word] |= end
+            for row, (state, matcher) in zip(words, unfilled, strict=True):
+                error = matcher.get_error()
                 # A dead end is an error state of this name, in which only the end token may pass.
                 if error and not error.startswith("NoExtension"):
                     raise state.too_complex(error)
@@ -196,7 +196,8 @@ class _Grammar:
         if matcher.is_error():
             raise InvalidConstraint(f"the {name} does not compile: {brief(matcher.get_error())}")
         self.tokens = vocabulary.tokens
-        self._start = GrammarState(vocabulary, matcher, name)
+        self._rules = _Rules(vocabulary, matcher, name)
+        self._start = GrammarState(self._rules, _Walk(matcher.deep_copy(), []), b"")
         # A grammar that is too complex mostly is so from the start: raise here, not during a run.
         vocabulary.fill([self._start])
 
@@ -204,39 +205,94 @@ class _Grammar:
         return self._start
 
     def __repr__(self) -> str:
-        return f"<constraint: {self._start.name}>"
+        return f"<constraint: {self._rules.name}>"
+
+
+class _Rules:
+    """A constraint as its states know it.
+
+    Attributes:
+        matcher: at the start, never used but to be copied.
+        name: the constraint's, for messages.
+        states: those that somebody holds, by the bytes of their texts, which alone decide what may
+            follow, whatever tokens spell them.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
+        self.vocabulary = vocabulary
+        self.vocab_size = len(vocabulary.tokens)
+        self.matcher = matcher
+        self.name = name
+        self.states: weakref.WeakValueDictionary[bytes, GrammarState] = (
+            weakref.WeakValueDictionary()
+        )
+
+
+class _Walk:
+    """A matcher and the tokens it took. Texts share one as long as each begins with the one before: a
+    copy costs more than all else that a token takes, and grows with the text."""
+
+    __slots__ = ("matcher", "tokens")
+
+    def __init__(self, matcher: Any, tokens: list[int]) -> None:
+        self.matcher = matcher
+        self.tokens = tokens
 
 
 class GrammarState(PackedState):
-    """A matcher that is only ever copied; ``name`` is the constraint's, for messages."""
+    """A text on a matcher's walk, which may be further by now."""
 
-    __slots__ = ("accepting", "matcher", "name", "vocabulary")
+    __slots__ = ("_data", "_length", "_rules", "_walk", "accepting", "vocabulary")
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
-        super().__init__(len(vocabulary.tokens))
-        self.vocabulary = vocabulary
-        self.matcher = matcher
-        self.name = name
-        self.accepting: bool = matcher.is_accepting()
+    def __init__(self, rules: _Rules, walk: _Walk, data: bytes) -> None:
+        super().__init__(rules.vocab_size)
+        self.vocabulary = rules.vocabulary
+        self._rules = rules
+        self._data = data
+        self._walk = walk
+        self._length = len(walk.tokens)
+        self.accepting: bool = walk.matcher.is_accepting()
+
+    def here(self) -> _Walk:
+        """Return the walk whose matcher is at this text, under the vocabulary's lock. If the state's own
+        has gone on, that is a copy of it, taken back."""
+        walk, length = self._walk, self._length
+        if len(walk.tokens) > length:
+            tokens = walk.tokens[:length]
+            matcher = walk.matcher.deep_copy()
+            # A matcher that met a dead end or a limit takes nothing back.
+            if not matcher.rollback(len(walk.tokens) - length):
+                matcher = self._rules.matcher.deep_copy()
+                matcher.consume_tokens(tokens)
+            self._walk = walk = _Walk(matcher, tokens)
+        return walk
 
     def _computed(self) -> Words:
         self.vocabulary.fill([self])
         return self.packed()
 
     def _after(self, token_id: int) -> Self:
-        self.vocabulary.tokens.text(token_id)
+        rules, tokens = self._rules, self.vocabulary.tokens
+        data = self._data + tokens.text(token_id)
+        if not tokens.is_open(token_id):
+            raise tokens.refused(token_id)
         with self.vocabulary.lock:
-            matcher = self.matcher.deep_copy()
-            if matcher.consume_token(token_id):
-                return type(self)(self.vocabulary, matcher, self.name)
+            state = rules.states.get(data)
+            if state is not None:
+                return cast("Self", state)
+            walk = self.here()
+            walk.tokens.append(token_id)
+            if walk.matcher.consume_token(token_id):
+                state = rules.states[data] = GrammarState(rules, walk, data)
+                return cast("Self", state)
         # A matcher's refusal does not tell whether it met a limit; the mask does.
         if has_bit(self.packed(), token_id):
-            raise self.too_complex(matcher.get_error())
-        raise self.vocabulary.tokens.refused(token_id)
+            raise self.too_complex(walk.matcher.get_error())
+        raise tokens.refused(token_id)
 
     def too_complex(self, error: str) -> InvalidConstraint:
         """Return the error for a limit of llguidance's that the constraint reached after this text."""
         return InvalidConstraint(
-            f"the {self.name} is too complex to tell which tokens follow here, simplify it: "
+            f"the {self._rules.name} is too complex to tell which tokens follow here, simplify it: "
             f"{brief(error)}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -111,10 +110,18 @@ def _words(states: Sequence[State]) -> tuple[Words, int]:
     return words.reshape(len(states), -1), sizes.pop()
 
 
-def _is_quick(states: Iterable[State]) -> bool:
-    """Tell whether all masks are there, and are copied sooner than another thread would begin."""
-    known = [state.words if isinstance(state, PackedState) else None for state in states]
-    return sum(math.inf if words is None else words.nbytes for words in known) <= QUICK_BYTES
+def _known(states: Sequence[State]) -> tuple[Words, int] | None:
+    """Return what ``_words`` does if all masks are there, of one vocabulary, and are copied sooner than
+    another thread would begin."""
+    known, sizes = [], set()
+    for state in states:
+        if not isinstance(state, PackedState) or state.words is None:
+            return None
+        known.append(state.words)
+        sizes.add(state.vocab_size)
+    if len(sizes) != 1 or known[0].nbytes * len(known) > QUICK_BYTES:
+        return None
+    return np.concatenate(known).reshape(len(known), -1), sizes.pop()
 
 
 def _grammar_states(states: Iterable[Any]) -> Iterator[GrammarState]:
@@ -126,14 +133,14 @@ def _grammar_states(states: Iterable[Any]) -> Iterator[GrammarState]:
 
 
 async def _awords(states: Sequence[State]) -> tuple[Words, int]:
-    if _is_quick(_checked_list(states)):
-        words, vocab_size = _words(states)
-    else:
-        words, vocab_size = await asyncio.to_thread(_words, states)
+    known = _known(_checked_list(states))
+    words, vocab_size = await asyncio.to_thread(_words, states) if known is None else known
     checked: dict[int, tuple[CheckedState, list[int]]] = {}
     for row, state in enumerate(states):
         if is_checked(state):
             checked.setdefault(id(state), (state, []))[1].append(row)
+    if not checked:
+        return words, vocab_size
 
     async def ask(state: CheckedState, rows: list[int]) -> None:
         mask = unpacked(words[rows[0]], vocab_size).numpy()

@@ -125,9 +125,9 @@ class Writing:
                 logits[token_id] -= penalty
         return logits.log_softmax(-1)
 
-    def add(self, token_id: int, row: Tensor) -> Completion | None:
-        """Append a token that was drawn where the model's row was ``row``; return the completion if that
-        ends it.
+    def add(self, token_id: int, row: Tensor, drawn_from: Tensor) -> Completion | None:
+        """Append a token that was drawn from the law ``drawn_from`` where the model's row was ``row``;
+        return the completion if that ends it.
 
         Raises:
             InvalidRequest: it is negative: there was no token to draw.
@@ -141,6 +141,8 @@ class Writing:
         if self._guide is not None:
             self._guide.take(token_id)
             row = row if self._guided is None else self._guided
+        if decoding.tells_law:
+            row = drawn_from
         if decoding.logprobs is not None:
             self._logprobs.append(float(row[token_id]))
         if decoding.logprobs:
@@ -233,6 +235,7 @@ class Writing:
             stop_reason=stop,
             seconds=now - self._began,
             seconds_to_first_token=self._first - self._began,
+            weights_version=self._request.weights_version,
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from genrt.engines.adapters import WEIGHTS_NAME
 from genrt.engines.stepping import SteppedEngine
+from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import InvalidAdapter, InvalidRequest, ModelNotFound
 from genrt.numbers import check_float, check_int
 from genrt.questions.contexts import Adapter
@@ -217,7 +218,7 @@ class ExactEngine(SteppedEngine):
     """The Engine protocol over an NGram, on the CPU; its steps are real, only the model is a table.
 
     An adapter is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``, whose
-    tensor ``table``, of the shape of the model's, replaces it.
+    tensor ``table``, of the shape of the model's, replaces it. New weights are a ``table`` too.
     """
 
     def __init__(
@@ -256,6 +257,14 @@ class _Tables:
 
     def unload_adapter(self, adapter: Adapter) -> None:
         del self._models[adapter]
+
+    def layout(self) -> Layout:
+        shape = (self.vocab_size,) * (self._models[None].order + 1)
+        return {"table": TensorForm(shape, (torch.float32, torch.float64))}
+
+    def load(self, tensors: NamedTensors) -> None:
+        for _, table in tensors:
+            self._models[None] = self._models[None].with_table(table)
 
     def close(self) -> None:
         pass

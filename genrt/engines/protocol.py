@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest, OutOfMemory
-from genrt.questions.completions import CompletionRequest, Decoding, Delta
+from genrt.questions.completions import Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request, Result
+from genrt.questions.request import Request, Result, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "Keeping",
     "Populating",
     "PopulationRows",
+    "Reading",
     "Scoring",
     "Speculating",
     "failure",
@@ -231,9 +232,22 @@ class Completing(Protocol):
             InvalidRequest: an option is wrong, and it is cheap to see that here.
         """
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
         """Return what each of these, which are streamed, has drawn since it was asked last: ``None`` for
         nothing, or if it is not in progress. The completion has all of it too. Do not raise."""
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """An Engine that takes reads, and draws of populations, itself, and returns their answers."""
+
+    @property
+    def reads(self) -> Collection[type]:
+        """The kinds that it takes: classes of a ``ReadRequest``'s ``wanted``, and ``PopulationDraw``."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that it has without being given them, by their names."""
 
 
 class Prefixes(Protocol):

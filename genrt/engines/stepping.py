@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from torch import Tensor
 from genrt.engines.adapters import check_adapter_directory
 from genrt.engines.completions import Writing, unsupported
 from genrt.engines.protocol import EngineStatistics, Finished, failure
+from genrt.engines.weights import Layout, NamedTensors
 from genrt.errors import (
     Closed,
     ContextTooLong,
+    EngineFailed,
+    EngineUnsupported,
     GenrtError,
     InvalidAdapter,
     InvalidRequest,
@@ -34,7 +37,7 @@ from genrt.errors import (
 from genrt.numbers import check_int
 from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter, seed_of
-from genrt.questions.request import Request, Result
+from genrt.questions.request import Request, Result, Streamed
 from genrt.questions.samples import SampleRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.parameters import check_parameters
@@ -69,6 +72,17 @@ class SteppedModel(Protocol):
         """Free everything; called once."""
 
 
+@runtime_checkable
+class ReplaceableModel(Protocol):
+    """A SteppedModel that takes new weights."""
+
+    def layout(self) -> Layout:
+        """Return what they have to be."""
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Compute with these from now on, which fit, in place of those of the same names."""
+
+
 @dataclass(slots=True)
 class _Progress:
     """One request in progress: the tokens drawn so far, and where its randomness comes from."""
@@ -87,6 +101,37 @@ class _Progress:
         """Return what the next token is drawn from, before temperature and truncation, unless that is the
         row."""
         return None if self.writing is None else self.writing.law(logits)
+
+
+class _Weights:
+    """A model's weights, as an engine has them that keeps nothing between two steps."""
+
+    def __init__(self, model: SteppedModel, in_progress: Mapping[Request, _Progress]) -> None:
+        self._in_progress = in_progress
+        self._model = model
+
+    @property
+    def _replaceable(self) -> ReplaceableModel:
+        model: object = self._model
+        if not isinstance(model, ReplaceableModel):
+            raise EngineUnsupported(f"{model!r} cannot replace its weights: load another one")
+        return model
+
+    def layout(self) -> Layout:
+        return self._replaceable.layout()
+
+    def checkpoint(self) -> list[Path]:
+        return []
+
+    def begin(self) -> None:
+        if self._in_progress:
+            raise EngineFailed("not all questions have ended yet")
+
+    def load(self, tensors: NamedTensors) -> None:
+        self._replaceable.load(tensors)
+
+    def finish(self) -> None:
+        pass
 
 
 class SteppedEngine:
@@ -113,6 +158,7 @@ class SteppedEngine:
         self._removed: set[Adapter] = set()
         self._closed = False
         self._statistics = EngineStatistics()
+        self.weights = _Weights(model, self._in_progress)
 
     def __repr__(self) -> str:
         return (
@@ -174,7 +220,7 @@ class SteppedEngine:
         self._unload_unused()
         return finished
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
+    def progress(self, streamed: Sequence[Streamed]) -> list[Delta | None]:
         under_way = [self._in_progress.get(request) for request in streamed]
         return [each.writing.progress() if each and each.writing else None for each in under_way]
 
@@ -337,12 +383,13 @@ class SteppedEngine:
         )
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
-        for index, progress, each, token in zip(laws, drawing, asked, tokens, strict=True):
+        for place, (index, token) in enumerate(zip(laws, tokens, strict=True)):
+            progress, each = drawing[place], asked[place]
             result: Result | None = None
             error: GenrtError | None = None
             if progress.writing is not None:
                 try:
-                    result = progress.writing.add(token, rows[index])
+                    result = progress.writing.add(token, rows[index], kept[place])
                 except InvalidRequest as wrong:
                     error = wrong
             elif token in each.stop_token_ids:

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from genrt.engines.adapters import WEIGHTS_NAME
 from genrt.engines.stepping import SteppedEngine
+from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import (
     EngineNotInstalled,
     EngineUnsupported,
@@ -133,6 +134,8 @@ class _Network:
         self._network = cast(Any, network.eval())
         self._keys: dict[Adapter, str] = {}
         self._new_keys = map("adapter{}".format, count())
+        # By the names of the checkpoint: layers of adapters change those of the network.
+        self._parameters = dict(network.named_parameters(remove_duplicate=False))
         self._input_device = self._network.get_input_embeddings().weight.device
         probe = self._probe()
         self.vocab_size, self.device = probe.shape[-1], probe.device
@@ -161,8 +164,26 @@ class _Network:
     def unload_adapter(self, adapter: Adapter) -> None:
         _eject(self._network, self._keys.pop(adapter))
 
+    def layout(self) -> Layout:
+        """Return the parameters, of any floating-point type that they can be copied from."""
+        first: dict[int, str] = {}
+        return {
+            name: TensorForm(
+                tuple(each.shape),
+                tuple(dict.fromkeys([each.dtype, torch.float32, torch.bfloat16, torch.float16])),
+                None if (known := first.setdefault(id(each), name)) == name else known,
+            )
+            for name, each in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def load(self, tensors: NamedTensors) -> None:
+        for name, tensor in tensors:
+            self._parameters[name].copy_(tensor)
+
     def close(self) -> None:
         self._network = None
+        self._parameters.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

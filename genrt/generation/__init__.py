@@ -1,7 +1,9 @@
-"""Many texts from one runtime: of a stream of prompts, until enough are valid, as resumable jobs."""
+"""Many texts from one runtime: of a stream of prompts, until enough are valid, as resumable jobs, as
+rollouts and conversations to train on."""
 
 from __future__ import annotations
 
+from genrt.generation.conversations import Conversation, Message, Trajectory
 from genrt.generation.jobs import Job
 from genrt.generation.many import (
     AskOptions,
@@ -13,9 +15,21 @@ from genrt.generation.many import (
     generate_many,
     generate_many_sync,
 )
+from genrt.generation.padding import verify_right_padding
+from genrt.generation.policies import PolicyGeneration
 from genrt.generation.records import BatchStatistics, Reason, Records, RecordStatistics
 from genrt.generation.reports import JobReport
+from genrt.generation.rollouts import (
+    Rollout,
+    RolloutOptions,
+    StopStrings,
+    StopTokenIds,
+    rollout,
+    rollout_samples,
+    rollout_sync,
+)
 from genrt.generation.runs import JobRun
+from genrt.generation.turns import splice_turn
 from genrt.generation.valid import (
     Prompts,
     UntilValid,
@@ -28,6 +42,7 @@ from genrt.generation.validators import Fault, Parse, Validate
 __all__ = [
     "AskOptions",
     "BatchStatistics",
+    "Conversation",
     "Failed",
     "Fault",
     "Item",
@@ -35,13 +50,20 @@ __all__ = [
     "JobReport",
     "JobRun",
     "ManyOptions",
+    "Message",
     "OnError",
     "Parse",
+    "PolicyGeneration",
     "Prompt",
     "Prompts",
     "Reason",
     "RecordStatistics",
     "Records",
+    "Rollout",
+    "RolloutOptions",
+    "StopStrings",
+    "StopTokenIds",
+    "Trajectory",
     "UntilValid",
     "ValidOptions",
     "Validate",
@@ -49,4 +71,9 @@ __all__ = [
     "generate_many_sync",
     "generate_valid",
     "generate_valid_sync",
+    "rollout",
+    "rollout_samples",
+    "rollout_sync",
+    "splice_turn",
+    "verify_right_padding",
 ]

@@ -151,5 +151,5 @@ def frozen(array: A) -> A:
 
 def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
     """Return the seeds of a step: one for the algorithm's own choices, one below 2^63 for its model's."""
-    own, models = np.random.SeedSequence(seed, spawn_key=(step,)).spawn(2)
+    own, models = (np.random.SeedSequence(seed, spawn_key=(step, part)) for part in range(2))
     return own, int(models.generate_state(1, np.uint64)[0] >> 1)

@@ -20,6 +20,7 @@ from genrt.constraints.together import together
 from genrt.inference import awrs
 from genrt.inference.ends import Ends
 from genrt.inference.resampling import Floats
+from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.questions.contexts import seeds_at
@@ -31,27 +32,6 @@ Proposal: TypeAlias = Literal["mask", "awrs"]
 
 Drawn: TypeAlias = tuple[int, float]
 """A token, or ``DEAD``, and the logarithm of the mass it was drawn from."""
-
-
-class Frontier:
-    """The population of one step, until another goes on from it: so a history of particles holds none."""
-
-    __slots__ = ("population",)
-
-    def __init__(self, population: Population) -> None:
-        self.population: Population | None = population
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where a text was before its last token: the sequence of this number. A copy of it, and a pickle, is
-    ``None``: a text that has none is found by its tokens, as one is whose frontier has moved on."""
-
-    frontier: Frontier
-    number: int
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +53,33 @@ class Proposals:
         """The end token, which a constrained model has."""
         return cast("int", self.eos_token_id)
 
-    def population(
-        self, texts: Sequence[tuple[int, ...]], places: Sequence[Place | None]
-    ) -> Population:
-        """Return these texts after the prompt, without a look at their tokens if they all go on from
-        places in one population."""
-        frontier = places[0].frontier if places[0] is not None else None
-        here = [
-            place.number for place in places if place is not None and place.frontier is frontier
-        ]
-        whole = frontier.population if frontier is not None else None
-        if frontier is not None and whole is not None and len(here) == len(texts):
-            frontier.population = None
-            population = whole.take(here)
-            population.append([text[-1] for text in texts])
-            return population
-        if not any(texts):
-            return self.lm.population(self.prompt, len(texts), adapter=self.adapter)
-        return self.lm.population([self.prompt + text for text in texts], adapter=self.adapter)
+    def population(self, trails: Sequence[Trail]) -> Population:
+        """Return these texts after the prompt, without a look at their tokens if they all go on from one
+        population, which is taken over then."""
+        frontier = trails[0].frontier
+        if frontier is not None and all(each.frontier is frontier for each in trails):
+            population = frontier.take()
+            if population is not None:
+                numbers = [each.number for each in trails]
+                if numbers != list(range(len(population))):
+                    population.resample(numbers)
+                population.append([each.token_id for each in trails])
+                return population
+        if not any(each.count for each in trails):
+            return self.lm.population(self.prompt, len(trails), adapter=self.adapter)
+        contexts = [self.prompt + each.text.token_ids for each in trails]
+        return self.lm.population(contexts, adapter=self.adapter)
 
     async def draw(
         self,
         population: Population,
-        texts: Sequence[tuple[int, ...]],
+        trails: Sequence[Trail],
         states: Sequence[State | None],
         seed: int,
     ) -> list[Drawn]:
         """Draw a token after each text of a population, whose constraint is in the state beside it: one
         question to the model for all of them, masks computed meanwhile."""
-        at_last = [len(text) + 1 >= self.max_tokens for text in texts]
+        at_last = [each.count + 1 >= self.max_tokens for each in trails]
         if self.kind == "awrs" and self.is_constrained:
             rows = await population.logprobs()
             checked = cast("Sequence[CheckedState]", states)
@@ -121,15 +99,14 @@ class Proposals:
         if not self.is_constrained:
             return None
         masks = await abitmasks(cast("Sequence[State]", states))
-        end = packed_tokens({self.end_token}, masks.shape[1])
-        if self.ends.token_ids != {self.end_token}:
-            stops = packed_tokens(self.ends.token_ids, masks.shape[1])
+        stops = self.ends.token_ids
+        if stops != {self.end_token}:
+            end = packed_tokens({self.end_token}, masks.shape[1])
             may_end = (masks & end).any(dim=1)
-            masks &= ~(end | stops)
-            masks[may_end] |= stops
-            end = stops
-        if self.ends.token_ids and any(at_last):
-            masks[torch.tensor(at_last)] &= end
+            masks &= ~(end | packed_tokens(stops, masks.shape[1]))
+            masks[may_end] |= packed_tokens(stops, masks.shape[1])
+        if stops and any(at_last):
+            masks[torch.tensor(at_last)] &= packed_tokens(stops, masks.shape[1])
         return masks
 
     def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> list[Drawn]:
@@ -184,5 +161,5 @@ def packed_tokens(token_ids: Iterable[int], count: int) -> Tensor:
 
 def _drawn(found: sampling.BatchDraw, *, masked: bool) -> list[Drawn]:
     token_ids = found.token_ids.tolist()
-    masses = found.log_mass.double().tolist() if masked else [0.0] * len(token_ids)
+    masses = found.log_mass.tolist() if masked else [0.0] * len(token_ids)
     return list(zip(token_ids, masses, strict=True))

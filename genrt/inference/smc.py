@@ -121,9 +121,11 @@ class SMC:
         if unfinished:
             growing = [particles[index] for index in unfinished]
             growths = await grown(self._model, growing, for_tokens)
+            places = list(unfinished)
+            increments[places] = [each.log_weight for each in growths]
+            token_ids[places] = [each.token_id for each in growths]
             for index, each in zip(unfinished, growths, strict=True):
-                particles[index], increments[index] = each.particle, each.log_weight
-                token_ids[index] = each.token_id
+                particles[index] = each.particle
         after = State(tuple(particles), frozen(before + increments), state.step + 1, state.seed)
         return after, Info(
             step=state.step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ from genrt.inference.resampling import Ancestors, Floats, effective_sample_size,
 Tokens: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class State:
     """N weighted particles after ``step`` steps. A value: stepping makes a new one, and stepping the same
     one again gives the same, since the randomness of step t comes from ``(seed, t)`` alone.
@@ -27,17 +28,17 @@ class State:
     step: int
     seed: int
 
-    @property
+    @cached_property
     def log_evidence(self) -> float:
         """log Z_hat so far: of the present weights, for the present prefixes."""
         return log_mean_exp(self.log_weights)
 
-    @property
+    @cached_property
     def ess(self) -> float:
         """The effective sample size of the weights; 0 if all particles are dead."""
         return effective_sample_size(self.log_weights)
 
-    @property
+    @cached_property
     def unfinished(self) -> tuple[int, ...]:
         """The indices of the particles that the next step extends: alive and not finished."""
         [alive] = np.nonzero(self.log_weights > -math.inf)

@@ -43,9 +43,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from genrt.constraints import CheckedState, Constraint
@@ -59,13 +60,12 @@ from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
 from genrt.inference.proposals import (
     Drawn,
-    Frontier,
-    Place,
     Proposal,
     Proposals,
     State,
     packed_tokens,
 )
+from genrt.inference.trails import Frontier, Trail
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
 from genrt.tokens.texts import Potential, Text, decoded
@@ -76,26 +76,29 @@ class TextParticle:
     """One text as it grows.
 
     Attributes:
-        generated: the text, without the prompt and without the end token.
+        trail: the text, and where it was asked about last.
         constraint_state: the constraint's state after it, ``None`` without a constraint.
         log_twist: what its log-weight has gained by a twist so far, to be taken off again.
-        place: where it was asked about last, if that is known.
     """
 
-    generated: Text
+    trail: Trail
     constraint_state: State | None
     log_twist: float = 0.0
-    place: Place | None = field(default=None, repr=False)
+
+    @property
+    def generated(self) -> Text:
+        """The text, without the prompt and without the end token."""
+        return self.trail.text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The generated tokens, without the end token."""
-        return self.generated.token_ids
+        return self.trail.text.token_ids
 
     @property
     def finished(self) -> bool:
         """True once its end was drawn, or at ``max_tokens`` where a text may be cut."""
-        return self.generated.finished
+        return self.trail.finished
 
 
 class TextModel:
@@ -241,7 +244,7 @@ class TextModel:
 
     def start(self) -> TextParticle:
         """Return the empty text."""
-        return TextParticle(Text(), self._start)
+        return TextParticle(Trail.of(Text()), self._start)
 
     def text(self, particle: TextParticle) -> str:
         """Return the text as UTF-8; other bytes show as U+FFFD and their number."""
@@ -267,56 +270,94 @@ class TextModel:
         """Grow each text by one token, with one question to the model for all; masks are computed
         meanwhile."""
         start = self._start if self.ends.never else None
-        if start is not None and not particles[0].token_ids and self._is_complete(start):
+        if start is not None and not particles[0].trail.count and self._is_complete(start):
             # The empty text is the only one.
             nothing = [Growth(each, 0.0, DEAD) for each in particles]
             return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
-        texts = [particle.token_ids for particle in particles]
-        population = self._proposals.population(texts, [each.place for each in particles])
+        trails = [particle.trail for particle in particles]
         states = [particle.constraint_state for particle in particles]
-        drawn = await self._proposals.draw(population, texts, states, seed)
-        grown = await asyncio.to_thread(self._advance, particles, drawn, Frontier(population))
+        population = self._proposals.population(trails)
+        drawn = await self._proposals.draw(population, trails, states, seed)
+        grown = await self._grown(particles, drawn, Frontier(population))
         if start is not None:
             grown = await self._ended(grown, await asyncio.to_thread(self._complete, grown))
         return await self._judged(particles, grown)
 
     # -- what follows from a draw -------------------------------------------------------------
 
-    def _advance(
+    async def _grown(
         self, particles: Sequence[TextParticle], drawn: Sequence[Drawn], frontier: Frontier
     ) -> list[Growth]:
+        # A rejection does not tell which stop token, so it is one for all.
+        stop = min(self.ends.token_ids, default=DEAD)
+        is_end = self._start is not None and bool(self.ends.token_ids)
+        token_ids = [
+            stop if is_end and token_id == self.eos_token_id else token_id for token_id, _ in drawn
+        ]
+        states = [particle.constraint_state for particle in particles]
+        if self._start is None:
+            trails = await asyncio.to_thread(self._longer, particles, token_ids, frontier)
+        else:
+            # Texts go on while another thread begins with their states.
+            run, loop = contextvars.copy_context().run, asyncio.get_running_loop()
+            advancing = loop.run_in_executor(None, run, self._advanced, states, token_ids)
+            trails = self._longer(particles, token_ids, frontier)
+            states = await advancing
+        return [
+            Growth(particle, -math.inf, DEAD)
+            if token_id == DEAD
+            else Growth(TextParticle(trail, state), log_mass, token_id)
+            for particle, trail, state, token_id, (_, log_mass) in zip(
+                particles, trails, states, token_ids, drawn, strict=True
+            )
+        ]
+
+    def _advanced(
+        self, states: Sequence[State | None], token_ids: Sequence[int]
+    ) -> list[State | None]:
+        """Return the states after these tokens, but for those at an end, with their masks."""
         # Equal prefixes share their constraint's state, and so what is computed from it.
         advanced: dict[tuple[int, int], State] = {}
-        grown = []
-        for number, (particle, (token_id, log_mass)) in enumerate(
-            zip(particles, drawn, strict=True)
-        ):
-            if token_id == DEAD:
-                grown.append(Growth(particle, -math.inf, DEAD))
-                continue
-            state = particle.constraint_state
-            if self.ends.token_ids and state is not None and token_id == self.eos_token_id:
-                token_id = min(self.ends.token_ids)  # a rejection does not tell which stop token
-            text = self.extended(particle.generated, token_id)
-            if state is not None and not text.finished:
-                key = (id(state), token_id)
+        ends = self.ends.token_ids | {DEAD}
+        after: list[State | None] = []
+        for state, token_id in zip(states, token_ids, strict=True):
+            if state is not None and token_id not in ends:
+                key = id(state), token_id
                 if key not in advanced:
                     advanced[key] = state.advance(token_id)
                 state = advanced[key]
-            place = Place(frontier, number)
-            grown.append(Growth(TextParticle(text, state, place=place), log_mass, token_id))
+            after.append(state)
         # The next step's masks, while this is off the event loop. One that is too complex is an error for
         # the step that asks for it.
         with contextlib.suppress(InvalidConstraint):
             fill(advanced.values())
-        return grown
+        return after
+
+    def _longer(
+        self, particles: Sequence[TextParticle], token_ids: Sequence[int], frontier: Frontier
+    ) -> list[Trail]:
+        """Return the texts as ``extended`` does, without a look at them where no string may end one."""
+        ends, vocab = self.ends, self._byte_vocab
+        longest = self.max_steps - 1 if self._start is None else math.inf
+        trails = []
+        for number, (particle, token_id) in enumerate(zip(particles, token_ids, strict=True)):
+            trail = particle.trail
+            if token_id in ends.token_ids:
+                trail = trail.ended()
+            elif ends.strings and token_id != DEAD:
+                trail = Trail.of(self.extended(trail.text, token_id), frontier, number)
+            elif token_id != DEAD:
+                is_over = trail.count >= longest
+                trail = Trail(trail, token_id, vocab[token_id], is_over, frontier, number)
+            trails.append(trail)
+        return trails
 
     def _complete(self, grown: Sequence[Growth]) -> list[bool]:
         """Tell of each text whether it ends here where no token or string ends texts."""
         return [
             each.token_id != DEAD
             and (
-                len(each.particle.token_ids) >= self.max_steps
+                each.particle.trail.count >= self.max_steps
                 or self._is_complete(each.particle.constraint_state)
             )
             for each in grown
@@ -339,8 +380,8 @@ class TextModel:
             if not complete[place]:
                 continue
             if accepts[id(particle.constraint_state)]:
-                text = Text(particle.token_ids, particle.generated.bytes, finished=True)
-                ended[place] = Growth(replace(particle, generated=text), log_weight, token_id)
+                over = replace(particle, trail=particle.trail.ended())
+                ended[place] = Growth(over, log_weight, token_id)
             else:
                 ended[place] = Growth(particle, -math.inf, DEAD)
         return ended

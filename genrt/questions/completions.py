@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, shown
@@ -21,6 +21,7 @@ from genrt.questions.samples import (
     DECODING_CHECKS,
     Check,
     DecodingOptions,
+    check_among,
     check_length,
     check_number,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "Delta",
     "FinishReason",
     "GenerateOptions",
+    "LogprobsMode",
     "TurnOptions",
     "completion_requests",
     "schema_text",
@@ -41,6 +43,9 @@ __all__ = [
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why a text is over: it came to an end, it is as long as it may be, or the engine gave it up."""
+
+LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
+"""Which law log-probabilities are of: the model's, or the one that tokens were drawn from."""
 
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 """The options that each prescribe a form; a completion has one of them at most."""
@@ -54,9 +59,8 @@ class Completion:
         text: without special tokens, and without what stopped it, unless the options say otherwise.
         token_ids: all tokens that were drawn, one that stopped it included.
         prompt_token_ids: the tokens before them.
-        logprobs: of each drawn token, its log-probability in the model's row, before temperature and
-            penalties; of a text with a structure, among the tokens that the structure admits. Empty
-            unless ``logprobs=`` is given.
+        logprobs: of each drawn token, its log-probability in the model's row (with a structure, among the
+            tokens that it admits), or as ``logprobs_mode=`` says. Empty unless ``logprobs=`` is given.
         top_logprobs: at each place, the likeliest tokens of the row with their log-probabilities, as many
             as were asked for.
         finish_reason: "stop", "length" (as long as it may be) or "abort".
@@ -66,6 +70,7 @@ class Completion:
         seconds_to_first_token: from when the engine took the request to its first token.
         reasoning: what the model thought before the text, where that is told apart; see
             ``split_reasoning``. Its tokens are among ``token_ids``.
+        weights_version: the version of the weights that drew all of it: ``AsyncLM.weights_version`` then.
     """
 
     text: str
@@ -78,6 +83,7 @@ class Completion:
     seconds: float
     seconds_to_first_token: float
     reasoning: str = ""
+    weights_version: int = 0
 
     @property
     def truncated(self) -> bool:
@@ -142,10 +148,16 @@ class Decoding:
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     structure: tuple[str, str | tuple[str, ...]] | None = None
     split_reasoning: bool | None = None
     is_chat: bool = False
     template: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def tells_law(self) -> bool:
+        """True if log-probabilities are wanted, and are those of the law that tokens are drawn from."""
+        return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
     def of_text(self) -> str | None:
@@ -180,6 +192,7 @@ class CompletionRequest:
     adapter: Adapter | None = None
     nonce: int | None = None
     streamed: bool = False
+    weights_version: int = 0
     weight: ClassVar[int] = 1
 
     @property
@@ -195,6 +208,10 @@ class CompletionRequest:
     def bound_to(self, adapter: Adapter | None) -> CompletionRequest:
         """Return the same question to another adapter."""
         return replace(self, adapter=adapter)
+
+    def of_weights(self, version: int) -> CompletionRequest:
+        """Return the same question to this version of the weights."""
+        return replace(self, weights_version=version)
 
     def owned(self, result: Any) -> Any:
         """Return the completion with dictionaries of the caller's own."""
@@ -227,6 +244,8 @@ class CompletionOptions(DecodingOptions, total=False):
         ignore_eos: whether the model's end token ends nothing.
         logprobs: whether log-probabilities are returned, and of how many of the likeliest tokens at each
             place besides the drawn one's: 0 is of none. By default none are.
+        logprobs_mode: "raw_logprobs", the default, are the model's; "processed_logprobs" those of the law
+            that tokens are drawn from, after penalties, temperature and truncation: 0 where it is greedy.
         json_schema: the JSON schema of the text: a dict, a JSON text, or a pydantic model.
         regex: a pattern that the whole text matches.
         grammar: a grammar, as vLLM's structured outputs take it, of the whole text.
@@ -249,6 +268,7 @@ class CompletionOptions(DecodingOptions, total=False):
     logit_bias: Mapping[int, float]
     ignore_eos: bool
     logprobs: int | None
+    logprobs_mode: LogprobsMode
     json_schema: Mapping[str, Any] | str | type
     regex: str
     grammar: str
@@ -407,9 +427,7 @@ def _bias(limits: Limits, name: str, value: object) -> tuple[tuple[int, float], 
     return tuple(sorted(pairs))
 
 
-def _bool(_: Limits, name: str, value: object) -> bool:
-    return check_bool(name, value)
-
+_bool: Check = lambda _, name, value: check_bool(name, value)
 
 _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "max_tokens": lambda _, name, value: None if value is None else check_int(name, value, 1),
@@ -423,6 +441,7 @@ _CHECKS: dict[str, Check] = DECODING_CHECKS | {
     "bad_words": _texts,
     "logit_bias": _bias,
     "ignore_eos": _bool,
+    "logprobs_mode": check_among(get_args(LogprobsMode)),
     "split_reasoning": lambda _, name, value: None if value is None else check_bool(name, value),
     "logprobs": lambda limits, name, value: (
         None if value is None else check_int(name, value, 0, limits.vocab_size)

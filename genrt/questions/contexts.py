@@ -20,6 +20,7 @@ from genrt.numbers import check_int
 from genrt.questions.token_ids import TokenIds, advice_for, host_array, id_words
 
 __all__ = [
+    "LAST_SEED",
     "TOKEN_BYTES",
     "Adapter",
     "Drawn",

@@ -101,7 +101,7 @@ class DrawToken(Wanted):
             log_mass.float().tolist(),
             strict=True,
         )
-        return map(Draw._make, found)
+        return map(Draw.of, found, [read.request.weights_version for read in reads])
 
     def is_answer(self, row: Tensor, result: object, *, tolerance: float = TOLERANCE) -> bool:
         """Return whether the token of a draw is possible, and its two numbers are those of that token."""
@@ -185,12 +185,13 @@ def draw_requests(
 
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:
-    """Return draws as tensors on the host."""
-    return BatchDraw(
+    """Return the draws of one question as tensors on the host."""
+    columns = (
         torch.tensor([each.token_id for each in draws], dtype=torch.int64),
         torch.tensor([each.logprob for each in draws]),
         torch.tensor([each.log_mass for each in draws]),
     )
+    return BatchDraw.of(columns, draws[0].weights_version if draws else 0)
 
 
 def _drawn(reads: Sequence[Read]) -> Tensor:

@@ -35,6 +35,7 @@ class PopulationDraw:
         temperature: of all.
         seeds: uint64 ``[n]``: what each is drawn from.
         origins: where each comes from, if all are one token longer than that.
+        weights_version: the version of the model's weights, as a ``LogprobsRequest`` has it.
         asked: stands for these sequences in what is asked later.
     """
 
@@ -44,6 +45,7 @@ class PopulationDraw:
     temperature: float
     seeds: np.ndarray
     origins: Origins | None = None
+    weights_version: int = 0
     asked: Asked = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class PopulationDraw:
     @property
     def rows(self) -> list[LogprobsRequest]:
         """The questions for the rows that are drawn from, in order; made every time."""
-        return self.contexts.rows(self.adapter)
+        return self.contexts.rows(self.adapter, self.weights_version)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -76,6 +78,12 @@ class PopulationDraw:
         """Return the same question to another adapter."""
         return replace(self, adapter=adapter, origins=None)
 
+    def of_weights(self, version: int) -> PopulationDraw:
+        """Return the same question, about the same sequences, to this version of the weights."""
+        again = replace(self, weights_version=version)
+        object.__setattr__(again, "asked", self.asked)
+        return again
+
     def owned(self, result: object) -> object:
         """Return the result, which one caller alone asked for."""
         return result
@@ -94,6 +102,7 @@ class PopulationDraw:
                 self.temperature,
                 self.seeds[part],
                 None if self.origins is None else self.origins.take(part),
+                self.weights_version,
             )
 
     def drawn(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
@@ -187,6 +196,7 @@ def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -
         at = torch.from_numpy(places)
         for target, parts in zip(whole, zip(*several, strict=True), strict=True):
             target[at] = torch.cat(parts)
+        whole.weights_version = several[0].weights_version
     return whole
 
 

@@ -108,6 +108,11 @@ class ReadRequest:
         return self.row.adapter
 
     @property
+    def weights_version(self) -> int:
+        """The version of the weights that the row is computed with."""
+        return self.row.weights_version
+
+    @property
     def nbytes(self) -> int:
         """The memory that the context takes, and what is wanted."""
         return self.row.nbytes + self.wanted.nbytes
@@ -115,6 +120,10 @@ class ReadRequest:
     def bound_to(self, adapter: Adapter | None) -> ReadRequest:
         """Return the same question to another adapter."""
         return ReadRequest(self.row.bound_to(adapter), self.wanted)
+
+    def of_weights(self, version: int) -> ReadRequest:
+        """Return the same question to this version of the weights."""
+        return ReadRequest(self.row.of_weights(version), self.wanted)
 
     def owned(self, result: object) -> object:
         """Return a result for one caller alone; tensors are copied before, all at once."""

@@ -11,25 +11,33 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from genrt.questions.completions import CompletionRequest
+from genrt.questions.completions import CompletionRequest, Delta
+from genrt.questions.native import NativeRequest
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["Request", "Result"]
+__all__ = ["Request", "Result", "Streamed", "Told"]
 
 Request: TypeAlias = (
     LogprobsRequest
     | SampleRequest
     | CompletionRequest
+    | NativeRequest
     | ScoreRequest
     | ReadRequest
     | PopulationDraw
 )
-"""One question to the model. An engine computes rows, samples and completions, and scores if it is
-``Scoring``; what is read from rows is answered beside it."""
+"""One question to the model. An engine computes rows, samples and texts, and scores if it is ``Scoring``;
+what is read from rows is answered beside it."""
 
 Result: TypeAlias = Any
 """What answers a request; the kinds say of what type."""
+
+Streamed: TypeAlias = CompletionRequest | NativeRequest
+"""A text of which an engine can tell while it draws it."""
+
+Told: TypeAlias = Delta | tuple[Any, ...]
+"""What an engine tells of a text, or of a native one."""

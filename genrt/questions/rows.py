@@ -35,10 +35,13 @@ class LogprobsRequest:
         packed: the token ids as unsigned 32-bit numbers in this machine's byte order, ``TOKEN_BYTES``
             each. Contexts are long and are compared all the time: bytes are hashed and compared at the
             speed of memory, whatever number objects they were made of.
+        weights_version: the version of the model's weights; so for every kind of request. It is 0 until
+            the batcher has the question.
     """
 
     packed: bytes
     adapter: Adapter | None = None
+    weights_version: int = 0
     _hash: int = field(init=False, compare=False)
     weight: ClassVar[int] = 1
 
@@ -48,13 +51,15 @@ class LogprobsRequest:
         adapter: Adapter | None = None,
         *,
         packed: bytes | None = None,
+        weights_version: int = 0,
     ) -> None:
         if packed is None:
             packed = (token_ids if type(token_ids) is array else _words(token_ids)).tobytes()
         # One is made for every question: what a frozen dataclass would do costs half as much again.
         _set_packed(self, packed)
         _set_adapter(self, adapter)
-        _set_hash(self, hash((packed, adapter)))
+        _set_version(self, weights_version)
+        _set_hash(self, hash((packed, adapter, weights_version)))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -73,7 +78,13 @@ class LogprobsRequest:
 
     def bound_to(self, adapter: Adapter | None) -> LogprobsRequest:
         """Return the same question to another adapter."""
-        return LogprobsRequest(packed=self.packed, adapter=adapter)
+        return LogprobsRequest(
+            packed=self.packed, adapter=adapter, weights_version=self.weights_version
+        )
+
+    def of_weights(self, version: int) -> LogprobsRequest:
+        """Return the same question to this version of the weights."""
+        return LogprobsRequest(packed=self.packed, adapter=self.adapter, weights_version=version)
 
     def owned(self, result: object) -> object:
         """Return a result for one caller alone; tensors are copied before, all at once."""
@@ -96,8 +107,9 @@ def _words(token_ids: Sequence[int]) -> array[int]:
         raise InvalidRequest(f"{abbreviated(token_ids)}: no token id is negative") from error
 
 
-_set_packed, _set_adapter, _set_hash = (
-    vars(LogprobsRequest)[name].__set__ for name in ("packed", "adapter", "_hash")
+_set_packed, _set_adapter, _set_version, _set_hash = (
+    vars(LogprobsRequest)[name].__set__
+    for name in ("packed", "adapter", "weights_version", "_hash")
 )
 
 

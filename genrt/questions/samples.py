@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Required, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.numbers import check_float, check_int, shown
+from genrt.numbers import check_float, check_int, named, shown
 from genrt.questions.contexts import (
     TOKEN_BYTES,
     Adapter,
@@ -25,6 +25,7 @@ __all__ = [
     "DecodingOptions",
     "SampleOptions",
     "SampleRequest",
+    "check_among",
     "check_length",
     "check_number",
     "sample_request",
@@ -66,6 +67,7 @@ class SampleRequest:
     seed: int | None = None
     adapter: Adapter | None = None
     nonce: int | None = None
+    weights_version: int = 0
     weight: ClassVar[int] = 1
 
     @property
@@ -76,6 +78,10 @@ class SampleRequest:
     def bound_to(self, adapter: Adapter | None) -> SampleRequest:
         """Return the same question to another adapter."""
         return replace(self, adapter=adapter)
+
+    def of_weights(self, version: int) -> SampleRequest:
+        """Return the same question to this version of the weights."""
+        return replace(self, weights_version=version)
 
     def owned(self, result: object) -> object:
         """Return the token ids, which nobody can change."""
@@ -127,6 +133,17 @@ Check: TypeAlias = Callable[[Limits, str, Any], Any]
 def check_number(low: float, high: float = math.inf) -> Check:
     """Return the check of a number from ``low`` to ``high``."""
     return lambda _, name, value: check_float(name, value, low, high)
+
+
+def check_among(names: Collection[str]) -> Check:
+    """Return the check of a text that is one of these."""
+
+    def check(_: Limits, name: str, value: object) -> object:
+        if not isinstance(value, str) or value not in names:
+            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {named(value)}")
+        return value
+
+    return check
 
 
 def _top_p(_: Limits, name: str, value: object) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -35,11 +35,13 @@ class ScoreRequest:
     packed: bytes
     start: int
     adapter: Adapter | None = None
+    weights_version: int = 0
     _hash: int = field(init=False, compare=False)
     weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.packed, self.start, self.adapter)))
+        own = self.packed, self.start, self.adapter, self.weights_version
+        object.__setattr__(self, "_hash", hash(own))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -51,12 +53,17 @@ class ScoreRequest:
         """The row before each token of the continuation."""
         most = len(self.packed)
         ends = range(TOKEN_BYTES * self.start, most, TOKEN_BYTES)
-        return [LogprobsRequest(packed=self.packed[:end], adapter=self.adapter) for end in ends]
+        return [self._row(end) for end in ends]
 
     @property
     def computed(self) -> LogprobsRequest:
         """The row after the longest context that the answer needs: all of the text but its last token."""
-        return LogprobsRequest(packed=self.packed[:-TOKEN_BYTES], adapter=self.adapter)
+        return self._row(-TOKEN_BYTES)
+
+    def _row(self, end: int) -> LogprobsRequest:
+        return LogprobsRequest(
+            packed=self.packed[:end], adapter=self.adapter, weights_version=self.weights_version
+        )
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +72,11 @@ class ScoreRequest:
 
     def bound_to(self, adapter: Adapter | None) -> ScoreRequest:
         """Return the same question to another adapter."""
-        return ScoreRequest(self.packed, self.start, adapter)
+        return replace(self, adapter=adapter)
+
+    def of_weights(self, version: int) -> ScoreRequest:
+        """Return the same question to this version of the weights."""
+        return replace(self, weights_version=version)
 
     def owned(self, result: object) -> object:
         """Return a result for one caller alone; tensors are copied before, all at once."""

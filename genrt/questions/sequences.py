@@ -151,9 +151,12 @@ class Contexts:
         """Return one of them as a request has its context."""
         return self.table[self.places[number], : self.lengths[number]].tobytes()
 
-    def rows(self, adapter: Adapter | None) -> list[LogprobsRequest]:
+    def rows(self, adapter: Adapter | None, weights_version: int = 0) -> list[LogprobsRequest]:
         """Return the questions for the rows after them, in order."""
-        return [LogprobsRequest(packed=self.packed(n), adapter=adapter) for n in range(len(self))]
+        return [
+            LogprobsRequest(packed=self.packed(n), adapter=adapter, weights_version=weights_version)
+            for n in range(len(self))
+        ]
 
     def part(self, part: slice) -> Contexts:
         """Return some of them."""

@@ -6,8 +6,9 @@ import concurrent.futures
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from genrt.engines.adapters import check_adapter_directory
 from genrt.engines.protocol import Engine
@@ -27,8 +28,11 @@ class AdapterNames:
         by_name: the adapters by their names, those too that a restart has lost.
     """
 
-    def __init__(self, thread: EngineThread) -> None:
-        self.by_name: dict[str, Adapter] = {}
+    def __init__(
+        self, thread: EngineThread, given: Mapping[str, Adapter] = MappingProxyType({})
+    ) -> None:
+        """Begin with those that the engine has by itself."""
+        self.by_name: dict[str, Adapter] = {**given}
         self._thread = thread
         self._lock = threading.Lock()
         self._versions = itertools.count(1)

@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from genrt.engines.adapters import Adapters
@@ -30,16 +29,17 @@ from genrt.engines.protocol import (
     EngineStatistics,
     Finished,
     Keeping,
+    Reading,
     Speculating,
     survived,
 )
-from genrt.errors import EngineDied, GenrtError, InvalidAdapter
-from genrt.questions.completions import CompletionRequest, Delta
+from genrt.engines.weights import weights_of
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.cache import RowCache
 from genrt.runtime.population_answers import FoundRows, PopulationAnswers
@@ -65,12 +65,15 @@ class AnsweringEngine:
         adapters: Adapters | None = None,
         prefixes: PrefixesToKeep | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self.device = engine, engine.device
+        self.vocab_size, self.max_model_len = engine.vocab_size, engine.max_model_len
+        self.max_batch_size = engine.max_batch_size
         self._adapters = Adapters() if adapters is None else adapters
         self._prefixes = PrefixesToKeep() if prefixes is None else prefixes
         self._kept = engine.prefixes if isinstance(engine, Keeping) else None
         self._speculating = engine if isinstance(engine, Speculating) else None
         self._completing = engine if isinstance(engine, Completing) else None
+        self._read_there = engine.reads if isinstance(engine, Reading) else frozenset()
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
@@ -80,22 +83,6 @@ class AnsweringEngine:
         self._unforgotten: dict[Request, GenrtError] = {}
         self._reads = 0
         self._bytes_to_host = 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.engine.max_batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
 
     @property
     def tokenizer(self) -> Any:
@@ -127,7 +114,10 @@ class AnsweringEngine:
         cached: dict[ReadRequest, Tensor] = {}
         populations: dict[PopulationDraw, FoundRows] = {}
         for request in requests:
-            if isinstance(request, PopulationDraw):
+            if self._read_there and self._is_read_there(request):
+                asked.append(request)
+                new[request] = None
+            elif isinstance(request, PopulationDraw):
                 populations[request] = found = FoundRows(request.rows)
                 for row in dict.fromkeys(found.asked):
                     if (borrowed := self._joined(row, request, new, readers)) is not None:
@@ -135,7 +125,7 @@ class AnsweringEngine:
             elif isinstance(request, ReadRequest):
                 row, lacking = request.row, False
                 if request.wanted.computes and self._kept is not None:
-                    lacking = row not in self._kept
+                    lacking = row.of_weights(0) not in self._kept
                 borrowed = self._joined(row, request, new, readers, lacking=lacking)
                 if borrowed is not None:
                     cached[request] = borrowed
@@ -161,6 +151,12 @@ class AnsweringEngine:
         for row, joining in readers.items():
             self._readers.setdefault(row, joining).update(joining)
         self.cancel([each.request for each in refused if each.request in populations])
+
+    def _is_read_there(self, request: Request) -> bool:
+        """Return whether the engine answers this itself; from a row in the cache it is answered here."""
+        if not isinstance(request, ReadRequest):
+            return type(request) in self._read_there
+        return type(request.wanted) in self._read_there and request.row not in self._cache
 
     def _joined(
         self,
@@ -241,7 +237,7 @@ class AnsweringEngine:
         finished += [self._populations.answered(each) for each in whole if each not in failed]
         return finished + self._answered(reads)
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> Sequence[Delta | None]:
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
         """Return what each of these has drawn since it was asked last, if anything."""
         if self._completing is None:
             return [None] * len(streamed)
@@ -252,19 +248,17 @@ class AnsweringEngine:
         alone: any other error of the engine concerns only equal requests that come later."""
         unwanted: list[Request] = []
         for request in requests:
-            if isinstance(request, PopulationDraw):
+            if request in self._asked or not isinstance(request, ReadRequest | PopulationDraw):
+                if not isinstance(request, LogprobsRequest) or request not in self._readers:
+                    unwanted.append(request)
+                self._asked.discard(request)
+            elif isinstance(request, PopulationDraw):
                 unwanted += self._populations.give_up([request])
                 if (found := self._populations.found.pop(request, None)) is not None:
                     for row in dict.fromkeys(found.asked):
                         unwanted += self._left(row, request)
-                continue
-            if isinstance(request, ReadRequest):
-                if self._cached.pop(request, None) is None:
-                    unwanted += self._left(request.row, request)
-                continue
-            if not isinstance(request, LogprobsRequest) or request not in self._readers:
-                unwanted.append(request)
-            self._asked.discard(request)
+            elif self._cached.pop(request, None) is None:
+                unwanted += self._left(request.row, request)
         if unwanted:
             self._cancel(unwanted)
 
@@ -323,6 +317,16 @@ class AnsweringEngine:
             self.engine.remove_adapter(adapter)
         except Exception as error:  # nobody waits for this, and no question can name the adapter
             survived(error)
+
+    def forget_residents(self) -> None:
+        """Have the engine forget what nothing in progress needs, if it keeps anything."""
+        getattr(self.engine, "forget_residents", lambda: None)()
+
+    def begin_update(self) -> None:
+        """Have the engine forget what its weights have computed. Raises EngineFailed if it cannot."""
+        if self._still_held(self._unforgotten):
+            raise EngineFailed("the engine cannot forget what was cancelled: restart it")
+        weights_of(self.engine).begin()
 
     def reload_adapters(self) -> dict[Adapter, GenrtError]:
         """Load the adapters of the engine before into this one, and have it keep the same prefixes. An
@@ -389,7 +393,7 @@ class AnsweringEngine:
 
     def keep_context(self, read: Read) -> None:
         """Have the engine keep what it has computed of a read's context, and every later one too."""
-        self._keep(read.request.row)
+        self._keep(read.request.row.of_weights(0))  # whatever the weights
 
     def _keep(self, prefix: LogprobsRequest) -> None:
         if self._kept is None:

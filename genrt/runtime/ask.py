@@ -20,9 +20,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from genrt.errors import GenrtError, TimedOut, UnknownAdapter
 from genrt.numbers import check_timeout
 from genrt.questions.completions import CompletionRequest, Delta
+from genrt.questions.native import NativeRequest
 from genrt.questions.request import Request, Result
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.batcher import Batcher
+from genrt.runtime.passages import NativeFlow, Passage
 from genrt.runtime.streams import Flow, Stream, SyncStream
 from genrt.runtime.waiters import Waiter
 
@@ -158,11 +160,18 @@ class Asker:
         flow = Flow(seconds=check_timeout(timeout))
         return SyncStream(self._deltas_sync(request, flow), flow, request)
 
-    async def _deltas(self, request: Request, flow: Flow) -> AsyncGenerator[Delta, None]:
+    def native(
+        self, request: NativeRequest, flow: NativeFlow
+    ) -> AsyncGenerator[tuple[Any, ...], None]:
+        """Yield the outputs of a native text, several where they came faster than they were read; asks,
+        raises and withdraws as ``stream``. It also ends, without the rest, when the flow is left."""
+        return self._deltas(request, flow)
+
+    async def _deltas(self, request: Request, flow: Passage[T]) -> AsyncGenerator[T, None]:
         loop = asyncio.get_running_loop()
         requests: Sequence[Request] = (request,)
         with flow.under_way(loop):
-            while flow.completion is None:
+            while not flow.is_over:
                 future: asyncio.Future[list[Result]] = loop.create_future()
                 future.add_done_callback(flow.wake)
                 waiter = Waiter(requests, loop, future, False, {}, flow=flow)
@@ -194,7 +203,7 @@ class Asker:
         until = None if flow.seconds is None else time.monotonic() + flow.seconds
         requests: Sequence[Request] = (request,)
         with flow.under_way():
-            while flow.completion is None:
+            while not flow.is_over:
                 future: concurrent.futures.Future[list[Result]] = concurrent.futures.Future()
                 future.add_done_callback(flow.wake)
                 waiter = Waiter(requests, None, future, False, {}, flow=flow)
@@ -218,11 +227,11 @@ class Asker:
                         batcher.leave_soon(waiter)
 
     def _anew(
-        self, requests: Sequence[Request], flow: Flow, error: UnknownAdapter
+        self, requests: Sequence[Request], flow: Passage[Any], error: UnknownAdapter
     ) -> Sequence[Request]:
         """Return the request for the adapter that was loaded anew meanwhile. Raise the error if there is
         none, or if the text has been begun with the old one's weights."""
-        if self._adapters is None or flow.token_ids:
+        if self._adapters is None or flow.is_begun:
             raise error
         flow.begin_anew()
         return self._adapters.rebound(requests, error)

@@ -7,7 +7,7 @@ and delivers what finished.
 
 Rules:
     All state changes under one lock, held for dictionary work on what changed, never on all there is but
-    when the batcher is closed or goes on with another engine; ``turn`` alone talks to the engine.
+    when the batcher is closed, fenced or goes on with another engine; ``turn`` alone talks to the engine.
     A turn with something in flight always steps; what needs no forward is delivered before that.
     A request is in ``_entries`` from the question that queued it until it ends; it ends once.
     Requests that ran out of memory together are sent again, fewer at a time; one alone fails.
@@ -33,10 +33,10 @@ from genrt.engines.protocol import Finished, survived
 from genrt.errors import WAS_CLOSED, Closed, GenrtError, OutOfMemory
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
-from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.runtime.queue import Admission, Bindings, Flight, Ready
+from genrt.runtime.fences import Fences
+from genrt.runtime.queue import Admission, Bindings, Entries, Flight, Ready
 from genrt.runtime.statistics import BatcherStatistics
 from genrt.runtime.streams import Streams
 from genrt.runtime.waiters import (
@@ -83,7 +83,6 @@ class Batcher:
     ) -> None:
         self._cache, self._wake, self._observer = cache, wake, observer
         self._lock = lock or threading.RLock()
-        self._entries: dict[Request, Entry] = {}
         most = max_batch_size or sys.maxsize
         self._ready = Ready(most, max_wait_seconds, clock)
         self._flight = Flight(Streams(self._lock, clock, cpu_clock))
@@ -94,6 +93,9 @@ class Batcher:
         self._closed: GenrtError | None = None
         self._last_told: list[tuple[Waiter, Outcome]] = []
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
+        self._entries = Entries(cache, self._flight, self._ready, self._counted)
+        places = self._entries, self._gatherings, self._admission
+        self.fences = Fences(self._lock, wake, *places, self._drop, self._wait, self._admit)
 
     # -- asking and leaving: event loops and threads --------------------------------------------
 
@@ -104,11 +106,12 @@ class Batcher:
             if self._closed is not None:
                 raise self._closed.fresh()
             try:
+                if self.fences.up and self.fences.stop(waiter):
+                    return None
+                waiter.bind(self.fences.weights_version)
                 must_wait, entries = self._admission.must_wait(waiter.requests), self._entries
                 if must_wait and not all(r in entries or r in self._cache for r in waiter.requests):
-                    self._bindings.bind(waiter.requests)
-                    self._admission.wait(waiter)
-                    self._on_loops.add(waiter)
+                    self._wait(waiter)
                     self._gatherings.end()
                     wake = bool(self._ready)
                 else:
@@ -120,36 +123,17 @@ class Batcher:
             self._wake()
         return None if waiter.missing else outcome_of(waiter)
 
+    def _wait(self, waiter: Waiter) -> None:
+        """Have it wait for room, or behind the fences, under the lock."""
+        self._bindings.bind(waiter.requests)
+        (self._admission.hold if self.fences.up else self._admission.wait)(waiter)
+        self._on_loops.add(waiter)
+
     def _register(self, waiter: Waiter) -> list[Entry]:
         """Find or join each request, under the lock; return the entries that have to be queued."""
         if self._observer is not None:
             self._observer.registering(waiter)
-        queued: list[Entry] = []
-        new: list[Request] = []
-        found, entries, counted = waiter.found, self._entries, self._counted
-        borrow, asked = self._cache.borrow, 0
-        for request in waiter.requests:
-            asked += request.weight
-            if request in found:
-                counted["deduplicated" if found[request] is None else "cached"] += request.weight
-                continue
-            row = found[request] = borrow(request) if isinstance(request, LogprobsRequest) else None
-            if row is not None:
-                counted["cached"] += 1
-                continue
-            waiter.missing += 1
-            entry = entries.get(request)
-            if entry is None:
-                entries[request] = entry = Entry(request, {waiter: None}, waiter.flow)
-                queued.append(entry)
-                new.append(request)
-                continue
-            counted["deduplicated"] += request.weight
-            entry.waiters[waiter] = None
-            self._flight.rescue(entry)
-            if not entry.in_flight and entry not in self._ready:
-                queued.append(entry)
-        counted["questions"] += asked
+        queued, new = self._entries.register(waiter)
         self._admission.enter(new)
         self._bindings.bind(new)
         self._on_loops.add(waiter)
@@ -175,6 +159,7 @@ class Batcher:
         """Register a waiter that waited for room, under the lock."""
         self._admission.admit(waiter)
         self._bindings.bind(waiter.requests, -1)
+        waiter.bind(self.fences.weights_version)
         self._make_ready(self._register(waiter))
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
@@ -241,6 +226,8 @@ class Batcher:
         with self._lock:
             if self._flight or self._left or self._bindings.free() or self._admission.first():
                 return 0.0
+            if self.fences.is_watched and self.fences.is_passed:
+                return 0.0
             return self._ready.seconds_until_due()
 
     def turn(self, engine: AnsweringEngine) -> None:
@@ -266,6 +253,8 @@ class Batcher:
             self._settle(self._stepped(engine), stepped=True)
             if self._flight.streams.by_loop:
                 self._flight.streams.tell(engine.progress)
+        if self.fences.is_watched and self.fences.is_passed:
+            self.fences.tell()
 
     def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
         """Submit a flush; what of it has ended already."""
@@ -409,8 +398,10 @@ class Batcher:
             if self._closed is None:
                 self._closed = reason or Closed(WAS_CLOSED)
                 self._last_told = [(waiter, self._closed.fresh()) for waiter in self._let_go()]
-            told, gone = self._last_told, self._gatherings.clear()
+            told, gone, fences = self._last_told, self._gatherings.clear(), self.fences.clear()
+            reason = self._closed
         del gone
+        self.fences.fail(fences, reason)
         deliver(told)  # also what an earlier call did not come to, which an interrupt ended
         self._last_told = []
         return True

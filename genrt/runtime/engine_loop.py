@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine
+from genrt.engines.weights import KeptWeights
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
@@ -55,6 +56,7 @@ class EngineLoop:
         restarts: bool,
     ) -> None:
         self.adapters = Adapters()
+        self.weights = KeptWeights()
         self.prefixes = PrefixesToKeep()
         self._open_engine = open_engine
         self._batcher = batcher
@@ -63,8 +65,10 @@ class EngineLoop:
         # Written by rounds, and kept when they are over.
         self._answering: AnsweringEngine | None = None
         self._calls: collections.deque[
-            tuple[concurrent.futures.Future[Any], Callable[[Engine], Any]]
+            tuple[concurrent.futures.Future[Any], Callable[[AnsweringEngine], Any], object]
         ] = collections.deque()
+        self._alone: object = None
+        self._put_off = self._calls.copy()  # while another's calls run alone
         self._calls_lock = threading.Lock()  # so that no call is added once the last was answered
         self.begin()
 
@@ -88,15 +92,27 @@ class EngineLoop:
             raise Closed("the engine is not open")
         return self._answering
 
-    def call(self, function: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
-        """Have a round call ``function(engine)``; from any thread."""
+    def call(
+        self, function: Callable[[AnsweringEngine], T], owner: object = None
+    ) -> concurrent.futures.Future[T]:
+        """Have a round call ``function(engine)``; from any thread. While calls of an owner run alone, all
+        others wait."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._calls_lock:
             if self._ended is None:
-                self._calls.append((future, function))
+                self._calls.append((future, function, owner))
             else:
                 future.set_exception(self._ended.fresh())
         return future
+
+    def be_alone(self, owner: object) -> None:
+        """Have only this owner's calls run from now on; with ``None``, all that wait. For a round."""
+        self._alone = owner
+        if owner is not None:
+            self._answered = -1  # if it dies of that, no question did it
+        else:
+            self._calls.extendleft(reversed(self._put_off))
+            self._put_off.clear()
 
     def release(self, prefix: LogprobsRequest | None) -> None:
         """Have this engine, and every later one, keep a prefix no more; with ``None`` all of them."""
@@ -144,9 +160,12 @@ class EngineLoop:
         return 0.0
 
     def _open(self) -> AnsweringEngine:
-        """Open an engine, with those adapters of the one before that it takes, and its prefixes."""
+        """Open an engine, with the weights of the one before, those adapters of it that this one takes,
+        and its prefixes."""
         answering = AnsweringEngine(self._open_engine(), self._cache, self.adapters, self.prefixes)
+        self.be_alone(None)
         try:
+            self.weights.reload(answering.engine)
             self._batcher.fail(answering.reload_adapters())
         except BaseException:
             answering.close()
@@ -157,7 +176,10 @@ class EngineLoop:
     def _serve(self, answering: AnsweringEngine) -> float:
         """Do the calls that wait, and a turn if one is due; return how long there is nothing to do."""
         for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
-            future, function = self._calls.popleft()
+            future, function, owner = self._calls.popleft()
+            if self._alone is not None and owner is not self._alone:
+                self._put_off.append((future, function, owner))
+                continue
             if future.set_running_or_notify_cancel():
                 try:
                     result = function(answering)
@@ -170,8 +192,8 @@ class EngineLoop:
         seconds = self._batcher.seconds_until_due()
         if seconds == 0.0:
             self._batcher.turn(answering)
-        elif self._is_over:
-            return 0.0  # a call closed this: nobody wakes the thread it runs on
+        elif self._is_over or self._calls:
+            return 0.0  # a call closed this, or lets others run: nobody wakes the thread it runs on
         return math.inf if seconds is None else seconds
 
     def _may_restart(self) -> bool:
@@ -197,8 +219,9 @@ class EngineLoop:
         self._batcher.close(reason)
         with self._calls_lock:
             self._ended = reason
+        self.be_alone(None)
         while self._calls:
-            future, _ = self._calls.popleft()
+            future, *_ = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(reason.fresh())
 

@@ -156,4 +156,5 @@ class PopulationAnswers:
         if self._engine.device.type != "cpu":
             self.bytes_to_host += whole.nbytes
         token_ids = torch.from_numpy(found[:, 0].astype(np.int64))
-        return BatchDraw(token_ids, *torch.from_numpy(found[:, 1:].T.astype(np.float32)))
+        numbers = torch.from_numpy(found[:, 1:].T.astype(np.float32))
+        return BatchDraw.of((token_ids, *numbers), population.weights_version)

@@ -18,13 +18,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import cast
 
-from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import Adapter
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Streamed
+from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.cache import RowCache
 from genrt.runtime.streams import Streams
 from genrt.runtime.waiters import Entry, Waiter
 
-__all__ = ["Admission", "Bindings", "Flight", "Ready"]
+__all__ = ["Admission", "Bindings", "Entries", "Flight", "Ready"]
 
 GOOD_STEPS = 8
 """After so many steps that went well, more is sent again: a step that fails costs as much as many do."""
@@ -46,10 +47,16 @@ class Admission:
         # Of clients, and of each one's waiters, the first is found at once. With each waiter, its size.
         self._waiting: OrderedDict[Hashable, OrderedDict[Waiter, tuple[int, int]]] = OrderedDict()
         self._clients: dict[Waiter, Hashable] = {}
+        self._held: dict[Waiter, None] = {}  # behind a fence, and not in ``_waiting``
 
     def __len__(self) -> int:
-        """Return how many waiters wait for room."""
+        """Return how many waiters wait for room, or behind a fence."""
         return len(self._clients)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if a waiter waits for room."""
+        return bool(self._waiting)
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of waiters not yet admitted."""
@@ -99,11 +106,29 @@ class Admission:
             self.withdraw(waiter)
             raise
 
+    def hold(self, waiter: Waiter) -> None:
+        """Have it wait behind a fence, until ``go_on``."""
+        waiter.missing = len(waiter.requests)
+        self._clients[waiter] = waiter.loop or threading.get_ident()
+        self._held[waiter] = None
+
+    def go_on(self) -> None:
+        """Have all that are held wait for room, in the order in which they came."""
+        for waiter in self._held:
+            waiters = self._waiting.setdefault(self._clients[waiter], OrderedDict())
+            waiters[waiter] = _size(waiter.requests)
+        self._held.clear()
+
+    def waiters(self) -> list[Waiter]:
+        """Return the waiters that wait for room."""
+        return [waiter for waiter in self._clients if waiter not in self._held]
+
     def withdraw(self, waiter: Waiter) -> bool:
         """Have it wait no more; returns whether it did."""
         client = self._clients.pop(waiter, None)
         if client is None:
             return False
+        self._held.pop(waiter, None)
         waiters = self._waiting.get(client, OrderedDict())
         waiters.pop(waiter, None)
         if not waiters:
@@ -119,7 +144,8 @@ class Admission:
 
     def admit(self, waiter: Waiter) -> None:
         """Have this one wait no more, and its client behind the others."""
-        self._waiting.move_to_end(self._clients[waiter])
+        if waiter not in self._held:
+            self._waiting.move_to_end(self._clients[waiter])
         self.withdraw(waiter)
         waiter.missing = 0
 
@@ -136,6 +162,7 @@ class Admission:
         waiting = [*self._clients]
         self._waiting.clear()
         self._clients.clear()
+        self._held.clear()
         self._queued = self._bytes = 0
         return waiting
 
@@ -236,6 +263,55 @@ class Ready:
         self._weight = 0
 
 
+class Entries(dict[Request, Entry]):
+    """The entries by request, from the question that queued each to its end.
+
+    Args:
+        cache: has rows that need no entry.
+        flight, ready: where else an entry is.
+        counted: the batcher's counters.
+    """
+
+    def __init__(
+        self, cache: RowCache, flight: Flight, ready: Ready, counted: Counter[str]
+    ) -> None:
+        super().__init__()
+        self._cache = cache
+        self._flight = flight
+        self._ready = ready
+        self._counted = counted
+
+    def register(self, waiter: Waiter) -> tuple[list[Entry], list[Request]]:
+        """Find or join each request of a question; return the entries that have to be queued, and the
+        requests of those that are new."""
+        queued: list[Entry] = []
+        new: list[Request] = []
+        found, counted, borrow, asked = waiter.found, self._counted, self._cache.borrow, 0
+        for request in waiter.requests:
+            asked += request.weight
+            if request in found:
+                counted["deduplicated" if found[request] is None else "cached"] += request.weight
+                continue
+            row = found[request] = borrow(request) if isinstance(request, LogprobsRequest) else None
+            if row is not None:
+                counted["cached"] += 1
+                continue
+            waiter.missing += 1
+            entry = self.get(request)
+            if entry is None:
+                self[request] = entry = Entry(request, {waiter: None}, waiter.flow)
+                queued.append(entry)
+                new.append(request)
+                continue
+            counted["deduplicated"] += request.weight
+            entry.waiters[waiter] = None
+            self._flight.rescue(entry)
+            if not entry.in_flight and entry not in self._ready:
+                queued.append(entry)
+        counted["questions"] += asked
+        return queued, new
+
+
 class Flight:
     """The entries in flight; those of them that are withdrawn, which the engine is to forget at the next
     turn, unless somebody asks for them first; and how much there may be, ``most``: anything, until the
@@ -290,7 +366,7 @@ class Flight:
             self._entries[entry] = weight = entry.request.weight
             self._weight += weight
             if entry.flow is not None:
-                self.streams.add(cast("CompletionRequest", entry.request), entry.flow)
+                self.streams.add(cast("Streamed", entry.request), entry.flow)
         return self._weight - before
 
     def withdraw(self, entry: Entry) -> None:
@@ -306,7 +382,7 @@ class Flight:
         self._weight -= self._entries.pop(entry, 0)
         self._withdrawn.pop(entry, None)
         if entry.flow is not None:
-            self.streams.discard(cast("CompletionRequest", entry.request), entry.flow)
+            self.streams.discard(cast("Streamed", entry.request), entry.flow)
 
     def bring_back(self, entry: Entry) -> None:
         """Have this one in flight no more; it is to be sent again."""

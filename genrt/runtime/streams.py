@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.errors import EngineFailed
 from genrt.questions.completions import Completion, CompletionRequest, Delta
+from genrt.questions.request import Streamed, Told
+from genrt.runtime.passages import Passage
 
 __all__ = ["Flow", "Stream", "Streams", "SyncStream"]
 
@@ -42,110 +42,38 @@ Telling it less often would not make that cheaper, and would bring all others on
 late."""
 
 
-class Flow:
-    """One stream on its way from the engine thread to its reader.
-
-    Args:
-        loop: the reader's event loop; ``None`` for one that blocks a thread.
-        seconds: how long the text may take, if there is an end to that.
-
-    Attributes:
-        error: why the text was not read to its end, unless its reader left.
-    """
+class Flow(Passage[Delta]):
+    """The deltas of a completion, on their way to its reader, and what they amount to."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop | None = None, *, seconds: float | None = None
     ) -> None:
-        self.loop = loop
-        self.seconds = seconds
-        self.error: GenrtError | None = None
+        super().__init__(loop, seconds=seconds)
         self.token_ids: list[int] = []
         self.text = self.reasoning = ""
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.completion: Completion | None = None
-        self.is_left = self.is_late = False
-        self._came: deque[Delta] = deque()  # put by one thread, taken by another
-        self._woken: asyncio.Future[None] | None = None
-        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def put(self, delta: Delta) -> None:
-        """Have the reader take this; called on its loop, or by the engine thread for one without."""
-        self._came.append(delta)
-        self.wake()
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.token_ids)
 
-    def wake(self, _: object = None) -> None:
-        """End the reader's present wait, or its next."""
-        if self.loop is None:
-            self._signals.put(None)
-        elif self._woken is not None and not self._woken.done():
-            self._woken.set_result(None)
-
-    def leave(self) -> None:
-        """Have the reader's present wait be its last."""
-        self.is_left = True
-        if self.loop is None or not self.loop.is_closed():
-            self.wake()
-
-    def time_out(self) -> None:
-        """Tell the reader that its time is over. Called on its loop, which need not agree: uvloop's
-        timers are early by up to a millisecond."""
-        self.is_late = True
-        self.wake()
-
-    async def wait(self) -> None:
-        """Wait until something has come, or the question has ended."""
-        if not self._came and self.loop is not None:
-            self._woken = self.loop.create_future()
-            await self._woken
-
-    def wait_sync(self, seconds: float | None) -> None:
-        """Block as ``wait`` does, at most so long."""
-        longest = None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
-        with contextlib.suppress(queue.Empty):
-            self._signals.get(timeout=longest)
-
-    @contextlib.contextmanager
-    def under_way(self, loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
-        """Read on this loop, or blocking, in the time there is; note an error that ends the reading."""
-        self.loop = loop
-        timer = None
-        if loop is not None and self.seconds is not None:
-            timer = loop.call_later(self.seconds, self.time_out)
-        try:
-            yield
-        except GeneratorExit:  # closed, or collected
-            raise
-        except BaseException as error:
-            self.error = error.fresh() if isinstance(error, GenrtError) else _withdrawn(error)
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def check(self) -> None:
-        """Raise the error that ended the reading, if one did."""
-        if self.error is not None:
-            raise self.error.fresh() from None
-
-    def begin_anew(self) -> None:
-        """Forget what has come and was not read: it is of another text, by other weights."""
-        self._came.clear()
+    @property
+    def is_over(self) -> bool:
+        return self.completion is not None
 
     def take(self) -> Delta | None:
-        """Return all that has come since the last call, if anything has, as one delta.
-
-        Raises:
-            EngineFailed: the text was begun anew, and differs from what was read.
-        """
+        """Return all that has come since the last call, if anything has, as one delta; raises as
+        ``Passage.take``."""
         before = self._so_far()
         while self._came:
             self._add(self._came.popleft())
         return None if before == self._so_far() else self._since(*before)
 
-    def end(self, completion: Completion) -> Delta:
+    def end(self, result: Any) -> Delta:
         """Return what of the completion has not been read, as the last delta; raises as ``take``."""
-        before = self._so_far()
+        before, completion = self._so_far(), cast("Completion", result)
         if not completion.text.startswith(self.text):
             raise _differs()
         self._add(
@@ -199,14 +127,6 @@ def _differs() -> EngineFailed:
     )
 
 
-def _withdrawn(error: BaseException) -> InvalidRequest:
-    return InvalidRequest(
-        f"this stream was withdrawn by the {type(error).__name__} that ended an earlier read of it: ask "
-        "again. asyncio.wait_for and asyncio.timeout cancel a read that takes too long; "
-        "asyncio.wait({task}, timeout=…) does not"
-    )
-
-
 class _Reading:
     """A text that is being read, with what has come of it."""
 
@@ -237,6 +157,7 @@ class _Reading:
             seconds=time.perf_counter() - self._began,
             seconds_to_first_token=0.0,
             reasoning=flow.reasoning,
+            weights_version=flow.weights_version,
         )
 
     def __repr__(self) -> str:
@@ -339,7 +260,7 @@ class SyncStream(_Reading):
 class _Readers:
     """The streams in flight that are read on one loop, and when it is told of them next."""
 
-    flows: dict[CompletionRequest, Flow] = field(default_factory=dict)
+    flows: dict[Streamed, Passage[Any]] = field(default_factory=dict)
     is_told: bool = False  # set by the engine thread, taken back on the loop
     due: float = 0.0
 
@@ -365,11 +286,11 @@ class Streams:
         self._cpu_clock = cpu_clock
         self.by_loop: dict[asyncio.AbstractEventLoop | None, _Readers] = {}
 
-    def add(self, request: CompletionRequest, flow: Flow) -> None:
+    def add(self, request: Streamed, flow: Passage[Any]) -> None:
         """Have this one told of."""
         self.by_loop.setdefault(flow.loop, _Readers()).flows[request] = flow
 
-    def discard(self, request: CompletionRequest, flow: Flow) -> None:
+    def discard(self, request: Streamed, flow: Passage[Any]) -> None:
         """Have this one told of no more."""
         readers = self.by_loop.get(flow.loop)
         if readers is not None:
@@ -381,9 +302,7 @@ class Streams:
         """Forget all."""
         self.by_loop.clear()
 
-    def tell(
-        self, progress: Callable[[Sequence[CompletionRequest]], Sequence[Delta | None]]
-    ) -> None:
+    def tell(self, progress: Callable[[Sequence[Streamed]], Sequence[Told | None]]) -> None:
         """Give what the engine has drawn to the readers of those loops that may be told now."""
         now = self._clock()
         with self._lock:
@@ -401,6 +320,8 @@ class Streams:
             ]
             if not news:
                 continue
+            for flow, _ in news:
+                flow.is_told = True
             loop = flows[0][1].loop
             if loop is None:
                 _put(news)
@@ -413,7 +334,7 @@ class Streams:
         self,
         loop: asyncio.AbstractEventLoop,
         readers: _Readers,
-        news: Sequence[tuple[Flow, Delta]],
+        news: Sequence[tuple[Passage[Any], Told]],
     ) -> None:
         """Tell the readers on a loop, on it, and look when they have all done what they do then."""
         try:
@@ -431,6 +352,6 @@ class Streams:
         readers.is_told = False
 
 
-def _put(news: Sequence[tuple[Flow, Delta]]) -> None:
+def _put(news: Sequence[tuple[Passage[Any], Told]]) -> None:
     for flow, delta in news:
         flow.put(delta)

@@ -24,9 +24,11 @@ from typing import TypeVar
 
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine, EngineStatistics
+from genrt.engines.weights import KeptWeights
 from genrt.errors import Closed, EngineFailed
 from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
+from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.engine_loop import EngineLoop
@@ -152,6 +154,16 @@ class EngineThread:
         return self._loop.adapters
 
     @property
+    def weights(self) -> KeptWeights:
+        """The weights that every engine is given."""
+        return self._loop.weights
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that answer."""
+        return self._batcher.fences.weights_version
+
+    @property
     def opened(self) -> concurrent.futures.Future[Engine]:
         """The engine to come, or the error that opening it raises."""
         return self._loop.opened
@@ -193,9 +205,20 @@ class EngineThread:
             Closed: in a forked child, where there is no such thread.
         """
         self._check_process()
-        future = self._loop.call(function)
+        return self.call_alone(lambda answering: function(answering))
+
+    def call_alone(
+        self, function: Callable[[AnsweringEngine], T], alone: object = None
+    ) -> concurrent.futures.Future[T]:
+        """Have a function run as ``call`` does, with the reading of rows; see ``EngineLoop.call``."""
+        self._check_process()
+        future = self._loop.call(function, alone)
         self._wake()
         return future
+
+    def be_alone(self, owner: object) -> None:
+        """Have nobody's calls run but this one's, until ``None`` is alone: nobody. For the thread."""
+        self._loop.be_alone(owner)
 
     def release(self, prefix: LogprobsRequest | None) -> None:
         """Keep a prefix no more, or with ``None`` any: this engine soon, and later ones.

@@ -26,7 +26,7 @@ from torch import Tensor
 from genrt.engines.protocol import failure
 from genrt.errors import GenrtError
 from genrt.questions.request import Request, Result
-from genrt.runtime.streams import Flow
+from genrt.runtime.passages import Passage
 from genrt.tokens.rows import apart, stacked
 
 __all__ = [
@@ -70,7 +70,14 @@ class Waiter:
     stacked: bool
     found: dict[Request, Result | None]
     missing: int = 0
-    flow: Flow | None = None
+    flow: Passage[Any] | None = None
+
+    def bind(self, weights_version: int) -> None:
+        """Have the question be one to this version of the weights; nothing of it is asked yet."""
+        if self.requests and self.requests[0].weights_version != weights_version:
+            self.requests = [each.of_weights(weights_version) for each in self.requests]
+        if self.flow is not None:
+            self.flow.weights_version = weights_version
 
     def results(self) -> list[Result]:
         """Return what was found for each request, in their order; others may hold it too."""
@@ -86,7 +93,7 @@ class Entry:
 
     request: Request
     waiters: dict[Waiter, None]
-    flow: Flow | None = None
+    flow: Passage[Any] | None = None
     in_flight: bool = False
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
+
+import torch
 
 from genrt.engines.protocol import Completing
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.questions.request import Result
 from genrt.testing.witness import Witness, bound_to, expect
 from genrt.tokens.encoding import encode
+from genrt.tokens.sampling import truncate
 
 
 def options(witness: Witness) -> None:
@@ -69,6 +73,39 @@ def greedy_completions(witness: Witness) -> None:
     expect(set(biased.token_ids) == {stop}, f"{forced} must force {stop}: got {biased.token_ids}")
 
 
+def laws(witness: Witness) -> None:
+    """Check that log-probabilities are those of the law that tokens were drawn from, where these are
+    asked for, in company with others."""
+    if not isinstance(witness.engine, Completing):
+        return
+    prompt, count = witness.context(), min(6, witness.many_tokens)
+    drawn = Decoding(count, ignore_eos=True, logprobs=0)
+    told = replace(drawn, logprobs_mode="processed_logprobs")
+    changes: list[dict[str, float]] = [{"temperature": 0.5}, {"top_k": 3, "temperature": 1.5}]
+    changes += [{"min_p": 0.2, "top_p": 0.7}, {"temperature": 0.0}, {}]
+    asked = [
+        CompletionRequest(prompt, replace(decoding, **change), seed=2 * seed + decoding.tells_law)  # type: ignore[arg-type]
+        for seed, change in enumerate(changes)
+        for decoding in (told, drawn)
+    ]
+    for request, result in zip(asked, witness.ask(asked), strict=True):
+        whole, law = _whole(result), request.decoding
+        contexts = [(*prompt, *whole.token_ids[:place]) for place in range(count)]
+        rows = torch.stack(witness.rows_of(bound_to(contexts, None)))
+        if law.tells_law:
+            rows = truncate(
+                rows,
+                temperature=law.temperature,
+                top_k=law.top_k,
+                top_p=law.top_p,
+                min_p=law.min_p,
+            )
+        own = rows[range(count), list(whole.token_ids)].tolist()
+        apart = max(abs(one - other) for one, other in zip(own, whole.logprobs, strict=True))
+        most = witness.tolerance * max(1.0, 2.0 / max(law.temperature, 0.1))
+        expect(apart <= most, f"the log-probabilities of {request} are {apart:.2g} off their law's")
+
+
 def random_completions(witness: Witness) -> None:
     """Check that a seed fixes a completion, whatever its company; that without one they are independent;
     and that what is cancelled is gone."""
@@ -123,7 +160,7 @@ def streams(witness: Witness) -> None:
                     request in witness.in_progress,
                     f"{request} is over or cancelled, and the engine tells {delta}",
                 )
-                told[request].append(delta)
+                told[request].append(cast("Delta", delta))
         steps += 1
         if steps == 2:
             witness.cancel([cancelled])
@@ -178,6 +215,7 @@ def _whole(result: Result | None) -> Completion:
 COMPLETION_CHECKS: tuple[Callable[[Witness], None], ...] = (
     options,
     greedy_completions,
+    laws,
     random_completions,
     streams,
     structures,

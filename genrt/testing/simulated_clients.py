@@ -5,19 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from typing import Any
+
+import torch
 
 from genrt.errors import GenrtError
 from genrt.lm import AsyncLM
 from genrt.testing.record import Violation
 
 
-class Clients:
-    """The callers on one event loop. ``random`` decides what they do, ``operations`` how many things."""
+class _Broken(Exception):
+    """A source of weights has failed."""
 
-    def __init__(self, lm: AsyncLM, random: random.Random, operations: int) -> None:
-        self.done = 0
+
+class Clients:
+    """The callers on one event loop. ``random`` decides what they do, ``operations`` how many things;
+    with ``updates`` some of these are new weights."""
+
+    def __init__(
+        self, lm: AsyncLM, random: random.Random, operations: int, *, updates: bool = False
+    ) -> None:
+        self.done = self.updated = 0
+        self._updates = updates
         self._lm = lm
         self._random = random
         self._any = random.choice
@@ -56,6 +67,8 @@ class Clients:
                 self._any(tasks).cancel()
             elif what < 0.2:
                 self._lm.clear_cache()
+            elif self._updates and what >= 0.94:
+                tasks.append(asyncio.ensure_future(self._update()))
             else:
                 if what < 0.8:
                     self._asked.append(partial(self._any(self._kinds), self._context()))
@@ -92,6 +105,39 @@ class Clients:
                 if self._random.random() < 0.4:
                     break
                 await asyncio.sleep(self._any([0.0, 0.01]))
+
+    async def _update(self) -> None:
+        """Replace the weights, at once or in chunks, or try to."""
+        number = torch.tensor([self._random.randrange(1, 2**30)])
+        what = self._any(["whole", "whole", "chunks", "slow", "broken", "lacking", "wrong"])
+        tensors = {"number": number, "other": torch.tensor([0])}
+        if what == "lacking":
+            del tensors["other"]
+        elif what == "wrong":
+            tensors["other"] = torch.tensor([0.5])
+        chunks: Any = [{name: each} for name, each in tensors.items()]
+        if what in ("slow", "broken"):
+            chunks = self._chunks(chunks, breaks=what == "broken")
+        try:
+            await self._lm.update_weights(
+                tensors if what == "whole" else chunks, pending=self._any(["finish", "restart"])
+            )
+        except _Broken:
+            return
+        self.updated += 1
+        if what in ("broken", "lacking", "wrong"):
+            raise Violation(f"weights that are {what} were taken")
+
+    async def _chunks(
+        self, chunks: list[dict[str, torch.Tensor]], *, breaks: bool
+    ) -> AsyncIterator[dict[str, torch.Tensor]]:
+        for chunk in chunks:
+            yield chunk
+            await asyncio.sleep(self._any([0.0, 0.01]))
+            if breaks and self._random.random() < 0.5:
+                break
+        if breaks:
+            raise _Broken
 
     def _context(self) -> list[int]:
         """Return a context that was asked before, or one that is longer by a token."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.weights import Layout, NamedTensors, TensorForm
 from genrt.errors import EngineDied, EngineFailed, GenrtError, NotFinite, OutOfMemory
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
 from genrt.questions.contexts import Adapter
@@ -48,6 +49,7 @@ class Faults:
         step: the probability that a call of ``step`` raises, for everything in progress.
         cancel: the probability that a call of ``cancel`` raises.
         remove: the probability that a call of ``remove_adapter`` raises.
+        load: the probability that loading new weights raises, and the engine is dead.
         death: the probability that the engine dies in a call of ``step``.
         not_finite: the share of contexts whose row is not finite; which ones, their tokens decide.
         out_of_memory_above: how many requests fit into a step; ``None`` is any number.
@@ -58,6 +60,7 @@ class Faults:
     step: float = 0.0
     cancel: float = 0.0
     remove: float = 0.0
+    load: float = 0.0
     death: float = 0.0
     not_finite: float = 0.0
     out_of_memory_above: int | None = None
@@ -77,6 +80,37 @@ class _Progress:
     told_text: int = 0
 
 
+class SimulatedWeights:
+    """The weights of a simulated engine: a number that every answer depends on, and a second one that has
+    to be given too."""
+
+    def __init__(self, engine: SimulatedEngine, renewed: Callable[[int], None]) -> None:
+        self.number = 0
+        self.is_whole = True
+        self._engine = engine
+        self._renewed = renewed
+
+    def layout(self) -> Layout:
+        """Return the two numbers."""
+        form = TensorForm((1,), (torch.int64,))
+        return {"number": form, "other": form}
+
+    def begin(self) -> None:
+        """Check that nothing is in progress."""
+        self._engine.check("weights are replaced", self.is_whole and not self._engine.in_progress)
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Load a part, after which no step may run."""
+        self.is_whole = False
+        self._engine.load(dict(tensors).get("number"))
+
+    def finish(self) -> None:
+        """Have steps run again."""
+        self._engine.check("an update ends that did not begin", not self.is_whole)
+        self.is_whole = True
+        self._renewed(self.number)
+
+
 class SimulatedEngine:
     """An Engine over a model whose answers are known.
 
@@ -84,6 +118,7 @@ class SimulatedEngine:
         random: decides everything that is left open.
         meanwhile: called while a call is at work, so that others can do something in the middle of it.
         spend: told how many seconds a step took.
+        renewed: told which weights have been loaded.
     """
 
     def __init__(
@@ -95,6 +130,7 @@ class SimulatedEngine:
         *,
         meanwhile: Callable[[], None],
         spend: Callable[[float], None],
+        renewed: Callable[[int], None],
     ) -> None:
         self.model = model
         self.vocab_size = model.vocab_size
@@ -105,7 +141,8 @@ class SimulatedEngine:
         self.scores = True
         self.in_progress: dict[Request, _Progress] = {}
         self.adapters: dict[Adapter, None] = {}
-        self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0}
+        self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0, "load": 0}
+        self.weights = SimulatedWeights(self, renewed)
         self.closed = False
         self.echoed: set[Request] = set()
         self.unforgotten: dict[Request, BaseException] = {}
@@ -188,10 +225,24 @@ class SimulatedEngine:
             raise error
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        if adapter in self.adapters or self.closed:
+        if adapter in self.adapters or self.closed or not self.weights.is_whole:
             self._record.violated(f"{adapter} is loaded already, or the engine is closed")
         self.model.add_adapter(adapter, path)
         self.adapters[adapter] = None
+
+    def load(self, number: Tensor | None) -> None:
+        """Load a part of new weights."""
+        self._called("load", whole=False)
+        self._meanwhile()
+        if self._is_due("load", self._faults.load):
+            raise self._error("load")
+        if number is not None:
+            self.weights.number = int(number)
+
+    def check(self, what: str, is_lawful: bool) -> None:
+        """Record a Violation unless this is lawful, and the engine is open."""
+        if self.closed or not is_lawful:
+            self._record.violated(f"{what} with {len(self.in_progress)} in progress: {self}")
 
     def remove_adapter(self, adapter: Adapter) -> None:
         if adapter not in self.adapters or self.closed:
@@ -250,9 +301,9 @@ class SimulatedEngine:
         self.closed = True
         self.in_progress.clear()
 
-    def _called(self, name: str) -> None:
-        if self.closed:
-            self._record.violated(f"{name} is called after close")
+    def _called(self, name: str, *, whole: bool = True) -> None:
+        if self.closed or self.weights.is_whole != whole:
+            self._record.violated(f"{name} is called after close, or in the middle of an update")
         self.calls[name] += 1
 
     def _is_due(self, name: str, probability: float) -> bool:
@@ -312,7 +363,7 @@ class SimulatedEngine:
             places = self._random.sample(range(len(rows) + partial), len(rows))
             block = self._block(len(rows) + partial)
             for place, request in zip(places, rows, strict=True):
-                block[place] = self.model.answer(request)
+                block[place] = self.model.answer(request, self.weights.number)
                 ends.append(Finished(request, block[place]))
         self._rows += len(rows)
         scored = [request for request in sound if isinstance(request, ScoreRequest)]
@@ -330,7 +381,7 @@ class SimulatedEngine:
 
     def _drawn(self, request: SampleRequest | CompletionRequest) -> Finished:
         try:
-            return Finished(request, self.model.answer(request))
+            return Finished(request, self.model.answer(request, self.weights.number))
         except GenrtError as error:  # its own: its options leave no token to draw
             return Finished(request, error=error)
 
@@ -346,9 +397,10 @@ class SimulatedEngine:
         return [Finished(request, copy.deepcopy(self._answer(request)))]
 
     def _answer(self, request: Any) -> Any:
+        number = self.weights.number
         if isinstance(request, ScoreRequest):
-            return request.answer([self.model.answer(row) for row in request.rows])
-        return self.model.answer(request)
+            return request.answer([self.model.answer(row, number) for row in request.rows])
+        return self.model.answer(request, number)
 
     def _is_poisoned(self, request: Request) -> bool:
         if isinstance(request, ScoreRequest):

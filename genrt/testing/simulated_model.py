@@ -16,6 +16,7 @@ from torch import Tensor
 from genrt.engines.protocol import Completing, Engine
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
 from genrt.questions.contexts import Adapter
+from genrt.questions.native import NativeRequest
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
@@ -33,13 +34,17 @@ class HashedModel:
     max_model_len = 256
     tokenizer: Any = None
 
-    def answer(self, request: LogprobsRequest | SampleRequest | CompletionRequest) -> Result:
-        """Return the row, not to be written to, the tokens of the sample, or the completion."""
+    def answer(
+        self, request: LogprobsRequest | SampleRequest | CompletionRequest, weights: int = 0
+    ) -> Result:
+        """Return the row, not to be written to, the tokens of the sample, or the completion, by these
+        weights."""
         if isinstance(request, LogprobsRequest):
-            return _hashed_row(request.packed, request.adapter)
+            return _hashed_row(request.packed, request.adapter, weights)
         if isinstance(request, CompletionRequest):
-            return _hashed_completion(request)
+            return _hashed_completion(request, weights)
         number = zlib.crc32(repr((request.token_ids, request.adapter, request.seed)).encode())
+        number += weights
         return tuple((number + place) % VOCAB_SIZE for place in range(request.max_tokens))
 
     def unsupported(self, decoding: Decoding) -> str | None:
@@ -64,8 +69,11 @@ class EngineModel:
         self.max_model_len = self._engine.max_model_len
         self.tokenizer = self._engine.tokenizer
 
-    def answer(self, request: LogprobsRequest | SampleRequest | CompletionRequest) -> Result:
-        """Return the row, not to be written to, the tokens of the sample, or the completion."""
+    def answer(
+        self, request: LogprobsRequest | SampleRequest | CompletionRequest, weights: int = 0
+    ) -> Result:
+        """Return the row, not to be written to, the tokens of the sample, or the completion. There are no
+        weights but the engine's own."""
         if request not in self._answers:
             self._engine.submit([request])
             while not (ends := self._engine.step()):
@@ -91,29 +99,34 @@ class EngineModel:
 Model: TypeAlias = HashedModel | EngineModel
 
 
-def is_right(model: Model, request: Request, result: Result) -> bool:
+def is_right(model: Model, request: Request, result: Result, weights: int = 0) -> bool:
     """Return whether a result answers its request: what the engine computes exactly, a read as its kind
     says."""
+    if getattr(result, "weights_version", request.weights_version) != request.weights_version:
+        return False
     if isinstance(request, ReadRequest):
-        return request.wanted.is_answer(model.answer(request.row), result)
+        return request.wanted.is_answer(model.answer(request.row, weights), result)
     if isinstance(request, PopulationDraw):
-        return request.is_answer([model.answer(row) for row in request.rows], result)
-    if isinstance(request, ScoreRequest):
-        return request.is_answer([model.answer(row) for row in request.rows], result)
+    if isinstance(request, PopulationDraw | ScoreRequest):
+        return request.is_answer([model.answer(row, weights) for row in request.rows], result)
     if isinstance(request, LogprobsRequest):
-        return is_row(model.answer(request), result)
-    return bool(result == model.answer(request))
+        return is_row(model.answer(request, weights), result)
+    if isinstance(request, NativeRequest):  # which no simulation asks
+        return False
+    return bool(result == model.answer(request, weights))
 
 
 @lru_cache(maxsize=2**16)
-def _hashed_row(packed: bytes, adapter: Adapter | None) -> Tensor:
-    digest = blake2b(packed, key=repr(adapter).encode()[:64], digest_size=4 * VOCAB_SIZE).digest()
+def _hashed_row(packed: bytes, adapter: Adapter | None, weights: int) -> Tensor:
+    key = (repr(adapter) + (str(weights) if weights else "")).encode()[-64:]
+    digest = blake2b(packed, key=key, digest_size=4 * VOCAB_SIZE).digest()
     return (torch.frombuffer(bytearray(digest), dtype=torch.int32) / 2.0**29).log_softmax(0)
 
 
-def _hashed_completion(request: CompletionRequest) -> Completion:
+def _hashed_completion(request: CompletionRequest, weights: int) -> Completion:
     """Return from as few to as many tokens as may be, with log-probabilities if they are asked for."""
     decoding, number = request.decoding, zlib.crc32(repr((request, request.nonce)).encode())
+    number += weights
     least, most = max(decoding.min_tokens, 1), decoding.max_tokens
     count = least + number // VOCAB_SIZE % (most - least + 1)
     tokens = tuple((number + place * place) % VOCAB_SIZE for place in range(count))
@@ -130,4 +143,5 @@ def _hashed_completion(request: CompletionRequest) -> Completion:
         stop_reason=None if count == most else tokens[-1],
         seconds=0.0,
         seconds_to_first_token=0.0,
+        weights_version=request.weights_version,
     )

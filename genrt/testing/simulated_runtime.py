@@ -72,6 +72,7 @@ class SimulatedRuntime:
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
         self.unanswered: set[int] = set()
+        self.weights = {0: 0}  # the number of each version's
         self.numbers: Iterator[int] = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
         self._is_meanwhile = False
@@ -108,6 +109,7 @@ class SimulatedRuntime:
             self.record,
             meanwhile=self.meanwhile,
             spend=self._spend,
+            renewed=self._renewed,
         )
         self.record.add("opened")
         return self.engine
@@ -124,7 +126,7 @@ class SimulatedRuntime:
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
         """Ask as an AsyncLM does, and check the answers. Everything goes into the record."""
-        number = next(self.numbers)
+        number, asked_at = next(self.numbers), self.lm.weights_version
         self.unanswered.add(number)
         self.record.add("asked", number, *requests)
         try:
@@ -137,10 +139,20 @@ class SimulatedRuntime:
         finally:
             self.unanswered.discard(number)
         self.record.add("answered", number)
-        for request, result in zip(requests, results[0] if stacked else results, strict=True):
-            if not is_right(self.model, request, result):
-                self.record.violated(f"{request} was answered wrongly: {result}")
+        found = [*zip(requests, results[0] if stacked else results, strict=True)]
+        versions = range(asked_at, self.lm.weights_version + 1)
+        if not any(all(self.is_right(*pair, version) for pair in found) for version in versions):
+            self.record.violated(f"{requests} were answered wrongly, or by a mixture: {results}")
         return results
+
+    def is_right(self, request: Request, result: Result, version: int) -> bool:
+        """Return whether this is the answer by the weights of this version."""
+        asked = request.of_weights(version) if version else request
+        return is_right(self.model, asked, result, self.weights[version])
+
+    def _renewed(self, number: int) -> None:
+        self.weights[self.lm.weights_version + 1] = number
+        self.record.add("renewed", number)
 
     def ask_sync(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None

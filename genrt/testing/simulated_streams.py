@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Protocol, cast
 
 from genrt.questions.completions import Completion, Delta
+from genrt.questions.request import Request, Result
 from genrt.runtime.streams import Stream
 from genrt.testing.record import Record
-from genrt.testing.simulated_model import Model, is_right
+from genrt.testing.simulated_model import Model
 
 
 class Simulated(Protocol):
@@ -22,7 +23,12 @@ class Simulated(Protocol):
     model: Model
     record: Record
     numbers: Iterator[int]
+    weights: dict[int, int]
     unanswered: set[int]
+
+    def is_right(self, request: Request, result: Result, version: int) -> bool:
+        """Return whether this is the answer by the weights of this version."""
+        ...
 
 
 class WatchedStream(Stream):
@@ -88,7 +94,9 @@ class WatchedStream(Stream):
 
     def _check(self, delta: Delta) -> None:
         request, wrong = self._request, self.runtime.record.violated
-        expected = cast("Completion", self.runtime.model.answer(request))
+        version = self._flow.weights_version
+        numbers = self.runtime.weights
+        expected = cast("Completion", self.runtime.model.answer(request, numbers[version]))
         start, end = self._start, self._start + len(delta.token_ids)
         text_start, text_end = self._text_start, self._text_start + len(delta.text)
         if (delta.start, delta.text_start) != (start, text_start):
@@ -113,6 +121,6 @@ class WatchedStream(Stream):
         is_whole = end == len(expected.token_ids) and text_end == len(expected.text)
         if not is_whole or ends != (expected.finish_reason, expected.stop_reason):
             wrong(f"{request} has ended in {delta}, which is not the end of {expected}")
-        if self.completion is None or not is_right(self.runtime.model, request, self.completion):
+        if self.completion is None or not self.runtime.is_right(request, self.completion, version):
             wrong(f"{request} has ended with {self.completion}, not with {expected}")
         self.whole(self.completion)

@@ -39,6 +39,7 @@ class Report:
         seed: what decided it.
         operations: how many things its clients did: questions asked, cancellations, …
         statistics: the runtime's counters at the end.
+        updates: how often the weights were replaced.
         trace: what happened, in order.
     """
 
@@ -46,9 +47,12 @@ class Report:
     operations: int
     statistics: Statistics
     trace: tuple[str, ...]
+    updates: int = 0
 
 
-def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) -> Report:
+def simulate(
+    seed: int, *, operations: int = 100, faults: Faults | None = None, updates: bool = False
+) -> Report:
     """Run the real batcher, cache and answers once, with clients on up to three event loops that ask,
     time out and cancel, and an engine as inconvenient as the protocol allows.
 
@@ -56,6 +60,7 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
         seed: decides everything; the same seed gives the same run.
         operations: how many things the clients do.
         faults: what goes wrong with the engine; by default that, too, is for the seed to say.
+        updates: whether clients replace the weights, too, in every way that there is.
 
     Raises:
         AssertionError: something did not end, or not rightly, or was left over. The message names the
@@ -65,23 +70,25 @@ def simulate(seed: int, *, operations: int = 100, faults: Faults | None = None) 
     runtime = SimulatedRuntime(
         chance,
         HashedModel(),
-        faults=any_faults(chance) if faults is None else faults,
+        faults=any_faults(chance, updates=updates) if faults is None else faults,
         seed=abs(seed),
         **any_options(chance),
     )
     loops = chance.randint(1, 3)
     clients = [
-        Clients(runtime.lm, chance, len(range(number, operations, loops)))
+        Clients(runtime.lm, chance, len(range(number, operations, loops)), updates=updates)
         for number in range(loops)
     ]
-    again = f"replay with simulate({seed}, operations={operations})"
+    more = ", updates=True" if updates else ""
+    again = f"replay with simulate({seed}, operations={operations}{more})"
     with reporting(runtime, f"seed {seed}", again):
         tasks = [runtime.open_loop().create_task(each.run()) for each in clients]
         _finish(runtime, tasks, "the clients wait")
         for task in tasks:
             task.result()
     done = sum(each.done for each in clients)
-    return Report(seed, done, runtime.lm.statistics(), runtime.record.lines())
+    updated = sum(each.updated for each in clients)
+    return Report(seed, done, runtime.lm.statistics(), runtime.record.lines(), updated)
 
 
 def run_simulated(
@@ -182,8 +189,9 @@ def any_options(chance: random.Random) -> dict[str, Any]:
     }
 
 
-def any_faults(chance: random.Random) -> Faults:
-    """Return no faults in half of the runs, and otherwise some of every kind."""
+def any_faults(chance: random.Random, *, updates: bool = False) -> Faults:
+    """Return no faults in half of the runs, and otherwise some of every kind; with ``updates`` of those,
+    too."""
     if chance.random() < 0.5:
         return Faults()
     return Faults(
@@ -194,4 +202,5 @@ def any_faults(chance: random.Random) -> Faults:
         death=chance.choice([0.0, 0.0, 0.01]),
         not_finite=chance.choice([0.0, 0.1]),
         out_of_memory_above=chance.choice([None, None, 1, 2, 5]),
+        load=chance.choice([0.0, 0.2]) if updates else 0.0,
     )

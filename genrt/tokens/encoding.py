@@ -118,7 +118,7 @@ def encode_chat(
             f"{type(tokenizer).__name__} has no chat templates: write the conversation as one text, and "
             "give lm.encode(text)"
         )
-    _check_messages(messages)
+    check_messages(messages)
     if not isinstance(chat_template_kwargs, Mapping | None):
         raise InvalidRequest(
             f"chat_template_kwargs must be a mapping, got {named(chat_template_kwargs)}"
@@ -158,7 +158,7 @@ def encode_turn(
 ) -> list[int]:
     """Return the token ids of a conversation after which the assistant's next message comes; or the rest
     of the last message, if that is the assistant's. Raises InvalidRequest as ``encode_chat``."""
-    _check_messages(messages)
+    check_messages(messages)
     continues = messages[-1]["role"] == "assistant"
     if continues and isinstance(chat_template_kwargs, Mapping | None):
         chat_template_kwargs = {**(chat_template_kwargs or {}), "continue_final_message": True}
@@ -197,7 +197,7 @@ def encode_shared_turns(
         InvalidRequest: as ``encode_chat``, also for a template that takes no such message next; or the
             chats share nothing.
     """
-    _check_messages(messages)
+    check_messages(messages)
     answers = messages[-1]["role"] in ("user", "tool", "function")
     role = "assistant" if answers else "user"
     turns = [[*messages, {"role": role, "content": each}] for each in FOLLOWING]
@@ -232,7 +232,8 @@ def _common(sequences: Sequence[list[int]]) -> list[int]:
     return first[:length]
 
 
-def _check_messages(messages: object) -> None:
+def check_messages(messages: object) -> None:
+    """Raise InvalidRequest unless this is a conversation of at least one message."""
     if (
         isinstance(messages, str | bytes)
         or not isinstance(messages, Sequence)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -103,16 +103,35 @@ def truncate(
     return (kept - total.masked_fill(total == -math.inf, 0.0)).view(rows.shape)
 
 
-class Draw(NamedTuple):
-    """One token with its importance weight; the fields are those of ``BatchDraw``, for one row."""
-
+class _Draw(NamedTuple):
     token_id: int
     logprob: float
     log_mass: float
 
 
-class BatchDraw(NamedTuple):
-    """One token per row, with its importance weight.
+class Draw(_Draw):
+    """One token with its importance weight; the fields are those of ``BatchDraw``, for one row. It has a
+    ``weights_version`` too."""
+
+    weights_version: int = 0
+
+    @classmethod
+    def of(cls, fields: Iterable[Any], weights_version: int) -> Self:
+        """Return a draw by this version of the weights."""
+        draw = cls._make(fields)
+        if weights_version:
+            draw.weights_version = weights_version
+        return draw
+
+
+class _BatchDraw(NamedTuple):
+    token_ids: Tensor
+    logprobs: Tensor
+    log_mass: Tensor
+
+
+class BatchDraw(_BatchDraw):
+    """One token per row, with its importance weight: three tensors.
 
     Attributes:
         token_ids: int64 ``[n]``; -1 where the mask leaves no mass.
@@ -121,11 +140,18 @@ class BatchDraw(NamedTuple):
         log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. If the row is the model's
             own, neither tempered nor truncated, this is the incremental log importance weight of
             drawing from the masked model in place of the model.
+        weights_version: the version of the weights that gave the rows, ``AsyncLM.weights_version`` then;
+            not one of the three.
     """
 
-    token_ids: Tensor
-    logprobs: Tensor
-    log_mass: Tensor
+    weights_version: int = 0
+
+    @classmethod
+    def of(cls, fields: Iterable[Tensor], weights_version: int) -> Self:
+        """Return draws by this version of the weights."""
+        draws = cls._make(fields)
+        draws.weights_version = weights_version
+        return draws
 
 
 class TopLogprobs(NamedTuple):

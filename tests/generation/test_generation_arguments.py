@@ -1,4 +1,4 @@
-"""Every argument of generate_many and generate_valid, with wrong values of every kind."""
+"""Every argument of what generates many texts, with wrong values of every kind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 
 import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest, TimedOut
-from genrt.generation import Item, ManyOptions, ValidOptions, generate_many, generate_valid
+from genrt.generation import (
+    Item,
+    ManyOptions,
+    PolicyGeneration,
+    RolloutOptions,
+    ValidOptions,
+    generate_many,
+    generate_valid,
+    rollout_samples,
+    verify_right_padding,
+)
 from genrt.lm import AsyncLM
 from tests.test_every_argument import WRONG
 
@@ -40,7 +51,37 @@ async def valid(**arguments: Any) -> None:
     await generate_valid(**right | arguments)
 
 
+BATCH = {"input_ids": torch.tensor([[1, 2], [3, 0]]), "input_lengths": torch.tensor([2, 1])}
+
+
+async def samples(**arguments: Any) -> None:
+    right: dict[str, Any] = {**BATCH, "pad_value": 0, "max_new_tokens": 1}
+    async for _ in rollout_samples(**right | arguments):
+        pass
+
+
+async def policy(lm: AsyncLM, **arguments: Any) -> None:
+    await asyncio.to_thread(
+        PolicyGeneration(lm, pad_value=0).generate, **{"data": BATCH} | arguments
+    )
+
+
+async def field(lm: AsyncLM, **arguments: Any) -> None:
+    options: dict[str, Any] = {"pad_value": 0, "max_new_tokens": 1}
+    async for _ in PolicyGeneration(lm, **options).generate_async({**BATCH, **arguments}):
+        pass
+
+
+async def padding(lm: AsyncLM, **arguments: Any) -> None:
+    right: dict[str, Any] = {"data": BATCH, "pad_value": 0}
+    verify_right_padding(**right | arguments)
+
+
 QUESTIONS = [
+    *((samples, name) for name in [*BATCH, *get_type_hints(RolloutOptions)]),
+    *((policy, name) for name in ("data", "greedy")),
+    *((field, name) for name in [*BATCH, "stop_strings"]),
+    *((padding, name) for name in ("data", "pad_value", "raise_error")),
     *((many, name) for name in ["items", "on_error", *get_type_hints(ManyOptions)]),
     *((valid, name) for name in ["prompts", "validate", "target", *get_type_hints(ValidOptions)]),
 ]

@@ -79,12 +79,15 @@ SYNONYMS = {
 
 FOREIGN = {
     "engines/vllm/structures.py": {"_backend", "backend"},  # vLLM's manager of structures has it
+    "engines/vllm/native_texts.py": {"prefill_stats"},
     "engines/process.py": {"backend", "backends"},  # PyTorch's, as torch.backends has them
     "inference/metropolis.py": {"warm_up", "_warm_up"},
     "lm.py": {"warm_up", "warm_up_sync"},
     "questions/prefixes.py": {"WarmUpOptions"},
     "interop/genlm.py": {"add_query", "batch_evaluate_queries", "query", "reset_async_queries"},
     "interop/llamppl.py": {"backend"},
+    "server/client.py": {"do_log_stats"},
+    "server/openai.py": {"disable_log_stats"},
     "testing/bets.py": {"bet", "bets"},  # those of statistics: testing by betting
     "testing/laws.py": {"bet", "bets"},
 }

@@ -175,3 +175,20 @@ def test_the_notebook_on_populations_draws_the_same_in_both_ways() -> None:
     assert re.search("^the same weights: True$", text, re.M)
     ways = re.findall(r"(\d+) questions, \d+ engine steps", text)
     assert int(ways[0]) == int(ways[1]) > 64 * 4
+
+
+@pytest.mark.proof
+def test_the_notebook_on_policy_gradients_estimates_the_true_one() -> None:
+    text = printed(executed("policy_gradient.ipynb"))
+    # Fixed seeds; the largest of 20 entries, by a variance of 32 batches.
+    [farthest] = re.findall(r"the farthest is (\S+) standard errors off", text)
+    assert float(farthest) < 4.5
+    errors = [float(each) for each in re.findall(r"samples: the estimate is off by (\S+),", text)]
+    assert errors[-1] < errors[0] / 3
+    law = re.findall(r"^(\S+)_logprobs +reward (\S+) ± (\S+) \(true (\S+)\)", text, re.M)
+    off = {mode: abs(float(mean) - float(true)) / float(error) for mode, mean, error, true in law}
+    assert off["processed"] < 4.0 < off["raw"]
+    exactly = [float(each) for each in re.findall(r"exactly (\S+) ", text)]
+    assert exactly[0] < 0.25
+    assert exactly[-1] > 0.9
+    assert float(re.findall(r"mean cosine (\S+)", text)[0]) > 0.8

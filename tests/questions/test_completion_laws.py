@@ -288,7 +288,7 @@ def test_the_models_law_is_not_copied_where_no_option_changes_it(
     logits = torch.zeros(MODEL.vocab_size)
     writing, _ = begun(MODEL, [0], options)
     assert (writing.law(logits) is not None) == changes
-    writing.add(0, logits.log_softmax(-1))
+    writing.add(0, logits.log_softmax(-1), logits.log_softmax(-1))
     assert (writing.law(logits) is not None) == (changes and "min_tokens" not in options)
 
 
@@ -312,11 +312,11 @@ def test_every_token_has_the_law_of_all_options_together(
         if not expected:
             event("no token is left")
             with pytest.raises(InvalidRequest, match="leave no token to draw"):
-                writing.add(-1, row)
+                writing.add(-1, row, row)
             return
         token = data.draw(st.sampled_from(sorted(expected)))
         drawn = (*drawn, token)
-        completion = writing.add(token, row)
+        completion = writing.add(token, row, row)
         end = ended(MODEL, drawn, options)
         if completion is None or end is None:
             assert completion is None
@@ -366,6 +366,23 @@ def test_texts_are_drawn_from_the_law_of_all_options_together(
     given: dict[str, Any] = options | (form.option if form else {})
     drawn = lm.batch_generate_sync([[0, 1]] * 400, seed=seed, **given)
     assert_samples_from([each.token_ids for each in drawn], expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(options=options_of_laws, form=st.none() | forms, seed=st.integers(0, 2**40))
+def test_log_probabilities_are_those_of_the_law_where_they_are_asked_for(
+    lm: AsyncLM, options: dict[str, Any], form: Form | None, seed: int
+) -> None:
+    given: dict[str, Any] = {"seed": seed, "logprobs": 2, "logprobs_mode": "processed_logprobs"}
+    try:
+        drawn = lm.generate_sync([0, 1], **given, **options, **(form.option if form else {}))
+    except InvalidRequest:
+        reject()  # no token was left
+    for place, (token, own) in enumerate(zip(drawn.token_ids, drawn.logprobs, strict=True)):
+        expected = law(MODEL, [0, 1], drawn.token_ids[:place], options, form)
+        assert own == pytest.approx(math.log(expected[token]), abs=1e-4)
+        for other, logprob in drawn.top_logprobs[place].items():
+            assert math.exp(logprob) == pytest.approx(expected.get(other, 0.0), abs=1e-5)
 
 
 STRUCTURES: list[Form] = [

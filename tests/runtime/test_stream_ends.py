@@ -40,8 +40,9 @@ class Batcher:
 
     @property
     def flow(self) -> Flow:
-        assert self.joined[-1].flow is not None
-        return self.joined[-1].flow
+        flow = self.joined[-1].flow
+        assert isinstance(flow, Flow)
+        return flow
 
     def leave(self, waiter: Waiter) -> None:
         self.left.append(waiter)

@@ -227,3 +227,22 @@ def test_a_simulation_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(genrt.runtime.waiters, "apart", list)  # callers share their rows
     with pytest.raises(AssertionError, match=r"^seed \d+: .+\nreplay with simulate\(\d+, op"):
         simulate_many()
+
+
+@pytest.mark.promise(number=34)
+def test_updates_under_load_are_never_seen_in_part() -> None:
+    """The weights are replaced while others ask, cancel and time out, engines fail and die: every answer
+    is of one version, and of none from before it was asked."""
+    reports = [simulate(seed, updates=True) for seed in range(60)]
+    assert sum(report.updates for report in reports) > 50
+    assert simulate(3, updates=True) == simulate(3, updates=True)
+
+
+@pytest.mark.proof
+@pytest.mark.promise(number=34)
+def test_a_thousand_updates_under_load_leave_no_stale_answer() -> None:
+    done, seed = 0, 1000
+    while done < 1000:
+        done += simulate(seed, updates=True).updates
+        seed += 1
+    assert done >= 1000

@@ -431,6 +431,12 @@ class TextsWithAnothersLogprobs(Wrapper):
         ]
 
 
+class TextsWithTheModelsLogprobs(TextsChanged):
+    def change(self, request: CompletionRequest) -> CompletionRequest:
+        decoding = replace(request.decoding, logprobs_mode="raw_logprobs")
+        return replace(request, decoding=decoding)
+
+
 class DeltasOfTheNext(Wrapper):
     def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
         deltas = list(self.inner.progress(streamed))
@@ -486,6 +492,7 @@ BROKEN: dict[type[Wrapper], str] = {
     TextsNeverGreedy: "below the likeliest's",
     TextSeedOfTheBatch: "depends on its batch",
     TextsAlike: "all the same",
+    TextsWithTheModelsLogprobs: "off their law's",
     TextsWithAnothersLogprobs: "off its row's",
     DeltasOfTheNext: "is not what follows|the engine tells",
     DeltasTwice: "is not what follows",

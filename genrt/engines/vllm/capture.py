@@ -29,6 +29,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
+from genrt.engines.vllm.laws import LawsV1, LawsV2, wants_law
 from genrt.errors import EngineUnsupported
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import mixed
@@ -198,6 +199,7 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         self.store = RowStore()
         self._tickets: _Places[int] = _Places()
         self._seeded: _Places[_SeededRequest | _SeededText] = _Places()
+        self._laws: _Places[bool] = _Places()
         # The tickets of the batch in order, and their rows (``None``: all); kept until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
 
@@ -213,6 +215,11 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         added = batch_update.added
         self._tickets.follow(batch_update, {i: _ticket(params) for i, params, _, _ in added})
         self._seeded.follow(batch_update, {i: _seeded(params, ids) for i, params, _, ids in added})
+        self._laws.follow(batch_update, {i: wants_law(params) or None for i, params, _, _ in added})
+
+    def law_rows(self) -> list[int]:
+        """Return which rows of the batch are of requests that want the law's log-probabilities."""
+        return [*self._laws.at]
 
     def draw(
         self,
@@ -260,11 +267,18 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         self.store = RowStore()
         # By slot, -1 for what is no logprobs request: most steps of texts have none of those.
         self._tickets = np.full(vllm_config.scheduler_config.max_num_seqs, -1, dtype=np.int64)
+        self._laws = np.zeros(len(self._tickets), dtype=bool)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         ticket = _ticket(sampling_params)
         self._tickets[req_idx] = -1 if ticket is None else ticket
+        self._laws[req_idx] = wants_law(sampling_params)
         return ticket is not None
+
+    def law_rows(self, slots: np.ndarray) -> np.ndarray:
+        """Return which rows of a step want the law's log-probabilities, int64 ``[n]``, given the slots of
+        its requests."""
+        return np.flatnonzero(self._laws[slots])
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         slots = ctx.idx_mapping_np
@@ -288,7 +302,8 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
 def install(model_runner: Any, own_processors: bool) -> RowStore:
     """Return the store of a runner's capture; raise EngineUnsupported if the runner has none.
 
-    On a CPU, have the capture draw the V1 runner's samples.
+    On a CPU, have the capture draw the V1 runner's samples. On both runners, have the sampler give
+    log-probabilities of the law to the requests that want these.
 
     Args:
         own_processors: whether the user has logits processors too. If not, the V1 runner is told that it
@@ -300,6 +315,9 @@ def install(model_runner: Any, own_processors: bool) -> RowStore:
             model_runner.input_batch.logitsprocs_need_output_token_ids = False
         if model_runner.device.type == "cpu":
             _take_draws(model_runner.sampler, capture)
+        LawsV1(model_runner.sampler, capture.law_rows)
+    else:
+        LawsV2(model_runner.sampler, capture.law_rows)
     return capture.store
 
 

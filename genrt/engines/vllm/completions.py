@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import TEXT_SEED
+from genrt.engines.vllm.laws import LAW
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
 from genrt.engines.vllm.structures import StructureCompilers
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
@@ -39,7 +41,16 @@ from genrt.questions.completions import (
 from genrt.questions.contexts import seed_of
 from genrt.tokens.sampling import GREEDY_BELOW
 
-__all__ = ["COOLEST", "HOTTEST", "ORDERLY", "Completions", "Ended"]
+__all__ = [
+    "COOLEST",
+    "HOTTEST",
+    "ORDERLY",
+    "READ_EVERY",
+    "Completions",
+    "Ended",
+    "check_v2",
+    "failure_of",
+]
 
 Ended: TypeAlias = tuple[str, Completion | GenrtError]
 """The id of a request with its text, or its error."""
@@ -66,10 +77,12 @@ class _OwnParams(SamplingParams):  # type: ignore[misc]
 class _Course:
     began: float
     logprobs: int | None
+    is_certain: bool  # log-probabilities are of a law that is greedy
     nonce: int | None  # of one that is streamed
     reasoning: Reasoning | None
     structure: str | None  # its name
     unread_at_most: int
+    weights_version: int
     unread: list[int] = field(default_factory=list)
     first: float | None = None
     told: int = 0  # how many tokens, and characters of text and reasoning, progress has returned
@@ -90,7 +103,7 @@ class Completions:
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
-        self._compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
+        self.compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
         self._parsed: dict[str, Reasoning] = {}  # of those streamed
 
@@ -112,8 +125,8 @@ class Completions:
             reasoning = self._parsers.begin(request)
             params.skip_special_tokens = reasoning.skip_special_tokens
         asked = None
-        if decoding.structure is not None and self._compilers is not None:
-            asked = self._compilers.asked(decoding.structure)
+        if decoding.structure is not None and self.compilers is not None:
+            asked = self.compilers.asked(decoding.structure)
             if asked._backend is None:  # else vLLM does not see it yet: it would choose another
                 params.structured_outputs = asked
         made = self._inputs.process_inputs(
@@ -133,14 +146,16 @@ class Completions:
         params = cast("SamplingParams", made.sampling_params)
         if params.temperature:  # vLLM's check is over: its runners take any
             params.temperature = request.temperature
+            extra = {LAW: True} if decoding.tells_law else {}
             if self._drawn_here:
-                params.extra_args = {TEXT_SEED: params.seed}
+                extra[TEXT_SEED] = params.seed
                 params.seed = None
+            params.extra_args = extra or None
         if self._is_v2:
-            _check_v2(params)
-        if asked is not None and self._compilers is not None:
+            check_v2(params)
+        if asked is not None and self.compilers is not None:
             params.structured_outputs = params.structured_outputs or asked
-            self._compilers.open(params.structured_outputs._backend)
+            self.compilers.open(params.structured_outputs._backend)
         self._outputs.add_request(made, None)
         nonce = request.nonce if request.streamed else None
         structure = decoding.structure and decoding.structure[0]
@@ -150,7 +165,14 @@ class Completions:
         # Texts that begin together are read in different steps.
         most = 0 if at_once else 1 + len(self._courses) % (READ_EVERY - 1)
         self._courses[request_id] = _Course(
-            time.perf_counter(), decoding.logprobs, nonce, reasoning, structure, most
+            time.perf_counter(),
+            decoding.logprobs,
+            decoding.tells_law and not params.temperature,
+            nonce,
+            reasoning,
+            structure,
+            most,
+            request.weights_version,
         )
         if nonce is not None:
             self._streamed[nonce] = request_id
@@ -209,7 +231,7 @@ class Completions:
             if output.finish_reason in ORDERLY:
                 read.append(output)
             else:
-                ended.append((output.request_id, _failure(output, course)))
+                ended.append((output.request_id, failure_of(output, course.structure)))
         over = self._read(read, ended, now) if read else []
         return ended, over, others
 
@@ -259,6 +281,7 @@ class Completions:
             seconds=now - course.began,
             seconds_to_first_token=(course.first or now) - course.began,
             reasoning=reasoning,
+            weights_version=course.weights_version,
         )
 
     def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
@@ -306,16 +329,17 @@ class Completions:
         self._outputs.abort_requests(known, internal=True)
 
 
-def _failure(output: EngineCoreOutput, course: _Course) -> GenrtError:
-    if course.structure is None:
+def failure_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
+    """Return what is wrong with a text that vLLM gave up, by the name of its structure."""
+    if structure is None:
         return EngineFailed(f"vLLM ended the request with {output.finish_reason}")
     return InvalidRequest(
-        f"{course.structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
+        f"{structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
         "bad_words and stop_token_ids leave nothing of what does: change them"
     )
 
 
-def _check_v2(params: SamplingParams) -> None:
+def check_v2(params: SamplingParams) -> None:
     """Raise InvalidRequest for what runner V2 has no room for: it would raise in the middle of a step, in
     which all requests would fail."""
     from vllm.v1.worker.gpu.sample import logit_bias
@@ -341,7 +365,17 @@ def _logprobs(
     """Return the log-probabilities of drawn tokens, and the likeliest at each place if wanted."""
     count = course.logprobs
     own = tuple(place[token].logprob for place, token in zip(places, drawn, strict=False))
-    return own, tuple(_likeliest(place, count) for place in places) if count else ()
+    top = tuple(_likeliest(place, count) for place in places) if count else ()
+    if course.is_certain:
+        own = (0.0,) * len(own)
+        top = tuple(_certain(token, each) for token, each in zip(drawn, top, strict=False))
+    return own, top
+
+
+def _certain(token: int, likeliest: dict[int, float]) -> dict[int, float]:
+    """Return as many tokens as these with their log-probabilities where one token is certain."""
+    others = [each for each in likeliest if each != token]
+    return {token: 0.0, **dict.fromkeys(others[: len(likeliest) - 1], -math.inf)}
 
 
 def _likeliest(place: dict[int, Any], count: int) -> dict[int, float]:

@@ -97,6 +97,11 @@ def configure(
             "engine_options has a seed, with which vLLM would set the generators of the whole process: "
             "give it to load(seed=…), or to the questions"
         )
+    if options.get("logprobs_mode", "raw_logprobs") != "raw_logprobs":
+        raise InvalidRequest(
+            "engine_options has a logprobs_mode, which every question has of its own: give it to "
+            "generate(logprobs_mode=…)"
+        )
     if options.get("data_parallel_size", 1) != 1:
         raise EngineUnsupported(
             "one genrt runtime is one replica: load one for each device instead"

@@ -66,6 +66,11 @@ class CoreSteps:
         """True while a step is under way whose outputs nobody has seen."""
         return self._can_be_ahead and bool(self._core.batch_queue)
 
+    def settle(self) -> None:
+        """Wait for what is under way; nobody waits for its outputs."""
+        while self._scheduler is not None and self.is_ahead:
+            self._finished(self._scheduler)
+
     def forget(self) -> None:
         """Forget what is under way, after a step that failed."""
         if self._can_be_ahead:

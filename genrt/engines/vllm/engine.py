@@ -41,12 +41,13 @@ from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
+from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
-from genrt.questions.completions import CompletionRequest, Decoding, Delta
+from genrt.questions.completions import Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
-from genrt.questions.request import Request
+from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.scores import ScoreRequest
 from genrt.tokens.rows import Leaving
@@ -63,7 +64,7 @@ class VLLMEngine:
         self._llm_engine: LLMEngine | None = llm_engine
         self._core, config = llm_engine.engine_core, llm_engine.vllm_config
         self._core._finalizer.atexit = False  # the runtime closes it; a forked child must not
-        self._config = config
+        self.vllm_config = config
         self._globals = own
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self.vocab_size = int(config.model_config.get_vocab_size())
@@ -87,6 +88,7 @@ class VLLMEngine:
             else:
                 model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
+        self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
         self.prefixes = KeptPrefixes(core, self._adapters.request)
@@ -118,15 +120,15 @@ class VLLMEngine:
 
     @cached_property
     def tokenizer(self) -> Any:
-        if self._llm_engine is None or self._config.model_config.skip_tokenizer_init:
+        if self._llm_engine is None or self.vllm_config.model_config.skip_tokenizer_init:
             return None
         return self._llm_engine.get_tokenizer()
 
     def unsupported(self, decoding: Decoding) -> str | None:
         return self._samples.completions.unsupported(decoding)
 
-    def progress(self, streamed: Sequence[CompletionRequest]) -> list[Delta | None]:
-        return self._samples.completions.progress(streamed)
+    def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
+        return self._samples.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
         now = {"kept_tokens": self.prefixes.tokens}
@@ -404,12 +406,16 @@ class VLLMEngine:
             if counting is not None:
                 counting.start_counting()
 
-    def forget_residents(self) -> None:
-        """Have vLLM forget every sequence that nothing in progress extends, and every block."""
+    def forget_residents(self) -> bool:
+        """Have vLLM forget every sequence that nothing extends, and every block; return if it has."""
+        if not self._in_progress:
+            with self._globals:
+                self._steps.settle()
+            self._populations.clear()
         if self._open is not None:
             self._abort([*set(self._open.request_ids()).difference(self._in_progress)])
         self.prefixes.give_up()
-        self._core.reset_prefix_cache()
+        return bool(self._core.reset_prefix_cache()) and not self._in_progress
 
     def stop_keeping(self) -> None:
         """Open a request for every question from now on; nothing may be in progress."""
@@ -428,7 +434,7 @@ class VLLMEngine:
             return
         core = self._core.engine_core
         self._core._finalizer.detach()
-        del self._steps, self._sending  # which hold the core
+        del self._steps, self._sending, self.weights  # which hold the core
         if self._open is not None:
             self._open.steps.close()
         with heap_kept(), self._globals:

@@ -141,7 +141,11 @@ class SeatedPopulations:
         added: dict[str, LogprobsRequest] = {}
 
         def add(numbers: Sequence[int]) -> list[str]:
-            asked = [LogprobsRequest(packed=packed(n), adapter=adapter) for n in numbers]
+            version = population.weights_version
+            asked = [
+                LogprobsRequest(packed=packed(n), adapter=adapter, weights_version=version)
+                for n in numbers
+            ]
             added.update(zip(begin(asked), asked, strict=True))
             return [*added]
 

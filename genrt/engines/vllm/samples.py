@@ -1,4 +1,4 @@
-"""Samples and completions on their way: those that wait for a slot of vLLM, and those that have one.
+"""Samples and texts on their way: those that wait for a slot of vLLM, and those that have one.
 
 Rules:
     As many run at once as vLLM was to take requests (``max_num_seqs``). It has been given slots beside
@@ -18,16 +18,18 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from genrt.engines.vllm.capture import SEED
 from genrt.engines.vllm.completions import COOLEST, HOTTEST, ORDERLY, Completions
 from genrt.engines.vllm.config import core_request
+from genrt.engines.vllm.native_texts import NativeTexts
 from genrt.errors import EngineFailed, GenrtError
 from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import seed_of
-from genrt.questions.request import Request, Result
+from genrt.questions.native import NativeRequest
+from genrt.questions.request import Request, Result, Streamed, Told
 from genrt.questions.samples import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = ["Generated", "Samples", "computed_tokens", "new_tokens", "sample_params"]
 
-Generated: TypeAlias = SampleRequest | CompletionRequest
+Generated: TypeAlias = SampleRequest | CompletionRequest | NativeRequest
 """What takes a slot of vLLM for many steps."""
 
 Ended: TypeAlias = tuple[str, Result | GenrtError]
@@ -35,7 +37,7 @@ Ended: TypeAlias = tuple[str, Result | GenrtError]
 
 
 class Samples:
-    """The samples and completions of one vLLM engine.
+    """The samples, completions and native texts of one vLLM engine.
 
     Args:
         llm_engine: the engine.
@@ -45,6 +47,7 @@ class Samples:
 
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
         self.completions = Completions(llm_engine, drawn_here=drawn_here)
+        self.natives = NativeTexts(llm_engine, self.completions.compilers, drawn_here=drawn_here)
         self._drawn_here = drawn_here
         self._most = slots - max(1, slots // 9)
         self._waiting: dict[Generated, None] = {}
@@ -82,6 +85,8 @@ class Samples:
         value that it does not take."""
         if isinstance(request, CompletionRequest):
             made = self.completions.begin(request_id, request, lora)
+        elif isinstance(request, NativeRequest):
+            made = self.natives.begin(request_id, request, lora)
         else:
             params = sample_params(request, drawn_here=self._drawn_here)
             made = core_request(request_id, request.token_ids, params, lora)
@@ -96,7 +101,9 @@ class Samples:
         ended: list[Ended] = []
         others: list[EngineCoreOutput] = []
         texts, over, rest = self.completions.take(outputs)
-        ended += texts
+        natives, more, rest = self.natives.take(rest)
+        ended += [*texts, *natives]
+        over += more
         for output in rest:
             drawn = self._drawn.get(output.request_id)
             if drawn is None:
@@ -116,6 +123,17 @@ class Samples:
         for request_id in request_ids:
             self._drawn.pop(request_id, None)
         self.completions.forget(request_ids)
+        self.natives.forget(request_ids)
+
+    def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
+        """Return what each of these has drawn since the last call; ``None`` if that is nothing."""
+        texts = [each for each in streamed if isinstance(each, CompletionRequest)]
+        natives = [each for each in streamed if isinstance(each, NativeRequest)]
+        told = iter(self.completions.progress(texts))
+        of_natives = iter(self.natives.progress(natives))
+        return [
+            next(of_natives) if isinstance(each, NativeRequest) else next(told) for each in streamed
+        ]
 
     def withdraw(self, unwanted: Collection[Request]) -> int:
         """Have these wait no more; return how many did."""

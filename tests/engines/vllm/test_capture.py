@@ -391,8 +391,8 @@ def test_the_store_of_a_v2_runner_is_its_captures() -> None:
     from genrt.engines.vllm.capture import install
 
     capture = v2()
-    runner = SimpleNamespace(sampler=SimpleNamespace(logits_processors=[object(), capture]))
-    assert install(runner, own_processors=True) is capture.store
+    sampler = SimpleNamespace(logits_processors=[object(), capture], sample=None, logprobs_mode="")
+    assert install(SimpleNamespace(sampler=sampler), own_processors=True) is capture.store
 
 
 @pytest.mark.parametrize("own_processors", [True, False])
@@ -405,7 +405,9 @@ def test_the_v1_runner_lists_output_tokens_only_for_processors_of_the_users(
     batch = SimpleNamespace(
         logitsprocs=SimpleNamespace(all=[capture]), logitsprocs_need_output_token_ids=True
     )
-    runner = SimpleNamespace(input_batch=batch, device=torch.device("cuda"))
+    draws = SimpleNamespace(forward=None)
+    sampler = SimpleNamespace(topk_topp_sampler=draws, gather_logprobs=None)
+    runner = SimpleNamespace(input_batch=batch, sampler=sampler, device=torch.device("cuda"))
     assert install(runner, own_processors) is capture.store
     assert batch.logitsprocs_need_output_token_ids is own_processors
 
@@ -417,3 +419,188 @@ def test_a_runner_without_the_capture_is_refused() -> None:
     for processors in ({"sampler": SimpleNamespace(logits_processors=[])}, {"sampler": None}):
         with pytest.raises(EngineUnsupported, match="logits processor"):
             install(SimpleNamespace(**processors), own_processors=False)
+
+
+# -- log-probabilities of the law ------------------------------------------------------------------
+
+
+def wanting(law: bool) -> Any:
+    from genrt.engines.vllm.laws import LAW
+
+    return SimpleNamespace(extra_args={LAW: True} if law else None, seed=None)
+
+
+class SamplerV1:
+    """As much of vLLM's as the laws follow: draws, then gathers the first token of every row."""
+
+    def __init__(self, capture: Any) -> None:
+        from genrt.engines.vllm.laws import LawsV1
+
+        self.topk_topp_sampler = SimpleNamespace(forward=self.draw)
+        self.gather_logprobs = self.gather
+        LawsV1(self, capture.law_rows)
+
+    def draw(self, logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, None]:
+        return logits.argmax(-1), None
+
+    def gather(self, logprobs: torch.Tensor, _: int, token_ids: torch.Tensor) -> torch.Tensor:
+        return logprobs.gather(-1, token_ids[:, None])[:, 0]
+
+    def told(self, logits: torch.Tensor, heat: float, k: list[int]) -> list[float]:
+        """What a step tells of each row's likeliest token."""
+        raw = logits.log_softmax(-1)
+        heated = logits / heat
+        before = heated.clone()
+        drawn, _ = self.topk_topp_sampler.forward(heated, {}, torch.tensor(k), None)
+        assert torch.equal(heated, before)  # the draw is from what it would have been from
+        return list(self.gather_logprobs(raw, 0, drawn).tolist())
+
+
+def test_v1_the_law_is_told_where_it_is_wanted_and_follows_moves() -> None:
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    capture = v1()
+    sampler = SamplerV1(capture)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    raw = logits.log_softmax(-1).amax(-1).tolist()
+    of_two = (logits / 0.5).topk(2).values.log_softmax(-1).amax(-1).tolist()
+    assert sampler.told(logits, 0.5, [2, 2, 2]) == pytest.approx(raw)
+    added: Any = [(i, wanting(law), [], []) for i, law in enumerate([True, False, True])]
+    capture.update_state(BatchUpdate(batch_size=3, removed=[], added=added, moved=[]))
+    for _ in range(2):
+        told = sampler.told(logits, 0.5, [2, 2, 2])
+        assert told == pytest.approx([of_two[0], raw[1], of_two[2]])
+    swap = (0, 1, MoveDirectionality.SWAP)
+    capture.update_state(BatchUpdate(batch_size=2, removed=[2], added=[], moved=[swap]))
+    told = sampler.told(logits[:2], 0.5, [2, 2])
+    assert told == pytest.approx([raw[0], of_two[1]])
+    # A step without a draw, as a greedy one, has nothing of the step before.
+    gathered = sampler.gather_logprobs(logits[:2].log_softmax(-1), 0, logits[:2].argmax(-1))
+    assert gathered.tolist() == pytest.approx(raw[:2])
+
+
+class SamplerV2:
+    """As much of vLLM's as the laws follow: ``sample`` halves the logits in a copy of its own."""
+
+    logprobs_mode = "raw_logprobs"
+
+    def __init__(self, capture: Any) -> None:
+        from genrt.engines.vllm.laws import LawsV2
+
+        self.modes: list[str] = []
+        self.processes = True
+        LawsV2(self, capture.law_rows)
+
+    def sample(self, logits: torch.Tensor, *_: object, **__: object) -> Any:
+        self.modes.append(self.logprobs_mode)
+        return logits.argmax(-1), logits / 2 if self.processes else logits
+
+
+def test_v2_the_law_is_told_where_it_is_wanted_whatever_the_order_of_the_rows() -> None:
+    capture = v2()
+    sampler = SamplerV2(capture)
+    for slot, law in ((5, True), (2, False), (9, True)):
+        assert capture.add_request(slot, wanting(law)) is False
+    logits = torch.randn(3, VOCAB).bfloat16()
+
+    def told(*slots: int) -> torch.Tensor:
+        given = logits[: len(slots)]
+        _, logits_told = sampler.sample(given, None, None, np.array(slots), None, return_logprobs=1)
+        if sampler.logprobs_mode == "raw_logprobs":
+            logits_told = given  # as vLLM does in this mode
+        return torch.as_tensor(logits_told).float()
+
+    expected = torch.stack([logits[0], logits[1] / 2, logits[2] / 2]).float()
+    assert torch.equal(told(2, 9, 5), expected)
+    assert torch.equal(told(2), logits[:1].float())
+    capture.add_request(9, wanting(False))  # the slot is another request's now
+    assert torch.equal(told(9), logits[:1].float())
+    assert sampler.modes == ["processed_logprobs", "raw_logprobs", "raw_logprobs"]
+    sampler.processes = False
+    assert torch.equal(told(5, 2), logits[:2].float())
+
+
+def test_a_sampler_that_gathers_otherwise_is_refused() -> None:
+    from genrt.engines.vllm.laws import LawsV1, LawsV2
+
+    for laws in (LawsV1, LawsV2):
+        with pytest.raises(EngineUnsupported, match="gathers log-probabilities otherwise"):
+            laws(SimpleNamespace(), lambda *_: [])  # type: ignore[arg-type]
+
+
+def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's ``Sampler``, with its Triton kernels written in torch: the way of the logits through it."""
+    from vllm.v1.worker.gpu.sample import sampler as module
+
+    from genrt.engines.vllm.laws import LawsV2
+
+    capture, heat, top_k = v2(), torch.tensor([0.5, 2.0, 0.7]), torch.tensor([2, VOCAB, 3])
+    for slot, law in enumerate((True, False, True)):
+        capture.add_request(slot, wanting(law))
+    modes: list[bool] = []
+
+    def scores(
+        logits: torch.Tensor, count: int, sampled: torch.Tensor, *_: Any, **named: Any
+    ) -> Any:
+        modes.append(named["logits_mode"])
+        return logits.float().log_softmax(-1).gather(-1, sampled[:, None])
+
+    monkeypatch.setattr(module, "compute_topk_scores", scores)
+    monkeypatch.setattr(module, "gumbel_sample", lambda logits, *_, **__: logits.argmax(-1))
+    counted = lambda *_: (torch.ones(3), torch.zeros(3))
+    monkeypatch.setattr(module, "get_num_sampled_and_rejected", counted)
+    sampler: Any = object.__new__(module.Sampler)
+    no: Any = lambda *_: False
+    sampler.__dict__ |= {
+        "logprobs_mode": "raw_logprobs",
+        "compute_nans": False,
+        "trace_replay_state": None,
+        "return_sampling_mask": False,
+        "use_flashinfer": False,
+        "use_xpu_sampler": False,
+        "use_fp64_gumbel": False,
+        "logprob_token_ids_state": None,
+        "get_logprobs_dims": lambda *_: (0, 0),
+        "apply_sampling_params": lambda logits, _, rows, *__, **___: (
+            logits.float() / heat[rows][:, None]
+        ),
+        "sampling_states": SimpleNamespace(
+            get_top_k_top_p=lambda _, slots: (top_k[torch.from_numpy(slots).long()], None),
+            any_greedy=no,
+            any_explicit_seed=no,
+            temperature=SimpleNamespace(gpu=None),
+            seeds=SimpleNamespace(gpu=None),
+        ),
+        "req_states": SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
+    }
+    LawsV2(sampler, capture.law_rows)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def told(*slots: int) -> list[float]:
+        rows = torch.tensor(slots)
+        batch = SimpleNamespace(
+            expanded_idx_mapping=rows,
+            idx_mapping=rows,
+            idx_mapping_np=np.array(slots, dtype=np.int32),
+            cu_num_logits_np=np.arange(len(slots) + 1),
+            cu_num_logits=None,
+            expanded_local_pos=None,
+            positions=rows,
+            input_ids=rows,
+            logits_indices=torch.arange(len(slots)),
+            seq_lens=rows,
+            seq_lens_cpu_upper_bound=rows,
+            num_reqs=len(slots),
+        )
+        return list(sampler(logits[rows], batch).logprobs_tensors[:, 0].tolist())
+
+    raw = logits.float().log_softmax(-1)
+    expected = {1: float(raw[1].max())}
+    for slot in (0, 2):
+        kept = (logits[slot].float() / heat[slot]).topk(int(top_k[slot])).values
+        expected[slot] = float(kept.log_softmax(-1).max())
+    for slots in ((0, 1, 2), (2, 1), (1,), (1, 0)):
+        assert told(*slots) == pytest.approx([expected[slot] for slot in slots], abs=1e-5)
+    assert modes == [False] * 4

@@ -692,7 +692,12 @@ def test_workers_in_processes_of_their_own_give_the_same_rows(
         rows = lm.batch_next_token_logprobs_sync(prompts)
         distinct = len({tuple(p) for p in prompts})
         assert lm.statistics().engine.bytes_to_host == distinct * lm.vocab_size * 4
+        law: dict[str, Any] = {"logprobs": 0, "logprobs_mode": "processed_logprobs"}
+        text = lm.generate_sync([1, 2, 3], seed=1, temperature=0.5, max_tokens=3, **law)
     assert worst(rows, [oracle(p) for p in prompts]) < TOLERANCE
+    for place, token in enumerate(text.token_ids):
+        heated = (oracle([1, 2, 3, *text.token_ids[:place]]) / 0.5).log_softmax(-1)
+        assert text.logprobs[place] == pytest.approx(float(heated[token]), abs=TOLERANCE)
 
 
 @pytest.mark.promise(number=23)

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ import torch
 from hypothesis import Phase, given, settings
 
 import genrt
+from genrt.engines.completions import Writing
 from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
-from genrt.questions.completions import Completion, Decoding
+from genrt.questions.completions import Completion, Decoding, completion_requests
+from genrt.questions.contexts import Limits
+from genrt.structures.guides import Guides
+from genrt.tokens.sampling import truncate
 from tests.constraints.test_schemas import inner
 from tests.scripted import passes
 
@@ -107,6 +112,46 @@ def test_every_option_gives_what_llm_generate_gives(
             assert list(ours.logprobs) == pytest.approx(drawn, abs=1e-4)
             if case["logprobs"]:
                 assert all(len(place) == case["logprobs"] for place in ours.top_logprobs)
+
+
+def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
+    lm: AsyncLM, oracle: AsyncLM
+) -> None:
+    """In one flush, beside texts that want the model's, rows, and greedy ones."""
+    cases: list[dict[str, Any]] = [
+        {"temperature": 0.6, "top_p": 0.7},
+        {"top_k": 4, "temperature": 1.7, "logprobs": 2},
+        {"min_p": 0.1, "logit_bias": {11: 3.0}, "frequency_penalty": 1.4},
+        {"presence_penalty": 1.0, "bad_words": ["a"], "min_tokens": 2},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.6, "logprobs_mode": "raw_logprobs"},
+    ]
+    told: dict[str, Any] = {"logprobs": 0, "logprobs_mode": "processed_logprobs", "max_tokens": 8}
+
+    async def crowd() -> list[Any]:
+        asked = [lm.generate(PROMPTS[0], seed=3, **(told | case)) for case in cases]
+        return await asyncio.gather(*asked, lm.next_token_logprobs([1, 2, 3, 4]))
+
+    tokenizer, limits = oracle.tokenizer, Limits(oracle.vocab_size, 256)
+    guides = Guides(tokenizer, oracle.vocab_size)
+    for case, ours in zip(cases, asyncio.run(crowd())[:-1], strict=True):
+        [request] = completion_requests(limits, [PROMPTS[0]], None, count(), 3, told | case)
+        decoding, writing = request.decoding, Writing(request, tokenizer, guides)
+        rows = oracle.batch_next_token_logprobs_sync(
+            [[*PROMPTS[0], *ours.token_ids[:place]] for place in range(len(ours.token_ids))]
+        )
+        for row, token, logprob in zip(rows, ours.token_ids, ours.logprobs, strict=True):
+            law = writing.law(row)
+            kept = truncate(
+                row if law is None else law,
+                temperature=decoding.temperature,
+                top_k=decoding.top_k,
+                top_p=decoding.top_p,
+                min_p=decoding.min_p,
+            )
+            writing.add(token, row, kept)
+            expected = kept[token] if decoding.tells_law else row[token]
+            assert logprob == pytest.approx(float(expected), abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +501,7 @@ def test_every_field_of_vllms_sampling_parameters_is_an_option_or_refused() -> N
     from vllm import SamplingParams
 
     theirs = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    own = {"structure", "split_reasoning", "is_chat", "template"}
+    own = {"structure", "logprobs_mode", "split_reasoning", "is_chat", "template"}
     ours = {field.name for field in dataclasses.fields(Decoding)} - own | {"seed"}
     assert theirs == ours | REFUSED.keys()
     assert not ours & REFUSED.keys()

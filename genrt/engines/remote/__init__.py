@@ -1,0 +1,1 @@
+"""An engine elsewhere, asked over HTTP."""

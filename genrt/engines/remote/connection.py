@@ -1,0 +1,152 @@
+"""A connection to a genrt server: one HTTP call at a time, kept open in between."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import urllib.parse
+from typing import Any
+
+from genrt.errors import (
+    EngineDied,
+    EngineFailed,
+    EngineUnsupported,
+    GenrtError,
+    InvalidRequest,
+)
+from genrt.numbers import check_float
+
+__all__ = ["Connection", "ServerBusy"]
+
+MOST_ANSWERED = 2**33
+"""The largest answer that is read, in bytes."""
+
+
+class ServerBusy(Exception):
+    """The server takes no more at the moment.
+
+    Args:
+        seconds: how long to wait before asking again.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the server is busy for {seconds:g} s")
+        self.seconds = seconds
+
+
+class Connection:
+    """Calls one server, from one thread.
+
+    Args:
+        url: of the server, ``http://`` or ``https://``.
+        api_key: the server's key, if it has one.
+        timeout: seconds without a byte from the server after which a call fails.
+
+    Raises:
+        InvalidRequest: an argument is none.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        parts = urllib.parse.urlsplit(url) if isinstance(url, str) else None
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequest("url must be that of a server, such as http://127.0.0.1:8000")
+        if api_key is not None and not (
+            isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()
+        ):
+            raise InvalidRequest("api_key must be printable ASCII characters")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise InvalidRequest(f"url has no port that can be: {error}") from error
+        self.url = url.rstrip("/")
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._timeout = check_float("timeout", timeout, 0.001, 1e6)
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._http: http.client.HTTPConnection
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            self._http = http.client.HTTPSConnection(
+                parts.hostname, port, timeout=self._timeout, context=context
+            )
+        else:
+            self._http = http.client.HTTPConnection(parts.hostname, port, timeout=self._timeout)
+
+    def get(self, path: str) -> bytes:
+        """Return what is at a path; raises as ``post``."""
+        return self._call("GET", path, None)
+
+    def get_json(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at a path; raises as ``post``."""
+        try:
+            found = json.loads(self.get(path))
+            if isinstance(found, dict):
+                return found
+        except (ValueError, RecursionError):
+            pass
+        raise EngineUnsupported(f"{self.url} is no genrt server: its {path} is no JSON object")
+
+    def post(self, path: str, body: bytes) -> bytes:
+        """Return the answer to a body, of questions whose answers don't depend on how often they are
+        asked.
+
+        Raises:
+            ServerBusy: ask again later.
+            EngineDied: the server cannot be reached, or does not let this client in.
+            EngineFailed: it failed. InvalidRequest: it refuses the body.
+        """
+        return self._call("POST", path, body)
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
+        self._http.close()
+
+    def _call(self, method: str, path: str, body: bytes | None) -> bytes:
+        headers = dict(self._headers)
+        if body is not None:
+            headers["content-type"] = "application/octet-stream"
+        was_open = self._http.sock is not None
+        try:
+            status, data, wait = self._once(method, path, body, headers)
+        except (http.client.HTTPException, OSError) as error:
+            self._http.close()
+            # A server closes connections that were idle, or is another one since.
+            if not was_open or isinstance(error, TimeoutError):
+                raise self._unreachable(error) from error
+            try:
+                status, data, wait = self._once(method, path, body, headers)
+            except (http.client.HTTPException, OSError) as again:
+                self._http.close()
+                raise self._unreachable(again) from again
+        if status == 200:
+            return data
+        if status == 429:
+            raise ServerBusy(wait)
+        raise self._refused(status, data)
+
+    def _once(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, bytes, float]:
+        self._http.request(method, self._path + path, body, headers)
+        answer = self._http.getresponse()
+        data = answer.read(MOST_ANSWERED)
+        wait = answer.headers.get("retry-after", "")
+        return answer.status, data, float(wait) if wait.isdigit() else 1.0
+
+    def _unreachable(self, error: Exception) -> EngineDied:
+        return EngineDied(f"{self.url} cannot be reached: {type(error).__name__}: {error}")
+
+    def _refused(self, status: int, data: bytes) -> GenrtError:
+        """Return what an answer other than 200 means."""
+        try:
+            message = str(json.loads(data)["error"]["message"])[:1000]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            message = f"it answers {status}"
+        kind: type[GenrtError] = EngineFailed
+        if status in (401, 403, 409, 503):
+            kind = EngineDied
+        elif status == 404:
+            kind = EngineUnsupported
+        elif 400 <= status < 500:
+            kind = InvalidRequest
+        return kind(f"{self.url}: {message}")

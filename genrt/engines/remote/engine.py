@@ -1,0 +1,275 @@
+"""The Engine protocol over a genrt server: each step is one HTTP call, for all that is in progress.
+
+Rows, draws, candidates and the likeliest tokens are read where the model is, and only what was asked for
+travels. Samples and completions are drawn here, from rows, a token a step. Draws have seeds before they
+leave, so that a call that is made again changes nothing.
+
+Rules:
+    What fails for one question fails for that one: the server says which.
+    An adapter is the one of its name when the connection was made; a later one is refused.
+    A server that serves another model, or other weights, is no longer this engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from genrt.engines.protocol import Finished
+from genrt.engines.remote.connection import Connection, ServerBusy
+from genrt.engines.remote.tokenizers import unpacked_tokenizer
+from genrt.engines.remote.wire import KINDS, Asked, answers_to, flush_of
+from genrt.engines.stepping import SteppedEngine
+from genrt.engines.weights import Layout, NamedTensors
+from genrt.errors import (
+    EngineDied,
+    EngineFailed,
+    EngineUnsupported,
+    GenrtError,
+    InvalidAdapter,
+    InvalidRequest,
+    UnknownAdapter,
+)
+from genrt.questions.contexts import Adapter
+from genrt.questions.draws import DrawToken
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.tokens.sampling import BatchDraw, Draw
+
+__all__ = ["RemoteEngine"]
+
+MOST_IN_BODY = 2**24
+"""How many bytes of contexts and masks are sent at once, about; more take several steps."""
+
+
+class RemoteEngine(SteppedEngine):
+    """The engine of a server.
+
+    Attributes:
+        adapters: those that the server had when this was made.
+        fingerprint: of the model and its weights then.
+        reads: the kinds of requests that are answered there, beside rows.
+
+    Raises:
+        EngineDied: the server cannot be reached, or the key is wrong.
+        EngineUnsupported: it is no genrt server.
+    """
+
+    reads = frozenset({*KINDS, PopulationDraw})
+
+    def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 600.0) -> None:
+        self._connection = Connection(url, api_key, timeout)
+        try:
+            found = self._connection.get_json("/v1/runtime")
+            self.fingerprint, most = str(found["fingerprint"]), int(found["most_questions"])
+            self.adapters = {
+                str(name): Adapter(str(name), int(version))
+                for name, version in dict(found["adapters"]).items()
+            }
+            rows = _RemoteRows(int(found["vocab_size"]))
+            rows.tokenizer = unpacked_tokenizer(self._connection.get("/v1/tokenizer"))
+            super().__init__(
+                rows, max_model_len=int(found["max_model_len"]), max_batch_size=max(1, most)
+            )
+        except BaseException as error:
+            self._connection.close()
+            if not isinstance(error, KeyError | TypeError | ValueError | ServerBusy):
+                raise
+            raise EngineUnsupported(f"{url} is no genrt server that answers: {error}") from error
+        self._rows = rows
+        self._adapters |= set(self.adapters.values())
+        self._direct: dict[Request, None] = {}
+        self._waited = 0.0
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"RemoteEngine({self._connection.url!r}, {len(self._direct)} in progress)"
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take a flush, as ``SteppedEngine.submit`` does; nothing is sent before the next step."""
+        if any(each in self._direct for each in requests):
+            raise InvalidRequest("a request is in progress already: join it, don't submit it again")
+        super().submit(requests)
+        for request in requests:  # those that were not refused, and are not drawn here
+            if request in self._in_progress and isinstance(
+                request, LogprobsRequest | ReadRequest | PopulationDraw
+            ):
+                del self._in_progress[request]
+                self._direct[request] = None
+
+    def step(self) -> list[Finished]:
+        """Ask the server about all that is in progress, or as much as a call takes, and wait for it.
+
+        A server that is busy is asked again in another step.
+        """
+        if self._refused or not (self._direct or self._in_progress):
+            return super().step()
+        started = time.perf_counter()
+        drawing = list(islice(self._in_progress.values(), self.max_batch_size))
+        direct = self._fitting(self.max_batch_size - len(drawing))
+        contexts = [LogprobsRequest(each.context, each.request.adapter) for each in drawing]
+        asked: list[Asked] = [*contexts]
+        for request in direct:
+            asked += _questions(request)
+        try:
+            results = self._asked(asked)
+        except ServerBusy as busy:
+            return self._wait(busy.seconds, started)
+        except Exception as error:
+            self._direct.clear()
+            self._fail(error, started)
+        self._waited = 0.0
+        finished: list[Finished] = []
+        place = len(contexts)
+        for request in direct:
+            count = len(request) if isinstance(request, PopulationDraw) else 1
+            finished.append(_finished(request, results[place : place + count]))
+            place += count
+            del self._direct[request]
+        rows = sum(isinstance(each, LogprobsRequest) for each in direct)
+        self._count(rows=rows, computed_tokens=sum(len(each.token_ids) for each in direct))
+        if not drawing:
+            failed = sum(end.error is not None for end in finished)
+            self._count(steps=1, failed=failed, seconds=time.perf_counter() - started)
+            return finished
+        self._rows.found = dict(zip(contexts, results, strict=False))
+        try:
+            return finished + super().step()
+        finally:
+            self._rows.found = {}
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Forget these; what was sent has been answered."""
+        for request in requests:
+            if self._direct.pop(request, self) is None:
+                self._count(cancelled=1)
+        super().cancel(requests)
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        """Raise InvalidAdapter: adapters are loaded where the model is."""
+        raise InvalidAdapter(
+            "this runtime is connected to a server: load the adapter there, and connect again"
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._direct.clear()
+        super().close()
+        self._connection.close()
+
+    def _fitting(self, most: int) -> list[Request]:
+        """Return as many requests as one call takes, at least one: the oldest."""
+        taken: list[Request] = []
+        nbytes = weight = 0
+        for request in self._direct:
+            nbytes += request.nbytes
+            weight += request.weight
+            if taken and (weight > most or nbytes > MOST_IN_BODY):
+                break
+            taken.append(request)
+        return taken
+
+    def _asked(self, asked: Sequence[Asked]) -> list[Any]:
+        """Return the server's results, errors among them."""
+        body = flush_of(asked, self.fingerprint)
+        data = self._connection.post("/v1/flush", body)
+        results, versions = answers_to(data, asked, self.vocab_size)
+        for place, each in enumerate(asked):
+            adapter = each.adapter
+            if adapter is not None and versions.get(adapter.name) != adapter.version:
+                results[place] = UnknownAdapter(
+                    f"adapter {adapter.name!r} was loaded anew on the server: connect again"
+                )
+        return results
+
+    def _wait(self, seconds: float, started: float) -> list[Finished]:
+        """Wait for a busy server, not for ever."""
+        self._waited += (seconds := min(max(seconds, 0.05), 1.0))
+        if self._waited > self._timeout:
+            self._direct.clear()
+            self._fail(EngineFailed(f"the server was busy for {self._waited:.0f} s"), started)
+        time.sleep(seconds)
+        return []
+
+    def _fail(self, error: Exception, started: float) -> NoReturn:
+        if isinstance(error, EngineUnsupported):
+            error = EngineDied(str(error))
+        super()._fail(error, started)
+
+    def _check(self, request: Request) -> None:
+        if isinstance(request, PopulationDraw):
+            return  # its contexts are checked where they were made
+        super()._check(request)
+
+
+class _RemoteRows:
+    """The rows of one step as a SteppedModel has them: they have come already."""
+
+    device = torch.device("cpu")
+    tokenizer: Any = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.found: dict[LogprobsRequest, Any] = {}
+
+    def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+        rows = [self.found[LogprobsRequest(each, adapter)] for each in contexts]
+        for row in rows:
+            if isinstance(row, GenrtError):
+                raise row
+        return torch.stack(rows)
+
+    def load_adapter(self, adapter: Adapter, path: Path) -> None:
+        raise InvalidAdapter("adapters are loaded on the server")
+
+    def unload_adapter(self, adapter: Adapter) -> None:
+        """Do nothing: it is the server's."""
+
+    def layout(self) -> Layout:
+        """Raise EngineUnsupported."""
+        raise EngineUnsupported("weights are replaced where the model is: connect again after that")
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Raise what ``layout`` raises."""
+        self.layout()
+
+    def close(self) -> None:
+        """Do nothing: the engine closes the connection."""
+
+
+def _questions(request: Request) -> list[Asked]:
+    """Return what is asked for a request: of a population, a draw for each sequence."""
+    if not isinstance(request, PopulationDraw):
+        return [cast("Asked", request)]
+    masks = [None] * len(request) if request.masks is None else map(bytes, request.masks)
+    seeds = request.seeds.tolist()
+    return [
+        ReadRequest(row, DrawToken(mask, request.temperature, seed=seed))
+        for row, mask, seed in zip(request.rows, masks, seeds, strict=True)
+    ]
+
+
+def _finished(request: Request, results: Sequence[Any]) -> Finished:
+    """Return the end of a request: a population fails with one of its draws."""
+    failed = next((each for each in results if isinstance(each, GenrtError)), None)
+    if failed is not None:
+        return Finished(request, error=failed.fresh())
+    if not isinstance(request, PopulationDraw):
+        return Finished(request, results[0])
+    draws: list[Draw] = [*results]
+    return Finished(
+        request,
+        BatchDraw(
+            torch.tensor([each.token_id for each in draws], dtype=torch.int64),
+            torch.tensor([each.logprob for each in draws]),
+            torch.tensor([each.log_mass for each in draws]),
+        ),
+    )

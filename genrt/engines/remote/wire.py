@@ -1,0 +1,305 @@
+"""A flush and its answers as bytes, for both ends of a connection.
+
+Both are the length of a JSON header (4 bytes, little-endian), the header, and arrays of little-endian
+numbers one after the other. Of a flush: token ids of the distinct contexts, uint32; candidates, uint32;
+distinct masks, packed as ``DrawToken`` has them. Of the answers, in order: rows and candidates' entries,
+float32; draws, 3 float64; the likeliest tokens, int64, and their entries, float32.
+
+Nothing in here runs code of the other end's, and every number is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt import errors
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.numbers import check_int
+from genrt.questions.candidates import Candidates, candidates_request
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.draws import DrawToken, draw_request
+from genrt.questions.reads import ReadRequest
+from genrt.questions.rows import LogprobsRequest, row_request
+from genrt.questions.tops import TopTokens, top_request
+from genrt.tokens.sampling import Draw, TopLogprobs
+
+__all__ = [
+    "KINDS",
+    "AnotherModel",
+    "Asked",
+    "answers_of",
+    "answers_to",
+    "flush_of",
+    "flush_to",
+]
+
+Asked: TypeAlias = LogprobsRequest | ReadRequest
+"""What can be asked over a connection."""
+
+KINDS = frozenset({DrawToken, Candidates, TopTokens})
+"""The kinds of reads that can be."""
+
+T = TypeVar("T")
+
+U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
+
+
+def flush_of(asked: Sequence[Asked], model: str) -> bytes:
+    """Return questions as bytes, for the model of this fingerprint. Draws have seeds, or are greedy."""
+    contexts: dict[bytes, int] = {}
+    masks: dict[bytes, int] = {}
+    adapters: dict[str | None, int] = {}
+    candidates: list[int] = []
+    questions: list[list[Any]] = []
+    for each in asked:
+        row = each.row if isinstance(each, ReadRequest) else each
+        name = None if row.adapter is None else row.adapter.name
+        question: list[Any] = [
+            "row",
+            contexts.setdefault(row.packed, len(contexts)),
+            adapters.setdefault(name, len(adapters)),
+        ]
+        wanted = each.wanted if isinstance(each, ReadRequest) else None
+        if isinstance(wanted, DrawToken):
+            mask = None if wanted.mask is None else masks.setdefault(wanted.mask, len(masks))
+            seed = wanted.nonce if wanted.seed is None else wanted.seed
+            question[0] = "draw"
+            question += [wanted.temperature, seed if wanted.temperature else None, mask]
+        elif isinstance(wanted, Candidates):
+            question[0] = "candidates"
+            question.append(len(wanted.token_ids))
+            candidates += wanted.token_ids
+        elif isinstance(wanted, TopTokens):
+            question[0] = "top"
+            question.append(wanted.k)
+        questions.append(question)
+    header = {
+        "model": model,
+        "contexts": [len(packed) // U4.itemsize for packed in contexts],
+        "adapters": [*adapters],
+        "masks": len(masks),
+        "questions": questions,
+    }
+    ids = [np.frombuffer(packed, np.uint32).astype(U4).tobytes() for packed in contexts]
+    return _joined(header, [*ids, np.array(candidates, U4).tobytes(), *masks])
+
+
+def flush_to(
+    data: bytes,
+    limits: Limits,
+    bound: Callable[[str | None], Adapter | None],
+    *,
+    model: str,
+    most: int,
+) -> list[Asked | GenrtError]:
+    """Return the questions that bytes hold; errors in the place of those that cannot be asked.
+
+    Args:
+        bound: returns the adapter of a name, or raises.
+        model: the fingerprint of the model that answers.
+        most: how many questions there may be.
+
+    Raises:
+        InvalidRequest: they hold no questions; AnotherModel, ones to another model.
+    """
+    header, rest = _apart(data)
+    if header.get("model") != model:
+        raise AnotherModel
+    lengths, questions = header.get("contexts"), header.get("questions")
+    names, count = header.get("adapters"), header.get("masks")
+    if not isinstance(lengths, list) or not isinstance(questions, list):
+        raise InvalidRequest("the flush has no contexts or no questions")
+    if not isinstance(names, list) or len(questions) > most or len(lengths) > most:
+        raise InvalidRequest(f"a flush has {most} questions at most")
+    if not all(name is None or isinstance(name, str) for name in names):
+        raise InvalidRequest("an adapter of the flush has no name")
+    adapters = [_tried(partial(bound, name)) for name in names]
+    reader = _Reader(rest)
+    contexts = [
+        reader.take(U4, check_int("a context's length", length, 0, len(rest))).astype(np.int64)
+        for length in lengths
+    ]
+    picked = [_question(each, len(contexts), len(adapters)) for each in questions]
+    candidates = [
+        reader.take(U4, check_int("a count", question[3], 0, len(rest))).astype(np.int64)
+        for question in picked
+        if question[0] == "candidates"
+    ]
+    words = -(-limits.vocab_size // 32)
+    masks = [
+        reader.take(U4, words).view("<i4").astype(np.int32)
+        for _ in range(check_int("masks", count, 0, len(questions)))
+    ]
+    reader.end()
+    of_candidates = iter(candidates)
+    return [
+        _asked(limits, question, contexts[question[1]], adapters[question[2]], masks, of_candidates)
+        for question in picked
+    ]
+
+
+class AnotherModel(InvalidRequest):
+    """The questions are to a model that is served no more, or to weights that were replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another model, or other weights of it, are served here now: connect again"
+        )
+
+
+def _tried(make: Callable[[], T]) -> T | GenrtError:
+    """Return what a function returns, or the error of genrt's that it raises."""
+    try:
+        return make()
+    except GenrtError as error:
+        return error
+
+
+def _question(given: Any, contexts: int, adapters: int) -> list[Any]:
+    fields = {"row": 3, "draw": 6, "candidates": 4, "top": 4}
+    if not isinstance(given, list) or not given or fields.get(str(given[0])) != len(given):
+        raise InvalidRequest("a question of the flush is none")
+    check_int("a question's context", given[1], 0, contexts - 1)
+    check_int("a question's adapter", given[2], 0, adapters - 1)
+    return given
+
+
+def _asked(
+    limits: Limits,
+    question: list[Any],
+    context: np.ndarray,
+    adapter: Adapter | GenrtError | None,
+    masks: Sequence[np.ndarray],
+    candidates: Iterator[np.ndarray],
+) -> Asked | GenrtError:
+    kind = question[0]
+    wanted = next(candidates) if kind == "candidates" else np.empty(0, np.int64)
+    if isinstance(adapter, GenrtError):
+        return adapter
+    if kind == "row":
+        return _tried(lambda: row_request(limits, context, adapter))
+    if kind == "candidates":
+        return _tried(lambda: candidates_request(limits, context, wanted, adapter))
+    if kind == "top":
+        return _tried(lambda: top_request(limits, context, question[3], adapter))
+    temperature, seed, place = question[3:]
+    mask = None if place is None else masks[check_int("a mask", place, 0, len(masks) - 1)]
+    if seed is None and temperature != 0:
+        raise InvalidRequest("a draw over a connection needs a seed")
+    return _tried(lambda: draw_request(limits, context, adapter, 0, mask, temperature, seed))
+
+
+def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
+    """Return results as bytes, errors among them, with the versions of the adapters that were asked."""
+    failed: dict[str, list[str]] = {}
+    parts: list[bytes] = []
+    for place, result in enumerate(results):
+        if isinstance(result, GenrtError):
+            failed[str(place)] = [type(result).__name__, str(result)]
+        elif isinstance(result, Draw):
+            parts.append(np.array(result, F8).tobytes())
+        elif isinstance(result, TopLogprobs):
+            parts.append(result.token_ids.numpy().astype(I8).tobytes())
+            parts.append(result.logprobs.numpy().astype(F4).tobytes())
+        else:
+            parts.append(result.numpy().astype(F4, copy=False).tobytes())
+    return _joined({"errors": failed, "adapters": versions}, parts)
+
+
+def answers_to(
+    data: bytes, asked: Sequence[Asked], vocab_size: int
+) -> tuple[list[Any], dict[str, int]]:
+    """Return the results that bytes hold, errors among them, and the versions of the adapters.
+
+    Raises:
+        EngineFailed: they hold no results of these questions.
+    """
+    try:
+        header, rest = _apart(data)
+        reader, failed = _Reader(rest), header["errors"]
+        results: list[Any] = [
+            _error(*failed[str(place)])
+            if str(place) in failed
+            else _result(request, reader, vocab_size)
+            for place, request in enumerate(asked)
+        ]
+        reader.end()
+        versions = {str(name): int(version) for name, version in header["adapters"].items()}
+    except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineFailed(f"the server's answer is none: {error}") from error
+    return results, versions
+
+
+def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
+    wanted = request.wanted if isinstance(request, ReadRequest) else None
+    if isinstance(wanted, DrawToken):
+        token_id, logprob, log_mass = reader.take(F8, 3).tolist()
+        if not math.isfinite(token_id) or not -1 <= token_id < vocab_size:
+            raise InvalidRequest("a draw's token is none of the vocabulary")
+        return Draw(int(token_id), logprob, log_mass)
+    if isinstance(wanted, TopTokens):
+        return TopLogprobs(_tensor(reader.take(I8, wanted.k)), _tensor(reader.take(F4, wanted.k)))
+    count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
+    return _tensor(reader.take(F4, count))
+
+
+def _tensor(numbers: np.ndarray) -> Tensor:
+    """Return numbers in storage of their own, in the byte order of this machine."""
+    return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("=")))
+
+
+def _error(kind: str, message: str) -> GenrtError:
+    """Return an error of the other end's as one of genrt's."""
+    found = getattr(errors, kind, EngineFailed) if kind in errors.__all__ else EngineFailed
+    made: GenrtError = found(message)
+    return made
+
+
+class _Reader:
+    """Takes arrays off bytes, one after the other."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, kind: np.dtype[Any], count: int) -> np.ndarray:
+        """Return the next ``count`` numbers. Raises InvalidRequest if there are fewer."""
+        size = kind.itemsize * count
+        if size > len(self._data) - self._at:
+            raise InvalidRequest("its arrays are shorter than its header says")
+        found = np.frombuffer(self._data, kind, count, self._at) if count else np.empty(0, kind)
+        self._at += size
+        return found
+
+    def end(self) -> None:
+        """Raise InvalidRequest unless all has been taken."""
+        if self._at != len(self._data):
+            raise InvalidRequest("its arrays are longer than its header says")
+
+
+def _joined(header: dict[str, Any], parts: Sequence[Any]) -> bytes:
+    encoded = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    return b"".join([len(encoded).to_bytes(4, "little"), encoded, *parts])
+
+
+def _apart(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return the header and what follows it. Raises InvalidRequest if there is none."""
+    view = memoryview(data)
+    size = int.from_bytes(view[:4], "little")
+    if len(view) < 4 or size > len(view) - 4:
+        raise InvalidRequest("it is cut off in its header")
+    try:
+        header = json.loads(bytes(view[4 : 4 + size]))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"its header is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise InvalidRequest("its header is no JSON object")
+    return header, view[4 + size :]

@@ -1,0 +1,193 @@
+"""New weights for vLLM's model, in the places of the old ones: CUDA graphs that point there stay right.
+
+vLLM's layerwise reloading does it: each layer's tensors are collected until the layer is whole, loaded
+and processed as when the model was opened, and copied into the memory of those before. What fails in
+between leaves layers without weights, so all is checked before, and any error is the engine's end.
+
+What this touches of vLLM is listed in ``docs/new_vllm.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from genrt.engines.vllm.globals import Globals
+from genrt.engines.weights import Layout, NamedTensors, layout_of, weight_files
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
+
+__all__ = ["VLLMWeights"]
+
+
+class VLLMWeights:
+    """The weights in the workers of one engine.
+
+    Args:
+        own: the engine's globals.
+        forget: has vLLM forget every sequence and every block; returns whether it has.
+    """
+
+    def __init__(self, llm_engine: LLMEngine, own: Globals, forget: Callable[[], bool]) -> None:
+        self._call: Callable[..., list[Any]] = llm_engine.collective_rpc
+        self._config = llm_engine.vllm_config
+        self._executor = llm_engine.model_executor
+        self._is_here = isinstance(self._executor, UniProcExecutor)
+        self._globals = own
+        self._forget = forget
+        self._places: list[Any] | None = None  # of the parameters, once their loading has begun
+        self._loaded: set[str] = set()
+
+    def layout(self) -> Layout:
+        """Return the tensors of the checkpoint that was opened.
+
+        Raises:
+            EngineUnsupported: it is not in safetensors here.
+        """
+        model = self._config.model_config
+        is_tied = bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
+        try:
+            return layout_of(self.checkpoint(), [model.dtype], tied=is_tied)
+        except InvalidWeights as error:
+            raise EngineUnsupported(
+                f"the names of the model's weights are not known: {error}"
+            ) from error
+
+    def checkpoint(self) -> list[Path]:
+        """Return the safetensors files that vLLM has opened."""
+        return weight_files(self._directory())
+
+    def _directory(self) -> Path:
+        """Return the directory of the checkpoint, in the hub's cache if it is of the hub."""
+        name, load = self._config.model_config.model, self._config.load_config
+        if load.load_format == "dummy":
+            raise InvalidWeights("load_format='dummy' reads no checkpoint")
+        if Path(name).is_dir():
+            return Path(name)
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            found = snapshot_download(
+                name,
+                revision=self._config.model_config.revision,
+                cache_dir=load.download_dir,
+                local_files_only=True,
+            )
+        except LocalEntryNotFoundError as error:
+            raise InvalidWeights(f"{name} is not in the hub's cache") from error
+        return Path(found)
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while its memory is given back."""
+        return bool(self._executor.is_sleeping)
+
+    def check_sleep(self) -> None:
+        """Raise EngineUnsupported on a CPU, and without ``enable_sleep_mode``."""
+        if self._config.device_config.device_type != "cuda":
+            raise EngineUnsupported(
+                "vLLM frees no memory on a CPU, whatever it says: pause the runtime, or close it"
+            )
+        if not self._config.model_config.enable_sleep_mode:
+            raise EngineUnsupported(
+                "vLLM was opened without its memory for sleep: load with "
+                'engine_options={"enable_sleep_mode": True}'
+            )
+
+    def sleep(self, level: int) -> int:
+        """Free the device's memory; return how many bytes became free."""
+        with self._globals:
+            before, _ = torch.cuda.mem_get_info()
+            self._executor.sleep(level)
+            return torch.cuda.mem_get_info()[0] - before
+
+    def wake_up(self) -> None:
+        """Have the memory back."""
+        with self._globals:
+            self._executor.wake_up()
+
+    def begin(self) -> None:
+        """Have vLLM forget what it has computed. Raises EngineFailed if it does not."""
+        if not self._forget():
+            raise EngineFailed("vLLM holds what its weights have computed, and so keeps them")
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Load some of the tensors, on whatever device they are; return when they may change."""
+        with self._globals:
+            self._give(tensors)
+
+    def _give(self, tensors: NamedTensors) -> None:
+        _synchronize()  # whoever made them may have used another stream
+        if self._places is None:
+            self._places = self._call(_begin)
+        if self._is_here:
+            self._loaded.update(*self._call(_load, args=(tensors,)))
+        else:  # a tensor at a time goes to the other processes
+            for name, tensor in tensors:
+                self._loaded.update(*self._call(_load, args=([(name, tensor.cpu())],)))
+        _synchronize()
+
+    def finish(self) -> None:
+        """Have the model compute with the new weights.
+
+        Raises:
+            EngineFailed: vLLM has not taken all of them, or has put some elsewhere.
+        """
+        places, self._places = self._places, None
+        loaded, self._loaded = self._loaded, set()
+        with self._globals:
+            ends = self._call(_finish)
+        for before, (after, names) in zip(places or (), ends, strict=True):
+            if before != after:
+                raise EngineFailed("vLLM has put weights elsewhere, where no CUDA graph finds them")
+            if self._config.model_config.quantization is None and (left := names - loaded):
+                raise EngineFailed(f"vLLM did not take the weights of {sorted(left)[0]}")
+        _synchronize()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _begin(worker: Any) -> dict[str, int]:
+    """Begin to collect weights in a worker; return where its parameters are."""
+    places = _places(worker)
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(worker.get_model())
+    return places
+
+
+@torch.no_grad()
+def _load(worker: Any, tensors: NamedTensors) -> set[str]:
+    """Give a worker's model tensors of the checkpoint; return the names of the parameters they became."""
+    with set_current_vllm_config(worker.vllm_config):
+        return set(worker.get_model().load_weights(iter(tensors)) or ())
+
+
+def _finish(worker: Any) -> tuple[dict[str, int], set[str]]:
+    """End what ``_begin`` began; return where the parameters are, and their names as loading has them."""
+    runner, model = worker.model_runner, worker.get_model()
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
+    runner.reset_lora_state()  # adapters are loaded again with the next request for each
+    runner.reset_encoder_cache()
+    runner.reset_mm_cache()
+    names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    return _places(worker), names
+
+
+def _places(worker: Any) -> dict[str, int]:
+    found: dict[str, Tensor] = dict(worker.get_model().named_parameters())
+    return {name: each.data_ptr() for name, each in found.items()}

@@ -1,0 +1,151 @@
+"""A runtime that stands still: paused, or with its engine asleep.
+
+Rules:
+    Nothing runs in a pause: what was asked before has ended, or waits with what comes later.
+    An engine sleeps in a pause alone, and its prefixes and sequences are forgotten before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
+
+from genrt.engines.protocol import Engine
+from genrt.engines.weights import Sleeping, weights_of
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest
+from genrt.numbers import check_int, named
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.thread import EngineThread
+
+__all__ = ["Asked", "PauseOptions", "Pauses"]
+
+T = TypeVar("T")
+
+Asked: TypeAlias = Literal["wait", "raise"]
+"""Says what becomes of questions asked in a pause."""
+
+
+class PauseOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.pause`` and ``AsyncLM.sleep``.
+
+    Attributes:
+        pending: ``"finish"``, the default, has questions asked before answered first; with ``"restart"``
+            they wait too, and are asked anew.
+        asked: questions asked from now on wait (``"wait"``, the default), or raise EngineFailed
+            (``"raise"``).
+    """
+
+    pending: Pending
+    asked: Asked
+
+
+PAUSED = "the runtime is paused: it answers again after AsyncLM.resume, or wake_up if it sleeps"
+"""The message for who asks in a pause that refuses questions."""
+
+
+class Pauses:
+    """Pauses one runtime, and has its engine sleep. Safe from any thread."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._fence: Fence | None = None
+        self._level = 0  # of the sleep; 0 is none
+
+    @property
+    def is_paused(self) -> bool:
+        """True from the call of ``pause`` to that of ``resume``, or to a restart."""
+        fence = self._fence
+        if fence is None:
+            return False
+        return not fence.passed.done() or fence in self._thread.batcher.fences.up
+
+    def check_awake(self) -> None:
+        """Raise InvalidRequest if the engine sleeps."""
+        if self._level and _sleeping(self._thread.engine).is_asleep:
+            raise InvalidRequest("the engine sleeps: wake it up first")
+
+    async def pause(self, *, pending: Pending = "finish", asked: Asked = "wait") -> None:
+        """Pause; ``AsyncLM.pause`` says the rest."""
+        check_pending(pending)
+        if asked not in ("wait", "raise"):
+            raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
+        fence = Fence(pending, EngineFailed(PAUSED) if asked == "raise" else None)
+        with self._lock:
+            if self.is_paused:
+                raise InvalidRequest("the runtime is paused already: resume it first")
+            self._fence = fence
+        try:
+            await self._called(lambda _: self._thread.batcher.fences.put_up(fence))
+            await asyncio.wrap_future(fence.passed)
+        except BaseException:
+            self._go_on()
+            raise
+
+    def resume(self) -> None:
+        """Resume; nothing happens if the runtime is not paused. Raises InvalidRequest in a sleep."""
+        self.check_awake()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        with self._lock:
+            fence, self._fence = self._fence, None
+        fences = self._thread.batcher.fences
+        if fence is not None and fence in fences.up:
+            fences.take_down(fence)
+        elif fence is not None:  # the engine's thread may be about to put it up
+            self._thread.call_alone(lambda _: fences.take_down(fence))
+
+    async def sleep(self, level: int, **options: Unpack[PauseOptions]) -> int:
+        """Pause, and free the engine's memory; ``AsyncLM.sleep`` says the rest."""
+        check_int("level", level, 1, 2)
+        self.check_awake()
+        _sleeping(self._thread.engine).check_sleep()
+        is_own = not self.is_paused
+        if is_own:
+            await self.pause(**options)
+        try:
+            return await self._called(lambda answering: self._fall_asleep(answering, level))
+        except BaseException:
+            if is_own and not self._level:
+                self._go_on()
+            raise
+
+    def _fall_asleep(self, answering: AnsweringEngine, level: int) -> int:
+        answering.begin_update()  # what is computed is lost
+        freed = _sleeping(answering.engine).sleep(level)
+        self._level = level
+        self._thread.be_alone(self)  # who would use the memory waits
+        return freed
+
+    async def wake_up(self) -> None:
+        """Have the engine's memory back, and go on; nothing happens if it does not sleep."""
+        if self._level:
+            await asyncio.wrap_future(self._thread.call_alone(self._wake, self))
+            self._go_on()
+
+    def _wake(self, answering: AnsweringEngine) -> None:
+        level, self._level = self._level, 0
+        sleeping = _sleeping(answering.engine)
+        if not sleeping.is_asleep:  # it was restarted meanwhile
+            return
+        self._thread.be_alone(None)
+        sleeping.wake_up()
+        if level == 2:
+            self._thread.weights.restore(answering.engine)
+
+    async def _called(self, function: Callable[[AnsweringEngine], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call_alone(function))
+
+
+def _sleeping(engine: Engine) -> Sleeping:
+    """Return the weights of an engine that can sleep. Raises EngineUnsupported if it cannot."""
+    weights = weights_of(engine)
+    if isinstance(weights, Sleeping):
+        return weights
+    raise EngineUnsupported(
+        f"{type(engine).__name__} has no memory of a device to give back: close it, or pause it"
+    )

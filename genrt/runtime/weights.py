@@ -1,0 +1,389 @@
+"""New weights for the engine of a runtime: brought in chunks, checked, loaded between two fences.
+
+Rules:
+    Until the first tensor is loaded nothing has changed. After that all of it succeeds, or the engine is
+    dead, and the one in its place has the last weights that were whole.
+    What is loaded in between by other calls, as adapters are, waits: no step runs by half of the weights.
+    One update follows the other; each is alone from its fence to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, TypeVar
+
+from torch import Tensor
+
+from genrt.engines.weights import (
+    Copying,
+    Layout,
+    NamedTensors,
+    check_complete,
+    check_tensors,
+    forms_in,
+    tensors_in,
+    weight_files,
+    weights_of,
+)
+from genrt.errors import (
+    Closed,
+    EngineDied,
+    EngineFailed,
+    GenrtError,
+    InvalidRequest,
+    InvalidWeights,
+)
+from genrt.numbers import check_bool, shown
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.cache import RowCache
+from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.pauses import Pauses
+from genrt.runtime.thread import EngineThread, aside
+
+__all__ = ["UpdateOptions", "WeightUpdates", "WeightsSource"]
+
+T = TypeVar("T")
+
+AT_ONCE_BYTES = 2**20
+"""How much is looked at, or copied, on the event loop."""
+
+Chunk: TypeAlias = Mapping[str, Tensor] | NamedTensors
+"""Some tensors with their names."""
+
+WeightsSource: TypeAlias = Chunk | str | os.PathLike[str] | Iterable[Chunk] | AsyncIterable[Chunk]
+"""Named tensors; the path of a safetensors file, or of a directory of them; or chunks of named
+tensors."""
+
+
+class UpdateOptions(TypedDict, total=False):
+    """The options of ``AsyncLM.update_weights``.
+
+    Attributes:
+        pending: ``"finish"``, the default, has questions asked before answered first, by the old weights;
+            ``"restart"`` asks them anew, by the new ones. A stream of which something has been told then
+            raises EngineFailed.
+        check_finite: refuse NaN and infinity too, which takes a look at every number; by default not.
+        keep: keep a copy on disk for an engine after this one, as by default. Without, it cannot be
+            restarted.
+    """
+
+    pending: Pending
+    check_finite: bool
+    keep: bool
+
+
+class WeightUpdates:
+    """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
+
+    def __init__(self, thread: EngineThread, cache: RowCache, pauses: Pauses) -> None:
+        self._thread = thread
+        self._cache = cache
+        self._pauses = pauses
+        self._lock = threading.Lock()
+        self._last: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._last.set_result(None)
+
+    async def update(
+        self,
+        source: WeightsSource,
+        *,
+        pending: Pending = "finish",
+        check_finite: bool = False,
+        keep: bool = True,
+    ) -> int:
+        """Replace the weights; return the new version. ``AsyncLM.update_weights`` says the rest."""
+        check_pending(pending)
+        check_bool("check_finite", check_finite)
+        check_bool("keep", keep)
+        self._pauses.check_awake()
+        chunks = _Chunks(source)
+        layout = await self._called(lambda answering: weights_of(answering.engine).layout())
+        taking = _Taking(layout, check_finite)
+        known = [each async for each in chunks.known()]
+        for chunk in known:
+            await taking.check(chunk)
+        if chunks.are_known:
+            check_complete(layout, taking.names)
+        elif not known:
+            raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
+        try:
+            if keep:
+                taking.copy = self._thread.weights.begin()
+                for chunk in known:
+                    await taking.keep(chunk)
+            async with self._alone():
+                update = _Update(self._thread, self._cache, Fence(pending), taking)
+                return await self._replace(update, known, chunks)
+        except BaseException:
+            if taking.copy is not None and not taking.is_given:
+                taking.copy.drop()
+            raise
+
+    async def _replace(self, update: _Update, known: Sequence[_Chunk], chunks: _Chunks) -> int:
+        taking = update.taking
+        try:
+            taking.is_given = True
+            await self._called(update.fence_off)
+            await asyncio.wrap_future(update.fence.passed)
+            await self._called(update.begin, alone=update)
+            for chunk in known:
+                await self._called(partial(update.load, chunk=chunk), alone=update)
+            while (following := await chunks.take()) is not None:
+                await taking.check(following)
+                await taking.keep(following)
+                await self._called(partial(update.load, chunk=following), alone=update)
+            check_complete(taking.layout, taking.names)
+            return await self._called(update.finish, alone=update)
+        except Exception:  # whoever is told of it finds the runtime as it is from then on
+            with contextlib.suppress(GenrtError):
+                await self._called(update.end, alone=update)
+            raise
+        finally:
+            with contextlib.suppress(Closed):  # which a forked child is told
+                self._thread.call_alone(update.end, update)
+
+    async def _called(self, function: Callable[[AnsweringEngine], T], *, alone: object = None) -> T:
+        return await asyncio.wrap_future(self._thread.call_alone(function, alone))
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Wait until every update that began before is over."""
+        over: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._lock:
+            before, self._last = self._last, over
+        try:
+            if not before.done():
+                # A future of one's own, so that a cancellation cancels nobody else's.
+                own: concurrent.futures.Future[None] = concurrent.futures.Future()
+                before.add_done_callback(partial(_follow, own))
+                await asyncio.wrap_future(own)
+            yield
+        finally:
+            before.add_done_callback(partial(_follow, over))
+
+
+class _Taking:
+    """The new weights that were checked, and are kept for another engine.
+
+    Attributes:
+        names: the tensors that have been given.
+        copy: where they are kept, if they are.
+        is_given: whether the copy is the engine's thread's, to keep or to drop.
+    """
+
+    def __init__(self, layout: Layout, finite: bool) -> None:
+        self.layout = layout
+        self.names: set[str] = set()
+        self.copy: Copying | None = None
+        self.is_given = False
+        self._finite = finite
+
+    async def check(self, chunk: _Chunk) -> None:
+        """Take note of a chunk that fits; raises as ``check_tensors``."""
+        self.names |= await chunk.by(self._names)
+
+    def _names(self, chunk: _Chunk) -> set[str]:
+        found = check_tensors(self.layout, chunk.forms(), self.names, finite=self._finite)
+        if self._finite and chunk.is_file:
+            check_tensors(self.layout, chunk.tensors(), self.names, finite=True)
+        return {*found}
+
+    async def keep(self, chunk: _Chunk) -> None:
+        """Keep a copy of a chunk, if copies are kept. Raises InvalidWeights if there is no room."""
+        if (copy := self.copy) is not None:
+            await chunk.by(lambda chunk: copy.add(chunk.of(self.layout)))
+
+
+class _Update:
+    """One update, as the engine's thread does it; ``call_alone`` has each method called there."""
+
+    def __init__(
+        self, thread: EngineThread, cache: RowCache, fence: Fence, taking: _Taking
+    ) -> None:
+        self.fence = fence
+        self.taking = taking
+        self._cache = cache
+        self._thread = thread
+        self._answering: AnsweringEngine | None = None  # once its weights are being replaced
+        self._is_over = False
+
+    def fence_off(self, answering: AnsweringEngine) -> None:
+        """Have questions wait from now on."""
+        self._thread.batcher.fences.put_up(self.fence)
+
+    def begin(self, answering: AnsweringEngine) -> None:
+        """Forget what the old weights have computed."""
+        self._thread.be_alone(self)
+        answering.begin_update()
+
+    def load(self, answering: AnsweringEngine, *, chunk: _Chunk) -> None:
+        """Load some tensors. Raises EngineDied if that fails."""
+        if self._answering is None:
+            self._answering = answering
+        self._check(answering)
+        try:
+            weights_of(answering.engine).load(chunk.of(self.taking.layout))
+        except BaseException as error:
+            self._die(error)
+
+    def finish(self, answering: AnsweringEngine) -> int:
+        """Have questions go on, by the new weights; return their version. Raises EngineDied if the engine
+        cannot."""
+        self._check(answering)
+        fences = self._thread.batcher.fences
+        version = fences.weights_version + 1
+        try:
+            weights_of(answering.engine).finish()
+        except BaseException as error:
+            self._die(error)
+        self._is_over = True
+        self._cache.clear()
+        self._thread.weights.replace(version, self.taking.copy)
+        fences.take_down(self.fence, version)
+        self._thread.be_alone(None)
+        return version
+
+    def end(self, answering: AnsweringEngine) -> None:
+        """Have questions go on by the old weights, unless this is over. Raises EngineDied if the engine
+        has some of the new ones."""
+        if not self._is_over:
+            began = self._answering is answering
+            self._give_up()
+            if began:
+                raise EngineDied(
+                    "its weights were being replaced, and that was given up in the middle"
+                )
+
+    def _die(self, error: BaseException) -> Any:
+        self._give_up()
+        raise EngineDied(f"its weights could not be replaced: {error}") from error
+
+    def _give_up(self) -> None:
+        self._is_over = True
+        if self.taking.copy is not None:
+            self.taking.copy.drop()
+        self._thread.batcher.fences.take_down(self.fence)
+        self._thread.be_alone(None)
+
+    def _check(self, answering: AnsweringEngine) -> None:
+        if self._answering is not answering or self._is_over:
+            raise EngineFailed("the engine was replaced while it got new weights: give them again")
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Some tensors: what is known of them, and where to read them.
+
+    Attributes:
+        is_slow: whether to look at all of it, or to copy it, takes too long for an event loop.
+        is_file: whether what is known of them is not them.
+    """
+
+    forms: Callable[[], NamedTensors]
+    tensors: Callable[[], NamedTensors]
+    is_slow: bool = True
+    is_file: bool = False
+
+    async def by(self, function: Callable[[_Chunk], T]) -> T:
+        """Return what the function returns for this chunk; in a thread of its own where it is slow."""
+        return await _aside_if(self.is_slow, partial(function, self))
+
+    def of(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, but for those that are only other names of one."""
+        return ((n, each) for n, each in self.tensors() if layout[n].tied_to is None)
+
+
+class _Chunks:
+    """The chunks that a caller gives. ``are_known`` if those that ``known`` has yielded are all."""
+
+    def __init__(self, source: WeightsSource) -> None:
+        given: Any = source
+        self.are_known = False
+        self._chunks: Any = None
+        self._first: list[_Chunk] = []
+        self._is_at_hand = isinstance(given, list | tuple)
+        if isinstance(given, str | os.PathLike):
+            files = weight_files(Path(given).expanduser())
+            self._first = [
+                _Chunk(partial(forms_in, files), partial(tensors_in, files), is_file=True)
+            ]
+        elif isinstance(given, Mapping):
+            self._first = [_named(given)]
+        elif isinstance(given, AsyncIterable | Iterable) and not isinstance(given, Tensor | bytes):
+            self._chunks = aiter(given) if isinstance(given, AsyncIterable) else iter(given)
+        else:
+            raise InvalidRequest(
+                "weights must be tensors by name, a path to safetensors, or chunks of named tensors, "
+                f"got {shown(given)}"
+            )
+
+    async def known(self) -> AsyncIterator[_Chunk]:
+        """Yield what can be looked at before anything changes: all that is at hand, or the first chunk;
+        raises what the caller's iterator does."""
+        for chunk in self._first:
+            yield chunk
+        while (found := await self.take()) is not None:
+            yield found
+            if not self._is_at_hand:
+                break
+        self.are_known = self._chunks is None
+
+    async def take(self) -> _Chunk | None:
+        """Return the next chunk, if there is another; raises what the caller's iterator does."""
+        if self._chunks is None or (found := await self._next()) is _END:
+            self._chunks = None
+            return None
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str)):
+            return _named(found)
+        pairs = [found]  # and not chunks: the first one tells
+        while (found := await self._next()) is not _END:
+            pairs.append(found)
+        self._chunks = None
+        return _named(pairs)
+
+    async def _next(self) -> Any:
+        if isinstance(self._chunks, AsyncIterator):
+            return await anext(self._chunks, _END)
+        return await _aside_if(not self._is_at_hand, lambda: next(self._chunks, _END))
+
+
+_END: Any = object()
+"""What comes after the last chunk."""
+
+
+def _named(given: Any) -> _Chunk:
+    """Return a chunk of tensors that are there. Raises InvalidWeights if these are none."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if isinstance(pairs, Iterator):
+        pairs = list(pairs)
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(each, tuple | list) and len(each) == 2 for each in pairs
+    ):
+        raise InvalidWeights(f"a chunk must be tensors with their names, got {shown(given)}")
+    size = sum(each.numel() * each.itemsize for _, each in pairs if isinstance(each, Tensor))
+    return _Chunk(lambda: pairs, lambda: pairs, is_slow=size > AT_ONCE_BYTES)
+
+
+def _follow(after: concurrent.futures.Future[None], _: object) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # whoever waited has left
+        after.set_result(None)
+
+
+async def _aside_if(slow: bool, function: Callable[[], T]) -> T:
+    return await aside(function) if slow else function()

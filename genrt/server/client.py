@@ -1,0 +1,292 @@
+"""vLLM's ``EngineClient`` over a runtime: vLLM's own front ends ask the engine that everyone else asks.
+
+A text goes through the runtime's queue as one native question, and comes back as vLLM's outputs; several
+texts after one prompt are several questions. What would take the engine from its other users (sleep,
+pauses, profiles) is refused: the runtime's owner does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from copy import copy
+from http import HTTPStatus
+from typing import Any, NoReturn, cast
+
+from vllm.engine.protocol import EngineClient, StreamingInput
+from vllm.exceptions import GracefulHTTPError
+from vllm.inputs import EngineInput, PromptType
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.utils.async_utils import merge_async_iterators
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+
+from genrt.engines.vllm.engine import VLLMEngine
+from genrt.engines.vllm.native_texts import NativeText
+from genrt.errors import Closed, EngineDied
+from genrt.lm import AsyncLM
+from genrt.questions.native import NativeRequest
+from genrt.runtime.ask import Asker
+from genrt.runtime.passages import NativeFlow
+
+__all__ = ["TASKS", "RuntimeClient"]
+
+TASKS: tuple[SupportedTask, ...] = ("generate",)
+"""What a runtime does of what vLLM's front ends offer."""
+
+
+class RuntimeClient(EngineClient):  # type: ignore[misc]
+    """A runtime as an engine of vLLM's front ends.
+
+    Args:
+        lm: a runtime over vLLM; it stays its owner's to close and restart.
+    """
+
+    def __init__(self, lm: AsyncLM) -> None:
+        engine = cast("VLLMEngine", lm._thread.engine)
+        self._lm = lm
+        self._asker = Asker(lambda: lm._thread.batcher, lm._adapters)
+        self._flows: dict[str, set[NativeFlow]] = {}  # of texts under way, by the front end's ids
+        self.vllm_config = engine.vllm_config
+        self.model_config = self.vllm_config.model_config
+        self.renderer = renderer_from_config(self.vllm_config)
+        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
+
+    # -- texts --------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: EngineCoreRequest | PromptType | EngineInput | AsyncGenerator[StreamingInput, None],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of ``sampling_params.n`` texts after a prompt; closing it withdraws them.
+
+        Priorities, sessions, trace headers and hints have no meaning here, and are ignored.
+
+        Raises:
+            VLLMValidationError: a parameter is out of range.
+            GracefulHTTPError: the runtime is closed or has died.
+            NotImplementedError: a prompt that is still being written.
+        """
+        if isinstance(prompt, AsyncGenerator):
+            raise NotImplementedError("a prompt that is still being written is not supported")
+        if isinstance(prompt, EngineCoreRequest):
+            prompt = tokens_input(list(prompt.prompt_token_ids or ()))
+        if isinstance(prompt, dict) and "type" in prompt:
+            made = self.input_processor.process_inputs(request_id, prompt, sampling_params, TASKS)
+        else:
+            made = await self.input_processor.process_inputs_async(
+                request_id, prompt, sampling_params, TASKS, tokenization_kwargs=tokenization_kwargs
+            )
+        if prompt_text is None:
+            prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
+        if made.prompt_token_ids is None or made.mm_features:
+            raise NotImplementedError("prompts are texts or token ids here")
+        if reasoning_ended is not None:
+            made.reasoning_ended = reasoning_ended
+        if reasoning_parser_kwargs is not None:
+            made.reasoning_parser_kwargs = reasoning_parser_kwargs
+        adapter = None if lora_request is None else lora_request.lora_name
+        kind = made.sampling_params.output_kind
+        is_streamed = kind != RequestOutputKind.FINAL_ONLY
+        texts = [
+            self._text(text, adapter, is_streamed)
+            for text in _apart(made, prompt_text, is_streamed)
+        ]
+        async with aclosing(merge_async_iterators(*texts)) as outputs:
+            async for output in _together(outputs, len(texts), kind):
+                yield output
+
+    async def _text(
+        self, text: NativeText, adapter: str | None, is_streamed: bool
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of one text, with the last one the end of one that ``abort`` ends."""
+        lm, core, flow = self._lm, text.core, NativeFlow()
+        token_ids = cast("list[int]", core.prompt_token_ids)
+        flows = self._flows.setdefault(core.request_id, set())
+        flows.add(flow)
+        try:
+            bound = lm._adapters.bound(adapter)
+            request = NativeRequest(tuple(token_ids), text, next(lm._nonces), bound, is_streamed)
+            async with aclosing(self._asker.native(request, flow)) as told:
+                async for outputs in told:
+                    for output in outputs:
+                        yield output
+            if not flow.is_over:
+                end = CompletionOutput(text.index, "", [], None, None, finish_reason="abort")
+                yield RequestOutput(core.request_id, text.prompt, token_ids, None, [end], True)
+        except (Closed, EngineDied) as error:
+            raise _unavailable(str(error)) from error
+        finally:
+            flows.discard(flow)
+            if not flows and self._flows.get(core.request_id) is flows:
+                del self._flows[core.request_id]
+
+    def encode(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("a runtime has no pooling")
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Withdraw these texts; whoever reads them gets what there is, ended by "abort"."""
+        for each in [request_id] if isinstance(request_id, str) else [*request_id]:
+            for flow in [*self._flows.get(each, ())]:
+                flow.leave()
+
+    # -- adapters -----------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter under its name, for everyone who uses the runtime."""
+        await self._lm.add_adapter(lora_request.lora_name, lora_request.lora_path)
+        return True
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        return self._lm._thread.alive
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        return not self.is_running
+
+    @property
+    def dead_error(self) -> BaseException:
+        """The error for requests that come while nothing is answered: a restart may change that."""
+        return _unavailable("the runtime is closed, or its engine has died")
+
+    async def check_health(self) -> None:
+        """Raise ``dead_error`` if the runtime answers nobody."""
+        if self.errored:
+            raise self.dead_error
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return TASKS
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Do nothing: ``AsyncLM.statistics`` counts."""
+
+    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
+        """Do nothing: a runtime transfers no KV blocks."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Free what the front end holds. The runtime goes on."""
+        self.renderer.shutdown()
+
+    # -- what is the owner's alone ------------------------------------------------------------
+
+    async def start_profile(self, *_: Any, **__: Any) -> None:
+        _refuse("profiles")
+
+    async def stop_profile(self) -> None:
+        _refuse("profiles")
+
+    async def reset_mm_cache(self) -> None:
+        _refuse("a multi-modal cache")
+
+    async def reset_encoder_cache(self) -> None:
+        _refuse("an encoder's cache")
+
+    async def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
+        _refuse("resetting the prefix cache")
+
+    async def sleep(self, *_: Any, **__: Any) -> None:
+        _refuse("sleep")
+
+    async def release_kv_cache_memory(self) -> None:
+        _refuse("releasing memory")
+
+    async def wake_up(self, *_: Any) -> bool:
+        _refuse("waking up")
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def pause_generation(self, **_: Any) -> None:
+        _refuse("pauses")
+
+    async def resume_generation(self) -> None:
+        _refuse("pauses")
+
+    async def is_paused(self) -> bool:
+        return False
+
+
+def _unavailable(message: str) -> BaseException:
+    error: BaseException = GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE)
+    return error
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(f"the server does not offer {what}: ask the runtime's owner")
+
+
+def _apart(made: EngineCoreRequest, prompt: str | None, is_streamed: bool) -> list[NativeText]:
+    """Return a text for each of the ``n`` that were asked for. With a seed, number ``i`` is drawn with
+    ``seed + i``, as in vLLM."""
+    params = made.sampling_params
+    if is_streamed:  # outputs are told as they come; what has come so far is for ``_together``
+        params.output_kind = RequestOutputKind.DELTA
+    if params.n == 1:
+        return [NativeText(made, prompt)]
+    texts: list[NativeText] = []
+    for index in range(params.n):
+        core = copy(made)
+        core.sampling_params = own = copy(params)
+        own.n = 1
+        if params.seed is not None:
+            own.seed = params.seed + index
+        texts.append(NativeText(core, prompt, index))
+    return texts
+
+
+async def _together(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int, kind: RequestOutputKind
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the outputs of ``count`` texts as vLLM does those of one prompt: as they come, all that has
+    come so far, or one at the end; only the last is ``finished``."""
+    running = count
+    so_far: RequestOutput | None = None
+    async for _, output in outputs:
+        running -= output.finished
+        output.finished = not running
+        if kind == RequestOutputKind.DELTA or (count == 1 and so_far is None and not running):
+            yield output
+            continue
+        if so_far is None:
+            so_far = output
+        else:
+            so_far.add(output, aggregate=True)
+        so_far.outputs.sort(key=lambda each: each.index)
+        if kind == RequestOutputKind.CUMULATIVE or not running:
+            so_far.finished = not running
+            yield _copied(so_far)
+
+
+def _copied(output: RequestOutput) -> RequestOutput:
+    """Return what stays as it is when more is added to the output."""
+    copied = copy(output)
+    copied.outputs = [copy(each) for each in output.outputs]
+    for each in copied.outputs:
+        each.token_ids = [*each.token_ids]
+        each.logprobs = None if each.logprobs is None else each.logprobs[:]
+    return copied

@@ -1,0 +1,84 @@
+"""Connections: HTTP as uvicorn speaks it, with bounds on the size and the time of a request's head."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = ["HEAD_BYTES", "connection_kind"]
+
+HEAD_BYTES = 2**16
+"""The longest head of a request, and the most that is taken of its parts before a line of it ends."""
+
+
+def connection_kind(head_seconds: float) -> type[asyncio.Protocol]:
+    """Return a protocol that gives up on clients who take longer than this to send a request's head.
+
+    uvicorn waits for ever, both for the first byte and for the rest of a head, of any length.
+    """
+
+    class Connection(HttpToolsProtocol):
+        """One client's connection."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._head_bytes = 0
+            self._late: asyncio.TimerHandle | None = None
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._head_came()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            super().data_received(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._give_up(b"431 Request Header Fields Too Large")
+            elif self._late is None and self._is_idle and self.timeout_keep_alive_task is None:
+                self._expect_head()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            if self._late is None:
+                self._expect_head()
+
+        def on_headers_complete(self) -> None:
+            self._head_came()
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._head_bytes = 0
+            super().on_message_complete()
+
+        @property
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _expect_head(self) -> None:
+            self._late = self.loop.call_later(head_seconds, self._give_up, b"408 Request Timeout")
+
+        def _head_came(self) -> None:
+            self._head_bytes = 0
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+        def _give_up(self, status: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if (
+                self._is_idle
+            ):  # else an answer is being written, and this would be in the middle of it
+                self.transport.write(
+                    b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+                )
+            self.transport.close()
+
+    return Connection

@@ -1,0 +1,268 @@
+"""The gate: who comes in, how many at once, and how large and how slow their requests may be.
+
+Rules:
+    Nothing but a GET of ``/health`` passes without the key, if there is one, however its path is spelt.
+    The key is compared in constant time, and before anything of the body is read.
+    A body is read whole, within bounds of size and time, before any route sees the request.
+    On the loopback interface, without a key, the request must name a loopback host: a page in the user's
+    browser cannot reach the server under a name of its own.
+    A client that does not read what it asked for is dropped, and its work is withdrawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_float, check_int
+from genrt.server.asgi import Application, HTTPError, Message, Receive, Scope, Send, send_error
+
+__all__ = ["Gate", "ServerLimits", "check_key", "is_loopback"]
+
+logger = logging.getLogger("genrt.server")
+
+HEALTH = "/health"
+
+LEAST_KEY = 8
+"""How many characters a key has at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """How much a server takes. What is over is answered with a 4xx.
+
+    Attributes:
+        body_bytes: the largest body of a request.
+        body_seconds: how long a client may take to send one.
+        head_seconds: how long it may take to send the head of a request.
+        send_seconds: how long a client may leave what is sent to it unread.
+        requests: how many requests are served at once; more get a 429.
+        held_bytes: how many bytes the bodies of all of them may take together.
+        contexts: the most contexts, continuations and particles of one request to genrt's own routes.
+        answer_bytes: the largest answer of genrt's own routes.
+    """
+
+    body_bytes: int = 2**25
+    body_seconds: float = 30.0
+    head_seconds: float = 10.0
+    send_seconds: float = 60.0
+    requests: int = 1024
+    held_bytes: int = 2**29
+    contexts: int = 4096
+    answer_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name.endswith("_seconds"):
+                check_float(each.name, value, 0.001, 1e9)
+            else:
+                check_int(each.name, value, 1)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address: an IP address, or ``localhost``."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_key(api_key: str | None, host: str) -> str | None:
+    """Return the key of a server that listens on ``host``.
+
+    Raises:
+        InvalidRequest: it is none, or it is missing where other machines can ask.
+    """
+    if api_key is None:
+        if not is_loopback(host):
+            raise InvalidRequest(
+                f"{host!r} can be reached from other machines: give an api_key, or stay on 127.0.0.1"
+            )
+        return None
+    if not isinstance(api_key, str) or not api_key.isascii() or not api_key.isprintable():
+        raise InvalidRequest("api_key must be printable ASCII characters")
+    if len(api_key) < LEAST_KEY or " " in api_key:
+        raise InvalidRequest(f"api_key must have {LEAST_KEY} characters or more, and no space")
+    return api_key
+
+
+class Gate:
+    """An ASGI application in front of another.
+
+    Args:
+        application: serves who passes.
+        api_key: what they have to show; ``None`` is nothing.
+        limits: how much they may ask.
+        closed: paths that are not served.
+        is_healthy: says whether a GET of ``/health`` is answered with 200, or 503.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        *,
+        api_key: str | None,
+        limits: ServerLimits,
+        closed: Collection[str] = (),
+        is_healthy: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._application = application
+        self._api_key = None if api_key is None else api_key.encode()
+        self._limits = limits
+        self._closed = frozenset(closed)
+        self._is_healthy = is_healthy
+        self.serving = 0
+        self.held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"the server speaks HTTP alone, not {scope['type']}")
+        started = is_left = False
+
+        async def within_time(message: Message) -> None:
+            nonlocal started, is_left
+            started = True
+            try:
+                async with asyncio.timeout(self._limits.send_seconds):
+                    await send(message)
+            except TimeoutError:
+                is_left = True
+                raise ClientLeft from None
+
+        try:
+            if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
+                await self._tell_health(send)
+                return
+            self._check(scope)
+            if self.serving >= self._limits.requests:
+                raise HTTPError(
+                    429, "the server is busy: too many requests at once", retry_after="1"
+                )
+            self.serving += 1
+            try:
+                await self._serve(scope, receive, within_time)
+            finally:
+                self.serving -= 1
+        except HTTPError as error:
+            if not started:
+                await send_error(error, send)
+        except ClientLeft:
+            pass  # uvicorn closes a connection whose answer has no end
+        except Exception:
+            if is_left:
+                return  # an error of the application's, of which that was the cause
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if not started:
+                await send_error(HTTPError(500, "the server failed; its log says why"), send)
+
+    async def _tell_health(self, send: Send) -> None:
+        status = 200 if self._is_healthy() else 503
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _check(self, scope: Scope) -> None:
+        """Raise HTTPError unless this client may ask for this path."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if self._api_key is not None:
+            if not self._has_key(headers, safe=scope["method"] in ("GET", "HEAD")):
+                raise HTTPError(
+                    401,
+                    "the key is missing or wrong: send `Authorization: Bearer KEY`",
+                    www_authenticate='Basic realm="genrt", charset="UTF-8"',
+                )
+        elif not _names_loopback(headers):
+            raise HTTPError(
+                403, "without a key, the server answers to localhost and 127.0.0.1 alone"
+            )
+        if scope["path"].rstrip("/") in self._closed:
+            raise HTTPError(404, "the server does not offer this")
+
+    def _has_key(self, headers: list[tuple[bytes, bytes]], *, safe: bool) -> bool:
+        """Return whether the key is shown: as a bearer, or as the password of a browser that reads."""
+        shown = [value for name, value in headers if name == b"authorization"]
+        if len(shown) != 1:
+            return False
+        scheme, _, value = shown[0].partition(b" ")
+        given = value.strip()
+        if scheme.lower() == b"basic" and safe:
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except (binascii.Error, ValueError):
+                return False
+        elif scheme.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(given, self._api_key or b"")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, taken = bytearray(), 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds) as time:
+                self._check_length(scope)
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    body += part
+                    taken += len(part)
+                    self.held_bytes += len(part)
+                    if len(body) > self._limits.body_bytes:
+                        raise HTTPError(413, f"the body is over {self._limits.body_bytes} bytes")
+                    if self.held_bytes > self._limits.held_bytes:
+                        raise HTTPError(
+                            429, "the server is busy: too many bytes at once", retry_after="1"
+                        )
+                time.reschedule(None)
+        except TimeoutError:
+            self.held_bytes -= taken
+            raise HTTPError(
+                408, f"the body took over {self._limits.body_seconds:g} s", connection="close"
+            ) from None
+        except BaseException:
+            self.held_bytes -= taken
+            raise
+        parts = [bytes(body)]
+        del body
+
+        async def again() -> Message:
+            if parts:
+                return {"type": "http.request", "body": parts.pop(), "more_body": False}
+            return await receive()
+
+        try:
+            await self._application(scope, again, send)
+        finally:
+            self.held_bytes -= taken
+
+    def _check_length(self, scope: Scope) -> None:
+        """Raise HTTPError if the body is said to be too long."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and (
+                not value.isdigit() or len(value) > 18 or int(value) > self._limits.body_bytes
+            ):
+                raise HTTPError(413, f"the body is over {self._limits.body_bytes} bytes")
+
+
+class ClientLeft(Exception):
+    """The client is gone with its request half sent, or does not read its answer."""
+
+
+def _names_loopback(headers: list[tuple[bytes, bytes]]) -> bool:
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    if len(hosts) != 1:
+        return False
+    name, _, port = hosts[0].rpartition(":")
+    if not name or not port.isdigit():
+        name = hosts[0]
+    return is_loopback(name)

@@ -1,0 +1,133 @@
+"""vLLM's OpenAI application over a runtime: completions, chat, responses, tools, tokenize, models.
+
+vLLM makes the application and all that its routes need; it is given a ``RuntimeClient`` as its engine.
+Routes that would change the engine for its other users, or the process, are closed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.lora.request import LoRARequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from genrt.errors import EngineFailed, InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.numbers import named
+from genrt.server.asgi import Application
+from genrt.server.client import TASKS, RuntimeClient
+
+__all__ = ["CLOSED", "front_end_options", "openai_application", "options_of"]
+
+CLOSED = frozenset(
+    {"/scale_elastic_ep", "/is_scaling_elastic_ep", "/start_profile", "/stop_profile"}
+)
+"""Paths of vLLM's that are for who owns the engine."""
+
+GIVEN_ELSEWHERE = {"host", "port", "uds", "api_key", "model", "model_tag", "config", "middleware"}
+"""Arguments of ``vllm serve`` that a front end's options do not have: the server has its own."""
+
+
+def _arguments() -> Namespace:
+    """Return the arguments of ``vllm serve``, with vLLM's defaults."""
+    namespace: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    return namespace
+
+
+def front_end_options(options: Mapping[str, Any]) -> Namespace:
+    """Return the arguments of ``vllm serve``, with these in place of vLLM's defaults.
+
+    Raises:
+        InvalidRequest: one is unknown, or is not the front end's to choose.
+    """
+    arguments = _arguments()
+    for name, value in options.items():
+        if name in GIVEN_ELSEWHERE or not hasattr(arguments, name):
+            raise InvalidRequest(
+                f"vLLM's front end takes no option {named(name)}: see `vllm serve`"
+            )
+        setattr(arguments, name, value)
+    return arguments
+
+
+def options_of(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return arguments of ``vllm serve`` as options of the engine, and of the front end: those that
+    differ from vLLM's defaults.
+
+    Raises:
+        SystemExit: vLLM does not understand them.
+        InvalidRequest: the server has an argument of its own for that.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser(prog="genrt serve … --"))
+    given, default = parser.parse_args(list(arguments)), parser.parse_args([])
+    changed = {k: v for k, v in vars(given).items() if v != getattr(default, k)}
+    names = {each.name for each in fields(EngineArgs)}
+    for name in changed.keys() & GIVEN_ELSEWHERE:
+        raise InvalidRequest(f"give --{name.replace('_', '-')} before --: `genrt serve --help`")
+    engine = {name: value for name, value in changed.items() if name in names}
+    return engine, {name: value for name, value in changed.items() if name not in names}
+
+
+async def openai_application(
+    lm: AsyncLM, model: str, arguments: Namespace
+) -> tuple[Application, RuntimeClient]:
+    """Return vLLM's application over a runtime, and the client to shut down after it.
+
+    Args:
+        lm: a runtime over vLLM.
+        model: the name that clients call it by.
+        arguments: of ``vllm serve``; what they say of the engine has no effect any more.
+
+    Raises:
+        InvalidRequest: vLLM does not take them.
+    """
+    client = RuntimeClient(lm)
+    config = client.vllm_config
+    arguments.model, arguments.served_model_name = model, [model]  # and not the path of a directory
+    arguments.structured_outputs_config = config.structured_outputs_config
+    arguments.disable_log_stats = True  # the runtime counts
+    try:
+        validate_api_server_args(arguments)
+        application = build_app(arguments, TASKS, config.model_config)
+        await init_app_state(client, application.state, arguments, TASKS)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"vLLM's front end does not take these options: {error}") from error
+    except Exception as error:
+        raise EngineFailed(f"vLLM's front end cannot be set up: {error}") from error
+    application.state.openai_serving_models.lora_requests = _Adapters(lm)
+    return application, client
+
+
+class _Adapters(MutableMapping[str, LoRARequest]):
+    """The adapters of a runtime, under the names that they have now, as vLLM's front end names them. It
+    adds one once the client has loaded it."""
+
+    def __init__(self, lm: AsyncLM) -> None:
+        self._lm = lm
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        if name not in self._lm.adapters:
+            raise KeyError(name)
+        # The engine has a number and copies of its own; a front end only ever reads the name.
+        return LoRARequest(lora_name=name, lora_int_id=1, lora_path=name)
+
+    def __setitem__(self, name: str, _: LoRARequest) -> None:
+        if name not in self._lm.adapters:
+            raise KeyError(name)
+
+    def __delitem__(self, name: str) -> None:
+        self._lm.remove_adapter(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lm.adapters)
+
+    def __len__(self) -> int:
+        return len(self._lm.adapters)

@@ -1,0 +1,105 @@
+"""The routes behind ``AsyncLM.connect``: what the runtime is, its tokenizer, and whole flushes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from genrt.engines.remote.tokenizers import packed_tokenizer
+from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to
+from genrt.errors import Closed, EngineDied, GenrtError
+from genrt.lm import AsyncLM
+from genrt.questions.host_rows import host_row
+from genrt.questions.rows import LogprobsRequest
+from genrt.server.asgi import HTTPError
+from genrt.server.bodies import json_bytes
+from genrt.server.gate import ServerLimits
+from genrt.server.routes import BYTES, JSON, answering, body_of, while_connected
+
+__all__ = ["remote_routes"]
+
+
+def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
+    """Return the routes."""
+    named = f"{model}/{lm.vocab_size}/{lm.max_model_len}"
+    most = max(1, min(limits.contexts, limits.answer_bytes // (4 * lm.vocab_size)))
+    packed: list[bytes] = []
+
+    def fingerprint() -> str:
+        """Return what rows depend on beside their questions; it is another one once weights are new."""
+        return hashlib.sha256(f"{named}/{lm.weights_version}".encode()).hexdigest()[:16]
+
+    async def runtime(_: Request) -> Response:
+        found = {
+            "model": model,
+            "fingerprint": fingerprint(),
+            "vocab_size": lm.vocab_size,
+            "max_model_len": lm.max_model_len,
+            "most_questions": most,
+            "adapters": {each: lm._adapters.by_name[each].version for each in lm.adapters},
+        }
+        return Response(json_bytes(found), media_type=JSON)
+
+    async def tokenizer(_: Request) -> Response:
+        if not packed:
+            packed.append(await asyncio.to_thread(packed_tokenizer, lm._thread.engine.tokenizer))
+        return Response(packed[0], media_type="application/zip")
+
+    async def flush(request: Request) -> Response:
+        data, now = await body_of(request, BYTES), fingerprint()
+        try:
+            asked = flush_to(data, lm._limits, lm._adapters.bound, model=now, most=most)
+        except AnotherModel as error:
+            raise HTTPError(409, str(error)) from error
+        bound = {each.adapter for each in asked if not isinstance(each, GenrtError)}
+        versions = {each.name: each.version for each in bound if each is not None}
+        results = await while_connected(request, _answers(lm, asked))
+        if fingerprint() != now:  # some may be of the weights before, and some of those after
+            raise HTTPError(409, str(AnotherModel()))
+        return Response(answers_of(results, versions), media_type=BYTES)
+
+    return [
+        Route("/v1/runtime", answering(runtime), methods=["GET"]),
+        Route("/v1/tokenizer", answering(tokenizer), methods=["GET"]),
+        Route("/v1/flush", answering(flush), methods=["POST"]),
+    ]
+
+
+async def _answers(lm: AsyncLM, asked: list[Asked | GenrtError]) -> list[Any]:
+    """Return the results of a flush, with the errors of those that fail or cannot be asked.
+
+    Raises:
+        Closed, EngineDied: nothing is answered any more.
+    """
+    requests = [
+        host_row(each) if isinstance(each, LogprobsRequest) and lm.device.type != "cpu" else each
+        for each in asked
+        if not isinstance(each, GenrtError)
+    ]
+    results = iter(await _results(lm, requests))
+    return [each if isinstance(each, GenrtError) else next(results) for each in asked]
+
+
+async def _results(lm: AsyncLM, requests: list[Asked]) -> list[Any]:
+    try:
+        return [*await lm._ask(requests)]
+    except (Closed, EngineDied):
+        raise
+    except GenrtError as error:
+        if len(requests) == 1:
+            return [error]
+    # Each by itself, to see whose error it was; rows that were computed are in the cache, or soon again.
+    found = await asyncio.gather(*(lm._ask((each,)) for each in requests), return_exceptions=True)
+    results: list[Any] = []
+    for each in found:
+        if isinstance(each, Closed | EngineDied) or (
+            isinstance(each, BaseException) and not isinstance(each, GenrtError)
+        ):
+            raise each
+        results.append(each if isinstance(each, GenrtError) else each[0])
+    return results

@@ -1,0 +1,158 @@
+"""genrt's own routes: rows, draws and scores of many contexts at once.
+
+A prompt is a text or a list of token ids. In JSON, null stands for a log-probability of -inf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from genrt.constraints.together import together
+from genrt.errors import GenrtError, InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.server.asgi import HTTPError, http_error
+from genrt.server.bodies import Body, contexts_of, finite, json_bytes
+from genrt.server.gate import ClientLeft, ServerLimits
+
+__all__ = ["BYTES", "JSON", "answering", "body_of", "question_routes", "while_connected"]
+
+T = TypeVar("T")
+
+JSON, BYTES = "application/json", "application/octet-stream"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def answering(handler: Handler) -> Handler:
+    """Return a handler whose errors of genrt's are answers."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except GenrtError as error:
+            raise http_error(error) from error
+
+    return answered
+
+
+async def body_of(request: Request, kind: str = JSON) -> bytes:
+    """Return the body. Raises HTTPError if it is said to be of another kind: what a page of another site
+    may send without asking is of none of ours."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+        raise HTTPError(415, f"content-type must be {kind}")
+    return await request.body()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what the work returns, and cancel it when the client disconnects. The body must have been
+    read.
+
+    Raises:
+        ClientLeft: it did.
+    """
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
+    """Return the routes for rows, draws and scores."""
+
+    async def rows(request: Request) -> Response:
+        body = Body(await body_of(request))
+        contexts = contexts_of(lm, body.listed("prompts", limits.contexts), "prompts")
+        k = body.integer("top", 1, lm.vocab_size, None)
+        adapter = body.text("adapter", None)
+        body.end()
+        size = 24 * k if k is not None else 4 * lm.vocab_size
+        if size * len(contexts) > limits.answer_bytes:
+            raise InvalidRequest(
+                f"the answer would be over {limits.answer_bytes} bytes: ask for fewer prompts, or for "
+                "the likeliest tokens alone with top"
+            )
+        if k is None:
+            asked = lm.batch_next_token_logprobs(contexts, device="cpu", adapter=adapter)
+            found = await while_connected(request, asked)
+            shape = {"genrt-shape": f"{len(found)},{lm.vocab_size}"}
+            return Response(found.numpy().data.cast("B"), media_type=BYTES, headers=shape)
+        tops = [lm.top_logprobs(each, k, adapter=adapter) for each in contexts]
+        data = [
+            {"token_ids": ids.tolist(), "logprobs": list(map(finite, logprobs.tolist()))}
+            for ids, logprobs in await while_connected(request, together(tops))
+        ]
+        return _answer({"data": data})
+
+    async def draws(request: Request) -> Response:
+        body = Body(await body_of(request))
+        contexts = contexts_of(lm, body.listed("prompts", limits.contexts), "prompts")
+        masks = body.listed("masks", limits.contexts) if "masks" in body else None
+        for mask in masks or ():
+            if mask is not None and not (
+                isinstance(mask, list) and all(type(token) is int for token in mask)
+            ):
+                raise InvalidRequest("masks must be lists of token ids, or null")
+        asked = {name: body.take(name, None) for name in ("temperature", "seed")}
+        given = {name: value for name, value in asked.items() if value is not None}
+        adapter = body.text("adapter", None)
+        body.end()
+        drawn = await while_connected(
+            request, lm.batch_draw(contexts, masks=masks, adapter=adapter, **given)
+        )
+        data = [
+            {"token_id": token_id, "logprob": finite(logprob), "log_mass": finite(log_mass)}
+            for token_id, logprob, log_mass in zip(*(each.tolist() for each in drawn), strict=True)
+        ]
+        return _answer({"data": data})
+
+    async def scores(request: Request) -> Response:
+        body = Body(await body_of(request))
+        prompts = contexts_of(lm, body.listed("prompts", limits.contexts), "prompts")
+        given = body.listed("continuations", limits.contexts)
+        adapter = body.text("adapter", None)
+        body.end()
+        if len(given) != len(prompts):
+            raise InvalidRequest(
+                f"{len(given)} continuations for {len(prompts)} prompts: give one for each"
+            )
+        continuations = [
+            lm.encode(each)
+            if isinstance(each, str)
+            else contexts_of(lm, [each], "continuations")[0]
+            for each in given
+        ]
+        if (count := sum(map(len, continuations))) > limits.contexts:
+            raise InvalidRequest(
+                f"continuations have {count} tokens together: {limits.contexts} at most, or ask again"
+            )
+        pairs = zip(prompts, continuations, strict=True)
+        asked = [lm.score(*pair, adapter=adapter) for pair in pairs]
+        data = [
+            {"logprobs": list(map(finite, each.tolist())), "total": finite(float(each.sum()))}
+            for each in await while_connected(request, together(asked))
+        ]
+        return _answer({"data": data})
+
+    own = {"/v1/next_token_logprobs": rows, "/v1/draw": draws, "/v1/score": scores}
+    return [Route(path, answering(each), methods=["POST"]) for path, each in own.items()]
+
+
+def _answer(value: object) -> Response:
+    return Response(json_bytes(value), media_type=JSON)

@@ -1,0 +1,297 @@
+"""A server: a runtime's HTTP front end, on a thread and an event loop of its own.
+
+Rules:
+    The runtime stays its owner's: closing a server leaves it open, and closing it leaves the server up,
+    which answers 503 then.
+    The thread ends with ``close``, with the context, or with the interpreter. Requests under way get
+    ``shutdown_seconds`` to end; then they are withdrawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import uvicorn
+from starlette.routing import Route, Router
+
+from genrt.errors import EngineFailed, InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.numbers import check_float, check_int, named
+from genrt.runtime.thread import aside
+from genrt.server.asgi import Application, Receive, Scope, Send
+from genrt.server.connections import connection_kind
+from genrt.server.gate import Gate, ServerLimits, check_key
+from genrt.server.inferences import Inferences
+from genrt.server.remote_questions import remote_routes
+from genrt.server.routes import question_routes
+from genrt.server.status import status_routes
+
+__all__ = ["Server", "serving"]
+
+KEEP_ALIVE_SECONDS = 75
+"""How long a connection without a request stays open."""
+
+DRAIN_SECONDS = 5.0
+"""How much longer than ``shutdown_seconds`` ``close`` waits for the thread."""
+
+
+class Server:
+    """A runtime that is served over HTTP; made by ``serving``. A context manager both ways.
+
+    Attributes:
+        url: where it is, such as ``http://127.0.0.1:8000``; ``None`` until it has started.
+        gate: who is being served.
+    """
+
+    url: str | None = None
+    gate: Gate | None = None
+
+    def __init__(
+        self,
+        lm: AsyncLM,
+        *,
+        host: str,
+        port: int,
+        api_key: str | None,
+        model: str,
+        limits: ServerLimits,
+        options: Mapping[str, Any],
+        shutdown_seconds: float,
+    ) -> None:
+        self._lm = lm
+        self._host, self._port, self._api_key = host, port, api_key
+        self._model, self._limits, self._options = model, limits, options
+        self._shutdown_seconds = shutdown_seconds
+        self._thread: threading.Thread | None = None
+        self._uvicorn: uvicorn.Server | None = None
+        self._is_closing = False
+
+    def start(self) -> Self:
+        """Start to listen, and return once questions are answered.
+
+        Raises:
+            InvalidRequest: the address cannot be listened on, or vLLM's front end refuses the options.
+            EngineFailed: vLLM's front end cannot be set up.
+        """
+        if self._thread is not None:
+            raise InvalidRequest("a server starts once: make another with serving")
+        listening = _listening(self._host, self._port, needs_loopback=self._api_key is None)
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(listening, started), name="genrt-server", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            started.result()
+        except BaseException:
+            self.close()
+            raise
+        address, port = listening.getsockname()[:2]
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        return self
+
+    def close(self) -> None:
+        """Take no more requests, wait for those under way, and free the address. Idempotent."""
+        self._is_closing = True
+        atexit.unregister(self.close)
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self._shutdown_seconds + DRAIN_SECONDS)
+
+    def _run(self, listening: socket.socket, started: concurrent.futures.Future[None]) -> None:
+        """Serve, in the thread."""
+        try:
+            with listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(self._serve(listening, started))
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    async def _serve(
+        self, listening: socket.socket, started: concurrent.futures.Future[None]
+    ) -> None:
+        openai, client, closed = None, None, frozenset[str]()
+        if _is_vllm(self._lm):
+            from genrt.server import openai as front_end
+
+            arguments = front_end.front_end_options(self._options)
+            openai, client = await front_end.openai_application(self._lm, self._model, arguments)
+            closed = front_end.CLOSED
+        elif self._options:
+            raise InvalidRequest(
+                "options are for vLLM's front end: this runtime has another engine"
+            )
+        self.gate = Gate(
+            _Routes(self._own_routes(), openai),
+            api_key=self._api_key,
+            limits=self._limits,
+            closed=closed,
+            is_healthy=lambda: self._lm._thread.alive,
+        )
+        config = uvicorn.Config(
+            self.gate,
+            http=connection_kind(self._limits.head_seconds),
+            ws="none",
+            lifespan="off",  # vLLM's would freeze the process's garbage collector
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=max(1, round(self._shutdown_seconds)),
+        )
+        self._uvicorn = server = _Uvicorn(config, lambda: started.set_result(None))
+        server.should_exit = self._is_closing
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            if client is not None:
+                client.shutdown()
+            if not started.done():
+                raise EngineFailed("the server did not start")
+
+    def _own_routes(self) -> list[Route]:
+        inferences = Inferences(self._lm, self._limits)
+        return [
+            *question_routes(self._lm, self._limits),
+            *remote_routes(self._lm, self._model, self._limits),
+            inferences.route(),
+            *status_routes(self._lm, self._model, inferences.running.values, self._serving),
+        ]
+
+    def _serving(self) -> int:
+        return 0 if self.gate is None else self.gate.serving
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await aside(self.start)
+
+    async def __aexit__(self, *_: object) -> None:
+        await aside(self.close)
+
+    def __repr__(self) -> str:
+        is_up = self.url is not None and not self._is_closing
+        return f"Server({self.url if is_up else 'closed'}, model={self._model!r})"
+
+
+def serving(
+    lm: AsyncLM,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    api_key: str | None = None,
+    model: str = "genrt",
+    limits: ServerLimits | None = None,
+    options: Mapping[str, Any] | None = None,
+    shutdown_seconds: float = 10.0,
+) -> Server:
+    """Return a server of a runtime, to be entered: ``async with serving(lm) as server: …``.
+
+    It has vLLM's OpenAI routes, if the runtime's engine is vLLM, and genrt's own; the guide's page on
+    serving describes them. The runtime answers its other users as before.
+
+    Args:
+        host: the address to listen on. By default only this machine can ask.
+        port: 0 is any free one; ``Server.url`` has it.
+        api_key: what clients have to show, at least 8 characters; needed for any other address.
+        model: the name that clients call the model by.
+        limits: how much clients may ask at once.
+        options: for vLLM's front end, by their names in ``vllm serve``: ``enable_auto_tool_choice``,
+            ``tool_call_parser``, ``chat_template`` and others.
+        shutdown_seconds: how long requests under way may take when the server is closed.
+
+    Raises:
+        InvalidRequest: an argument is out of range, or a key is missing.
+        ExtraNotInstalled: a package of the extra ``serve`` is missing.
+    """
+    if not isinstance(lm, AsyncLM):
+        raise InvalidRequest(f"serving takes a runtime, got {type(lm).__name__}")
+    if not isinstance(host, str) or not host:
+        raise InvalidRequest(f"host must be an address, got {named(host)}")
+    if not isinstance(model, str) or not model:
+        raise InvalidRequest(f"model must be a name, got {named(model)}")
+    if limits is not None and not isinstance(limits, ServerLimits):
+        raise InvalidRequest(f"limits must be ServerLimits, got {type(limits).__name__}")
+    if options is not None and not isinstance(options, Mapping):
+        raise InvalidRequest(f"options must be a dict, got {type(options).__name__}")
+    return Server(
+        lm,
+        host=host,
+        port=check_int("port", port, 0, 65535),
+        api_key=check_key(api_key, host),
+        model=model,
+        limits=limits or ServerLimits(),
+        options=dict(options or {}),
+        shutdown_seconds=check_float("shutdown_seconds", shutdown_seconds, 0.0, 1e6),
+    )
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server, which says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+class _Routes:
+    """genrt's own routes, and behind them vLLM's application, if there is one."""
+
+    def __init__(self, own: list[Route], openai: Application | None) -> None:
+        self._own = Router(own, redirect_slashes=False)
+        self._paths = {route.path for route in own}
+        self._openai = openai
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_own = self._openai is None or scope["path"] in self._paths
+        await (self._own if is_own or self._openai is None else self._openai)(scope, receive, send)
+
+
+def _is_vllm(lm: AsyncLM) -> bool:
+    return type(lm._thread.engine).__module__.startswith("genrt.engines.vllm.")
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes the faster event loops, where they are installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _listening(host: str, port: int, *, needs_loopback: bool) -> socket.socket:
+    """Return a socket that listens on an address.
+
+    Raises:
+        InvalidRequest: it cannot, or others than this machine could reach it though they must not.
+    """
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:
+            raise InvalidRequest(f"{host!r} is {address[0]}, which needs an api_key")
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {error}") from error

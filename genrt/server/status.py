@@ -1,0 +1,114 @@
+"""The state of a server: a page for people, JSON for the page, counters for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from genrt.lm import AsyncLM
+from genrt.runtime.statistics import Statistics
+from genrt.server.bodies import finite, json_bytes
+from genrt.server.inferences import Running
+from genrt.server.routes import JSON
+
+__all__ = ["status_routes"]
+
+OWN_PAGE = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+)
+"""The page loads its own parts and nothing else."""
+
+GAUGES = {
+    "largest_flush",
+    "queued",
+    "in_flight",
+    "waiting",
+    "rows",
+    "bytes",
+    "max_bytes",
+    "resident",
+}
+"""What may go down, by its name; engine's ``rows`` and the cache's differ in that."""
+
+PARTS = {"status.html": "text/html", "status.js": "text/javascript", "status.css": "text/css"}
+
+
+def status_routes(
+    lm: AsyncLM, model: str, running: Callable[[], Iterable[Running]], serving: Callable[[], int]
+) -> list[Route]:
+    """Return the routes.
+
+    Args:
+        model: the name that clients call it by.
+        running: the inferences under way.
+        serving: how many requests are being served.
+    """
+    began = time.monotonic()
+
+    async def status(_: Request) -> Response:
+        now = time.monotonic()
+        found = {
+            "model": model,
+            "adapters": list(lm.adapters),
+            "uptime_seconds": now - began,
+            "serving": serving(),
+            "statistics": asdict(lm.statistics()),
+            "inferences": [
+                asdict(each) | {"log_evidence": finite(each.log_evidence)} for each in running()
+            ],
+        }
+        return Response(json_bytes(found), media_type=JSON, headers={"cache-control": "no-store"})
+
+    async def counters(_: Request) -> Response:
+        text = b"".join([*_of_process(), *_counters(lm.statistics())])
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes = [
+        Route("/v1/status", status, methods=["GET"]),
+        Route("/metrics", counters, methods=["GET"]),
+    ]
+    paths = {"status.html": "/", "status.js": "/status.js", "status.css": "/status.css"}
+    return routes + [Route(path, _part(name), methods=["GET"]) for name, path in paths.items()]
+
+
+def _part(name: str) -> Callable[[Request], Any]:
+    content = resources.files("genrt.server").joinpath(name).read_bytes()
+    headers = {
+        "content-security-policy": OWN_PAGE,
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "referrer-policy": "no-referrer",
+    }
+
+    async def part(_: Request) -> Response:
+        return Response(content, media_type=PARTS[name], headers=headers)
+
+    return part
+
+
+def _of_process() -> list[bytes]:
+    """Return what other libraries, vLLM's front end among them, count in this process."""
+    try:
+        from prometheus_client import generate_latest
+    except ImportError:
+        return []
+    return [generate_latest()]
+
+
+def _counters(statistics: Statistics) -> list[bytes]:
+    """Return a runtime's counters as Prometheus reads them."""
+    lines: list[bytes] = []
+    for part in fields(statistics):
+        for name, value in asdict(getattr(statistics, part.name)).items():
+            gauge = name in GAUGES and not (part.name == "engine" and name == "rows")
+            full = f"genrt_{part.name}_{name}" + ("" if gauge else "_total")
+            kind = "gauge" if gauge else "counter"
+            lines.append(f"# TYPE {full} {kind}\n{full} {value}\n".encode())
+    return lines

@@ -1,0 +1,216 @@
+"""Weights in place, in vLLM: answers are those of a runtime that was loaded with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import genrt
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
+from genrt.inference import SMC, TextModel
+from genrt.lm import AsyncLM
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS = {"max_num_seqs": 16, "enable_lora": True, "max_lora_rank": 8}
+CONTEXTS = [[3 + n % 200 for n in range(length)] for length in (1, 5, 40, 100)]
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second random Llama of the same shape as ``llama``."""
+    from tests.small_models import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
+
+
+@pytest.fixture(scope="module")
+def answers(llama: Path, other: Path, loras: tuple[Path, Path]) -> dict[Path, dict[str, Any]]:
+    """What runtimes loaded with each model answer."""
+    found = {}
+    for path in (llama, other):
+        with genrt.load(path, engine_options=OPTIONS, seed=1) as runtime:
+            runtime.add_adapter_sync("a", loras[0])
+            found[path] = asyncio.run(answers_of(runtime))
+    return found
+
+
+@pytest.fixture(scope="module")
+def lm(llama: Path, loras: tuple[Path, Path]) -> Iterator[AsyncLM]:
+    with genrt.load(llama, engine_options=OPTIONS, restart="auto", seed=1) as runtime:
+        runtime.add_adapter_sync("a", loras[0])
+        yield runtime
+
+
+async def answers_of(lm: AsyncLM) -> dict[str, Any]:
+    """Rows of the model and of an adapter, draws, samples, texts, populations, an SMC run."""
+    texts = {"max_tokens": 8, "seed": 2}
+    population = lm.population(CONTEXTS[1], 6)
+    drawn = []
+    for step in range(3):
+        draws = await population.draw(seed=10 * step)
+        drawn.append(draws.token_ids.tolist())
+        population.append(draws.token_ids)
+    run = await SMC(TextModel(lm, CONTEXTS[0], max_tokens=4), num_particles=8).run(seed=3)
+    return {
+        "rows": await lm.batch_next_token_logprobs(CONTEXTS),
+        "adapted": await lm.batch_next_token_logprobs(CONTEXTS, adapter="a"),
+        "draws": (await lm.batch_draw(CONTEXTS, seed=5)).token_ids.tolist(),
+        "samples": await lm.batch_sample(CONTEXTS, **texts),  # type: ignore[arg-type]
+        "texts": [each.text for each in await lm.batch_generate(CONTEXTS, **texts)],  # type: ignore[arg-type]
+        "populations": drawn,
+        "evidence": run.log_evidence,
+    }
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.allclose(found[name], value, atol=1e-3), name
+        elif isinstance(value, float):
+            assert found[name] == pytest.approx(value, abs=1e-3), name
+        else:
+            assert found[name] == value, name
+
+
+def tensors_of(path: Path) -> Tensors:
+    found: Tensors = load_file(path / "model.safetensors")
+    return found
+
+
+@pytest.mark.promise(number=34)
+@pytest.mark.parametrize("pending", ["finish", "restart"])
+@pytest.mark.parametrize("how", ["a path", "a mapping", "chunks"])
+async def test_new_weights_are_as_if_they_had_been_loaded(
+    lm: AsyncLM,
+    llama: Path,
+    other: Path,
+    answers: dict[Path, dict[str, Any]],
+    how: str,
+    pending: Any,
+) -> None:
+    await lm.warm_up(CONTEXTS[3])
+    for path in (other, llama):
+        items = list(tensors_of(path).items())
+        sources: dict[str, Any] = {"a path": path, "a mapping": dict(items)}
+        sources["chunks"] = [items[:4], items[4:11], dict(items[11:])]
+        await lm.batch_next_token_logprobs([[*each, 9] for each in CONTEXTS])  # which are resident
+        assert lm.statistics().engine.resident > 0
+        version = lm.weights_version
+        before = asyncio.ensure_future(lm.batch_generate(CONTEXTS, max_tokens=20, ignore_eos=True))
+        await asyncio.sleep(0)
+        assert await lm.update_weights(sources[how], pending=pending) == version + 1
+        assert lm.statistics().engine.resident == 0 or pending == "restart"
+        assert len({each.weights_version for each in await before}) == 1
+        assert_equal(await answers_of(lm), answers[path])
+    lm.cool_down()
+
+
+BAD = ["unknown", "missing", "shape", "type", "transposed", "integers", "nan", "head"]
+
+
+@pytest.mark.promise(number=34)
+@pytest.mark.parametrize("what", BAD)
+async def test_what_does_not_fit_changes_nothing(
+    lm: AsyncLM, llama: Path, answers: dict[Path, dict[str, Any]], what: str
+) -> None:
+    tensors, name = tensors_of(llama), "model.layers.1.mlp.down_proj.weight"
+    match what:
+        case "unknown":
+            tensors["model.layers.2.mlp.down_proj.weight"] = tensors[name]
+        case "missing":
+            del tensors[name]
+        case "shape":
+            tensors[name] = tensors[name][:-1]
+        case "transposed":
+            tensors[name] = tensors[name].T
+        case "type":
+            tensors[name] = tensors[name].double()
+        case "integers":
+            tensors[name] = tensors[name].int()
+        case "nan":
+            tensors[name][3, 4] = torch.nan
+        case "head":
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+    version, engine = lm.weights_version, lm._thread.engine
+    with pytest.raises(InvalidWeights, match=r"lm_head|down_proj"):
+        await lm.update_weights(tensors, check_finite=True)
+    assert (lm.weights_version, lm._thread.engine) == (version, engine)
+    row = await lm.next_token_logprobs(CONTEXTS[2])
+    assert torch.allclose(row, answers[llama]["rows"][2], atol=1e-3)
+
+
+@pytest.mark.promise(number=34)
+@pytest.mark.parametrize("count", [1, 10, 20])
+async def test_an_error_in_the_middle_is_a_dead_engine_and_the_next_has_whole_weights(
+    lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]], count: int
+) -> None:
+    async def broken() -> AsyncIterator[Tensors]:
+        for name, tensor in list(tensors_of(other).items())[:count]:
+            yield {name: tensor}
+        raise OSError("the trainer has gone")
+
+    await lm.update_weights(llama)
+    engine, version = lm._thread.engine, lm.weights_version
+    with pytest.raises(OSError, match="the trainer"):
+        await lm.update_weights(broken())
+    assert_equal(await answers_of(lm), answers[llama])
+    assert lm._thread.engine is not engine
+    assert lm.weights_version == version
+
+
+async def test_blocks_that_are_not_given_back_keep_the_old_weights(
+    lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]]
+) -> None:
+    await lm.update_weights(llama)
+    engine: Any = lm._thread.engine
+    engine._core.reset_prefix_cache, before = lambda: False, engine._core.reset_prefix_cache
+    version = lm.weights_version
+    with pytest.raises(EngineFailed, match="holds"):
+        await lm.update_weights(other)
+    engine._core.reset_prefix_cache = before
+    assert lm.weights_version == version
+    row = await lm.next_token_logprobs(CONTEXTS[2])
+    assert torch.allclose(row, answers[llama]["rows"][2], atol=1e-3)
+
+
+async def test_weights_stay_where_they_are(lm: AsyncLM, other: Path) -> None:
+    engine: Any = lm._thread.engine
+    worker = engine._core.engine_core.model_executor.driver_worker.worker
+    places = {name: each.data_ptr() for name, each in worker.get_model().named_parameters()}
+    await lm.update_weights(other)
+    assert places == {n: each.data_ptr() for n, each in worker.get_model().named_parameters()}
+
+
+async def test_another_runtime_keeps_its_weights(
+    lm: AsyncLM, llama: Path, other: Path, answers: dict[Path, dict[str, Any]]
+) -> None:
+    with genrt.load(llama, engine_options=OPTIONS) as second:
+        await second.batch_next_token_logprobs(CONTEXTS)
+        await lm.update_weights(other)
+        rows = await second.batch_next_token_logprobs([[*each] for each in CONTEXTS])
+        assert torch.allclose(rows, answers[llama]["rows"], atol=1e-3)
+        assert (second.weights_version, lm.weights_version > 0) == (0, True)
+
+
+async def test_a_cpu_does_not_sleep_and_says_so(lm: AsyncLM) -> None:
+    with pytest.raises(EngineUnsupported, match="CPU"):
+        await lm.sleep()
+    await lm.next_token_logprobs([1])
+
+
+async def test_what_is_resident_is_forgotten_by_choice(lm: AsyncLM) -> None:
+    await lm.next_token_logprobs([1, 2, 3])
+    assert lm.statistics().engine.resident
+    lm.reset_prefix_cache()
+    await lm.pause()
+    assert not lm.statistics().engine.resident
+    lm.resume()
+    await lm.next_token_logprobs([1, 2, 3, 4])

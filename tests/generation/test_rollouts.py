@@ -1,0 +1,610 @@
+"""Rollouts: batches as tensors, against the same questions asked one by one; what leaving leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import UserDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.errors import Closed, ContextTooLong, EngineFailed, InvalidRequest, TimedOut
+from genrt.generation import (
+    PolicyGeneration,
+    Rollout,
+    rollout,
+    rollout_samples,
+    rollout_sync,
+    verify_right_padding,
+)
+from genrt.lm import AsyncLM
+from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
+from tests.scripted import Gate, passes
+from tests.testing.test_testing import adapter_directories
+
+SHORT = 12
+"""The context of the runtime on which batches are drawn: prompts fill it."""
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", engine_options={"max_model_len": SHORT}) as opened:
+        yield opened
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def held(engine: Engine) -> Iterator[AsyncLM]:
+    """A runtime whose engine can be held."""
+    with genrt.load(engine=lambda: engine) as opened:
+        yield opened
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], pad: int = 0, width: int = 0, dtype: torch.dtype = torch.int64
+) -> tuple[Tensor, Tensor]:
+    """A batch of prompts and its lengths."""
+    width = max([width, *map(len, prompts)])
+    rows = [[*prompt, *[pad] * (width - len(prompt))] for prompt in prompts]
+    ids = torch.tensor(rows, dtype=dtype).reshape(len(prompts), width)
+    return ids, torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+
+
+def check(found: Rollout, before: Tensor, lengths: Tensor, pad: int) -> None:
+    """See that a rollout's fields have their shapes, and agree with each other and with the batch."""
+    batch, width = found.output_ids.shape
+    assert found.output_ids.dtype == before.dtype
+    assert found.logprobs.dtype == torch.float32
+    assert found.truncated.dtype == torch.bool
+    assert found.logprobs.shape == (batch, width)
+    assert found.truncated.shape == found.generation_lengths.shape == (batch,)
+    assert torch.equal(found.unpadded_sequence_lengths, lengths + found.generation_lengths)
+    assert verify_right_padding(found.as_dict(), pad) == (True, None)
+    for row, completion in enumerate(found.completions):
+        length, end = int(lengths[row]), int(found.unpadded_sequence_lengths[row])
+        assert torch.equal(found.output_ids[row, :length], before[row, :length])
+        assert found.output_ids[row, length:end].tolist() == list(completion.token_ids)
+        assert found.logprobs[row, length:end].tolist() == pytest.approx(completion.logprobs)
+        assert not found.logprobs[row, :length].any()
+        assert not found.logprobs[row, end:].any()
+        assert bool(found.truncated[row]) == (completion.finish_reason == "length")
+
+
+prompts_of = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=SHORT), max_size=5)
+stops_of_one = st.none() | st.lists(st.sampled_from(["a", "b", "ab", "cd", " c"]), max_size=2)
+tokens_of_one = st.none() | st.lists(st.integers(0, 3), max_size=2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    prompts=prompts_of,
+    pad=st.sampled_from([-1, 0, EOS, 2**31 - 1]),
+    extra=st.integers(0, 3),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    most=st.none() | st.integers(1, SHORT + 3),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.5, 2.0]),
+            "top_k": st.integers(1, 3),
+            "min_tokens": st.just(1),
+            "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logprobs"]),
+            "concurrency": st.integers(1, 3),
+        },
+    ),
+    data=st.data(),
+)
+def test_a_batch_is_what_its_prompts_are_one_by_one(
+    lm: AsyncLM,
+    prompts: list[list[int]],
+    pad: int,
+    extra: int,
+    dtype: torch.dtype,
+    most: int | None,
+    seed: int | None,
+    options: dict[str, Any],
+    data: st.DataObject,
+) -> None:
+    count = len(prompts)
+    ids, lengths = padded(prompts, pad, extra, dtype)
+    stops = data.draw(st.lists(stops_of_one, min_size=count, max_size=count))
+    tokens = data.draw(st.lists(tokens_of_one, min_size=count, max_size=count))
+    own = {} if seed is None else {"seed": seed}
+    asked: dict[str, Any] = {"pad_value": pad, "max_new_tokens": most, **options, **own}
+    found = rollout_sync(lm, ids, lengths, stop_strings=stops, stop_token_ids=tokens, **asked)
+    check(found, ids, lengths, pad)
+    assert len(found.completions) == count
+    longest = max(found.generation_lengths.tolist(), default=0)
+    assert found.output_ids.shape == (count, ids.shape[1] + longest)
+    for row, prompt in enumerate(prompts):
+        drawn, room = found.completions[row].token_ids, SHORT - len(prompt)
+        assert len(drawn) <= min(room, SHORT if most is None else most)
+        if not room:
+            assert bool(found.truncated[row])  # it had no chance to end
+            continue
+        if options.get("logprobs_mode") != "processed_logprobs":
+            scores = lm.score_sync(prompt, drawn)
+            assert found.completions[row].logprobs == pytest.approx(scores.tolist(), abs=5e-4)
+        if seed is None:
+            continue
+        alone: dict[str, Any] = {"max_tokens": room if most is None else min(room, most)}
+        alone |= {"stop": stops[row]} if stops[row] is not None else {}
+        alone |= {"stop_token_ids": tokens[row]} if tokens[row] is not None else {}
+        alone |= {name: each for name, each in options.items() if name != "concurrency"}
+        expected = lm.generate_sync(prompt, seed=(seed + row) % 2**63, logprobs=0, **alone)
+        assert drawn == expected.token_ids
+        assert found.completions[row].logprobs == expected.logprobs
+        assert found.completions[row].stop_reason == expected.stop_reason
+
+
+async def test_samples_come_as_they_finish_each_of_its_own_length(lm: AsyncLM) -> None:
+    prompts = [[0, 1], [2] * SHORT, [3], [1, 1, 1]]
+    ids, lengths = padded(prompts, -1, 20)
+    options: dict[str, Any] = {"pad_value": -1, "seed": 5}
+    whole = await rollout(lm, ids, lengths, **options)
+    found = {number: each async for number, each in rollout_samples(lm, ids, lengths, **options)}
+    assert sorted(found) == [0, 1, 2, 3]
+    for number, sample in found.items():
+        check(sample, ids[number : number + 1], lengths[number : number + 1], -1)
+        end = int(whole.unpadded_sequence_lengths[number])
+        assert sample.output_ids.shape == (1, end)
+        assert torch.equal(sample.output_ids[0], whole.output_ids[number, :end])
+        assert torch.equal(sample.logprobs[0], whole.logprobs[number, :end])
+        assert torch.equal(sample.truncated, whole.truncated[number : number + 1])
+
+
+async def test_a_short_sample_is_had_while_a_long_one_is_drawn(
+    held: AsyncLM, engine: Engine
+) -> None:
+    ids, lengths = padded([[0], [0]])
+    engine.gate, engine.hold_at = Gate(), 3
+    stops = [[], [0, 1, 2, 3, 4]]
+    options: dict[str, Any] = {"pad_value": 0, "ignore_eos": True, "stop_token_ids": stops}
+    async with contextlib.aclosing(
+        rollout_samples(held, ids, lengths, max_new_tokens=9, **options)
+    ) as samples:
+        number, sample = await anext(samples)
+        assert (number, int(sample.generation_lengths[0])) == (1, 1)
+        engine.gate.open()
+        number, sample = await anext(samples)
+        assert (number, int(sample.generation_lengths[0])) == (0, 9)
+
+
+async def test_the_stops_of_a_sample_are_not_its_neighbours(lm: AsyncLM) -> None:
+    ids, lengths = padded([[0]] * 4)
+    stops = [["a"], None, [], ["b", " c"]]
+    found = await rollout(
+        lm, ids, lengths, pad_value=0, seed=[3] * 4, stop_strings=stops, ignore_eos=True
+    )
+    full = found.completions[1].text
+    assert {"a", "b"} < {*full}  # or nothing would stop anything
+    assert found.completions[2].text == full
+    for row, each in ((0, ["a"]), (3, ["b", " c"])):
+        assert found.completions[row].text == full[: min(full.find(s) for s in each if s in full)]
+        assert found.completions[row].stop_reason in each
+    tokens = [None, [0], {1}, ()]
+    found = await rollout(
+        lm, ids, lengths, pad_value=0, seed=[3] * 4, stop_token_ids=tokens, ignore_eos=True
+    )
+    drawn = [each.token_ids for each in found.completions]
+    assert drawn[0] == drawn[3]
+    for row, token in ((1, 0), (2, 1)):
+        assert drawn[row] == drawn[0][: drawn[0].index(token) + 1]
+    for_all = await rollout(lm, ids, lengths, pad_value=0, seed=range(4), stop_strings="a")
+    assert all("a" not in each.text for each in for_all.completions)
+    assert len({each.token_ids for each in for_all.completions}) > 1
+
+
+async def test_log_probabilities_are_of_either_law(lm: AsyncLM) -> None:
+    ids, lengths = padded([[0]] * 20)
+    options: dict[str, Any] = {"pad_value": 0, "temperature": 0.5, "seed": 1, "max_new_tokens": 1}
+    raw = await rollout(lm, ids, lengths, **options)
+    law = await rollout(lm, ids, lengths, logprobs_mode="processed_logprobs", **options)
+    assert torch.equal(raw.output_ids, law.output_ids)
+    row = MODEL.row([0])
+    drawn = raw.output_ids[:, 1]
+    torch.testing.assert_close(raw.logprobs[:, 1], row[drawn])
+    torch.testing.assert_close(law.logprobs[:, 1], (row / 0.5).log_softmax(-1)[drawn])
+    greedy = await rollout(lm, ids, lengths, **(options | {"temperature": 0}))
+    assert (greedy.output_ids[:, 1] == row.argmax()).all()
+
+
+async def test_an_adapter_draws_and_scores(tmp_path: Path) -> None:
+    model = NGram.random(16, order=2, seed=3)
+    async with await genrt.aload(model, engine="exact") as lm:
+        path, _ = adapter_directories(tmp_path)
+        await lm.add_adapter("a", path)
+        ids, lengths = padded([[1, 2], [3]])
+        options: dict[str, Any] = {"pad_value": 0, "max_new_tokens": 5, "seed": 2}
+        own = await rollout(lm, ids, lengths, adapter="a", **options)
+        base = await rollout(lm, ids, lengths, **options)
+        assert not torch.equal(own.output_ids, base.output_ids)
+        for prompt, each in zip(([1, 2], [3]), own.completions, strict=True):
+            scores = await lm.score(prompt, each.token_ids, adapter="a")
+            assert each.logprobs == pytest.approx(scores.tolist(), abs=5e-4)
+        lm.remove_adapter("a")
+        with pytest.raises(InvalidRequest, match="'a'"):
+            await rollout(lm, ids, lengths, adapter="a", **options)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+BATCH, LENGTHS = padded([[0, 1, 2], [3]])
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": [[0, 1, 2], [3, 0, 0]]}, "input_ids must be a tensor, got a value of type list"),
+    ({"input_ids": BATCH.float()}, r"integers \[batch, time\], got torch.float32"),
+    ({"input_ids": BATCH[0]}, r"integers \[batch, time\], got torch.int64 of shape \[3\]"),
+    ({"input_ids": BATCH.to("meta")}, "'meta' holds no numbers"),
+    ({"input_ids": BATCH.bool()}, "got torch.bool"),
+    ({"input_lengths": [3, 1]}, "input_lengths must be a tensor"),
+    ({"input_lengths": torch.tensor([3.0, 1.0])}, r"integers \[batch\], got torch.float32"),
+    ({"input_lengths": torch.tensor([3])}, "input_ids has 2 rows, and input_lengths 1 lengths"),
+    ({"input_lengths": torch.tensor([3, 4])}, "row 1: input_lengths says 4, and input_ids is 3"),
+    ({"input_lengths": torch.tensor([-1, 1])}, "row 0: input_lengths says -1"),
+    ({"input_lengths": torch.tensor([3, 0]), "input_ids": BATCH * (BATCH < 3)}, "row 1 is empty"),
+    ({"input_lengths": torch.tensor([1, 1])}, "row 0, position 1 of input_ids: there is 1 behind"),
+    ({"input_ids": BATCH.flip(1)}, "row 1, position 2 .* there is 3 .* padded on the left"),
+    ({"input_ids": BATCH + 9}, "row 1, position 1 of input_ids: there is 9"),
+    ({"input_ids": BATCH + 9, "pad_value": 9}, "token ids of row 0 must be in the vocabulary"),
+    ({"pad_value": None}, "pad_value must be an int, got None: .* eos_token_id will do"),
+    ({"pad_value": 1.5}, "pad_value must be an int"),
+    ({"pad_value": 2**40, "input_ids": BATCH.int()}, "none of the torch.int32"),
+    ({"stop_strings": [["a"]]}, "stop_strings is given for 1 samples, and the batch has 2"),
+    ({"stop_strings": [["a"], 5]}, "stop must be a list of texts, got 5"),
+    ({"stop_token_ids": [[1], [2], [3]]}, "stop_token_ids is given for 3 samples"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids must be int"),
+    ({"seed": [1]}, "seed is given for 1 samples"),
+    ({"seed": [1, -1]}, "seed of row 1 must be from 0"),
+    ({"seed": "x"}, "seed must be an int"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ({"max_new_tokens": 2, "min_tokens": 3}, "min_tokens must be from 0 to 2"),
+    ({"max_tokens": 2}, "no option 'max_tokens': give max_new_tokens"),
+    ({"stop": "a"}, "no option 'stop': give stop_strings"),
+    ({"logprobs": 1}, "no option 'logprobs'"),
+    ({"beams": 2}, "no option 'beams'"),
+    ({"temperature": -1}, "temperature must be"),
+    ({"logprobs_mode": "raw"}, "logprobs_mode must be one of"),
+    ({"lm": None}, "lm must be an AsyncLM"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=str)
+async def test_a_mistake_is_told(lm: AsyncLM, mistake: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"lm": lm, "input_ids": BATCH, "input_lengths": LENGTHS, "pad_value": 0}
+    with pytest.raises(InvalidRequest, match=message):
+        await rollout(**(right | mistake))
+    with pytest.raises(InvalidRequest, match=message):
+        async for _ in rollout_samples(**(right | mistake)):
+            pass
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_pad_value_must_be_given_and_types_must_hold_the_vocabulary(lm: AsyncLM) -> None:
+    with pytest.raises(TypeError, match=r"rollout.. missing .* 'pad_value'"):
+        await rollout(lm, BATCH, LENGTHS)  # type: ignore[call-arg]
+    found = await rollout(lm, BATCH.to(torch.uint8), LENGTHS, pad_value=0, seed=1)
+    assert found.output_ids.dtype == torch.uint8
+    async with await genrt.aload(NGram.random(300, order=1), engine="exact") as wide:
+        with pytest.raises(InvalidRequest, match=r"torch.uint8: not every token id fits"):
+            await rollout(wide, BATCH.to(torch.uint8), LENGTHS, pad_value=0)
+
+
+async def test_a_prompt_longer_than_the_context_is_named(lm: AsyncLM) -> None:
+    ids, lengths = padded([[1], [1] * (SHORT + 1)])
+    with pytest.raises(ContextTooLong, match="row 1 has 13 tokens, over max_model_len=12"):
+        await rollout(lm, ids, lengths, pad_value=0)
+
+
+async def test_an_empty_batch_has_every_field_and_its_options_are_checked() -> None:
+    async with await genrt.aload(MODEL, engine="exact") as lm:
+        ids, lengths = torch.empty(0, 7, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        found = await rollout(lm, ids, lengths, pad_value=0, stop_strings=[], seed=[])
+        check(found, ids, lengths, 0)
+        assert found.output_ids.shape == (0, 7)
+        assert [each async for each in rollout_samples(lm, ids, lengths, pad_value=0)] == []
+        assert lm.statistics().batcher.questions == 0
+        mistakes: list[Any] = [{"temperature": -1}, {"stop_strings": [""]}, {"adapter": "none"}]
+        for wrong in mistakes:
+            with pytest.raises(InvalidRequest):
+                await rollout(lm, ids, lengths, pad_value=0, **wrong)
+    with pytest.raises(Closed):
+        await rollout(lm, ids, lengths, pad_value=0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    prompts=st.lists(st.lists(st.integers(-3, 3), max_size=5), min_size=1, max_size=4),
+    pad=st.integers(-3, 3),
+    extra=st.integers(0, 7),
+    data=st.data(),
+)
+def test_wrong_padding_is_told_by_row_position_and_value(
+    prompts: list[list[int]], pad: int, extra: int, data: st.DataObject
+) -> None:
+    ids, lengths = padded(prompts, pad, extra)
+    fields = data.draw(
+        st.sampled_from(
+            [("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths")]
+        )
+    )
+    batch = UserDict(zip(fields, (ids, lengths), strict=True), other=1)
+    assert verify_right_padding(batch, pad) == (True, None)
+    places = (torch.arange(ids.shape[1]) >= lengths[:, None]).nonzero().tolist()
+    if not places:
+        return
+    row, position = data.draw(st.sampled_from(places))
+    value = data.draw(st.integers(-3, 3).filter(lambda each: each != pad))
+    ids[row, position] = value
+    right, message = verify_right_padding(batch, pad, raise_error=False)
+    assert not right
+    assert f"row {row}, position {position} of {fields[0]}: there is {value}" in str(message)
+    with pytest.raises(InvalidRequest, match=f"row {row}, position {position}"):
+        verify_right_padding(batch, pad)
+
+
+def test_what_is_no_batch_is_told_without_raising_if_that_is_asked() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": BATCH}, "must have input_ids and input_lengths, or output_ids"),
+        ({}, "it has nothing"),
+        ({"input_ids": BATCH[0], "input_lengths": LENGTHS}, r"integers \[batch, time\]"),
+        ({"input_ids": BATCH, "input_lengths": LENGTHS[:1]}, "2 rows, and input_lengths 1"),
+    ]
+    for data, message in cases:
+        right, told = verify_right_padding(data, 0, raise_error=False)
+        assert not right
+        with pytest.raises(InvalidRequest, match=message) as raised:
+            verify_right_padding(data, 0)
+        assert str(raised.value) == told
+    for value in (None, 1.5, True, 2**63):
+        with pytest.raises(InvalidRequest, match="pad_value"):
+            verify_right_padding({}, value, raise_error=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="mapping"):
+        verify_right_padding([BATCH], 0, raise_error=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="raise_error"):
+        verify_right_padding({}, 0, raise_error=1)  # type: ignore[arg-type]
+
+
+# -- errors, cancellation, restart -----------------------------------------------------------------
+
+
+async def test_an_error_names_its_sample_and_cancels_the_others(
+    held: AsyncLM, engine: Engine
+) -> None:
+    ids, lengths = padded([[0], [1] * ROOM, [0]])
+    with pytest.raises(TimedOut) as raised:
+        await rollout(held, ids, lengths, pad_value=0, timeout=0)
+    assert raised.value.__notes__ == ["sample 0 of rollout"]
+    await nothing_left(held, engine)
+
+
+async def test_log_probabilities_that_are_missing_are_an_error_and_no_zeros(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = AsyncLM.generate
+
+    async def without(self: AsyncLM, prompt: Any, **options: Any) -> Any:
+        return dataclasses.replace(await generate(self, prompt, **options), logprobs=())
+
+    monkeypatch.setattr(AsyncLM, "generate", without)
+    with pytest.raises(EngineFailed, match="the engine gave log-probabilities of 0"):
+        await rollout(lm, BATCH, LENGTHS, pad_value=0)
+
+
+@pytest.mark.parametrize("taken", range(4))
+async def test_leaving_at_any_sample_frees_everything(
+    held: AsyncLM, engine: Engine, taken: int
+) -> None:
+    ids, lengths = padded([[0], [1], [2], [3] * ROOM])
+    samples = rollout_samples(held, ids, lengths, pad_value=0, max_new_tokens=40, ignore_eos=True)
+    async with contextlib.aclosing(samples):
+        for _ in range(taken):
+            await anext(samples)
+    await nothing_left(held, engine)
+
+
+@pytest.mark.parametrize("steps", range(5))
+async def test_cancelling_in_any_step_frees_everything(
+    held: AsyncLM, engine: Engine, steps: int
+) -> None:
+    ids, lengths = padded([[0], [1], [2], [3]] * 3)
+    engine.gate, engine.hold_at = Gate(), steps
+    task = asyncio.create_task(
+        rollout(held, ids, lengths, pad_value=0, max_new_tokens=20, ignore_eos=True)
+    )
+    await asyncio.to_thread(engine.gate.wait_until_held)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    engine.gate.open()
+    await nothing_left(held, engine)
+
+
+async def test_a_neighbour_who_asks_the_same_is_not_cancelled(
+    held: AsyncLM, engine: Engine
+) -> None:
+    ids, lengths = padded([[0], [1]])
+    options: dict[str, Any] = {"pad_value": 0, "max_new_tokens": 6, "seed": 1, "ignore_eos": True}
+    expected = await rollout(held, ids, lengths, **options)
+    engine.gate, engine.hold_at = Gate(), held.statistics().engine.steps + 2
+    one, other = (asyncio.create_task(rollout(held, ids, lengths, **options)) for _ in range(2))
+    await asyncio.to_thread(engine.gate.wait_until_held)
+    one.cancel()
+    await passes(3)
+    engine.gate.open()
+    assert torch.equal((await other).output_ids, expected.output_ids)
+    await nothing_left(held, engine)
+
+
+async def test_a_rollout_outlives_its_engine() -> None:
+    engines: list[Engine] = []
+
+    def opened() -> Engine:
+        engines.append(Engine())
+        return engines[-1]
+
+    ids, lengths = padded([[0], [1], [2, 3]])
+    options: dict[str, Any] = {"pad_value": 0, "max_new_tokens": 12, "seed": 4, "ignore_eos": True}
+    async with await genrt.aload(engine=opened, restart="auto") as lm:
+        expected = await rollout(lm, ids, lengths, **options)
+        engines[0].gate, engines[0].hold_at = Gate(), lm.statistics().engine.steps + 3
+        again = asyncio.create_task(rollout(lm, ids, lengths, **options))
+        await asyncio.to_thread(engines[0].gate.wait_until_held)
+        engines[0].dies = True
+        engines[0].gate.open()
+        found = await again
+        assert len(engines) == 2
+        assert torch.equal(found.output_ids, expected.output_ids)
+        assert torch.equal(found.logprobs, expected.logprobs)
+        await lm.arestart()
+        found = await rollout(lm, ids, lengths, **options)
+        assert torch.equal(found.output_ids, expected.output_ids)
+
+
+def test_a_loop_that_ends_with_samples_left_leaves_nothing(held: AsyncLM, engine: Engine) -> None:
+    ids, lengths = padded([[0], [1], [2]])
+    options: dict[str, Any] = {"pad_value": 0, "max_new_tokens": 30, "ignore_eos": True}
+    kept: list[Any] = []
+
+    async def leave() -> None:
+        kept.append(
+            rollout_samples(held, ids, lengths, stop_token_ids=[[*range(5)], [], []], **options)
+        )
+        await anext(kept[0])
+
+    asyncio.run(leave())
+    asyncio.run(nothing_left(held, engine))
+    found = rollout_sync(held, ids, lengths, **options)
+    assert found.generation_lengths.tolist() == [30] * 3
+
+
+async def test_closing_the_runtime_ends_a_rollout(held: AsyncLM, engine: Engine) -> None:
+    ids, lengths = padded([[0], [1]])
+    engine.gate, engine.hold_at = Gate(), 2
+    task = asyncio.create_task(rollout(held, ids, lengths, pad_value=0, max_new_tokens=20))
+    await asyncio.to_thread(engine.gate.wait_until_held)
+    closing = asyncio.create_task(held.aclose())
+    await passes(3)
+    engine.gate.open()
+    with pytest.raises(Closed):
+        await task
+    await closing
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_rollout_tells_with_which_weights_each_text_was_drawn() -> None:
+    async with await genrt.aload(engine=Engine) as lm:
+        whole = padded([[EOS - 1]] * 8)
+        options: Any = {"pad_value": 0, "seed": 1, "max_new_tokens": 2}
+        samples = rollout_samples(lm, *whole, concurrency=1, **options)
+        _, first = await anext(samples)
+        assert await lm.update_weights({"table": MODEL.table.flip(0)}) == 1
+        versions = [int(each.weights_versions) async for _, each in samples]
+        assert first.weights_versions.tolist() == [0]
+        assert versions == sorted(versions)
+        assert versions[-1] == 1
+        full = await rollout(lm, *padded([[0] * lm.max_model_len]), **options)
+        assert full.weights_versions.tolist() == [1]
+        assert full.generation_lengths.tolist() == [0]
+
+
+# -- by a trainer's dictionaries -------------------------------------------------------------------
+
+
+def test_a_trainers_dictionary_becomes_a_dictionary_of_tensors(lm: AsyncLM) -> None:
+    policy = PolicyGeneration(lm, pad_value=0, max_new_tokens=4, seed=7)
+    batch: Any = UserDict(input_ids=BATCH, input_lengths=LENGTHS, extra="ignored")
+    first, second = policy.generate(batch), policy.generate(batch)
+    expected = [
+        rollout_sync(lm, BATCH, LENGTHS, pad_value=0, max_new_tokens=4, seed=seed)
+        for seed in (7, 9)  # samples are counted over calls
+    ]
+    for found, each in zip((first, second), expected, strict=True):
+        assert found.keys() == each.as_dict().keys()
+        assert all(torch.equal(found[name], each.as_dict()[name]) for name in found)
+    assert set(first) == {
+        *("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"),
+        *("truncated", "weights_versions"),
+    }
+    greedy = policy.generate(batch, greedy=True)
+    likeliest = rollout_sync(lm, BATCH, LENGTHS, pad_value=0, max_new_tokens=4, temperature=0)
+    assert torch.equal(greedy["output_ids"], likeliest.output_ids)
+    empty = policy.generate({"input_ids": BATCH[:0], "input_lengths": LENGTHS[:0]})
+    assert empty["output_ids"].shape == (0, 3)
+
+
+async def test_a_trainer_gets_samples_as_they_finish_and_may_call_inside_of_a_loop(
+    lm: AsyncLM,
+) -> None:
+    policy = PolicyGeneration(lm, pad_value=0, max_new_tokens=4, seed=7)
+    batch = {"input_ids": BATCH, "input_lengths": LENGTHS}
+    found = {number: each async for number, each in policy.generate_async(batch)}
+    again = PolicyGeneration(lm, pad_value=0, max_new_tokens=4, seed=7).generate(batch)
+    for number, each in found.items():
+        end = int(again["unpadded_sequence_lengths"][number])
+        assert torch.equal(each["output_ids"][0], again["output_ids"][number, :end])
+
+
+OWN_STOPS: list[Any] = [None, "b", ["b"], []]
+
+
+@pytest.mark.parametrize("own", OWN_STOPS, ids=str)
+def test_a_trainers_stops_are_united_sample_by_sample(lm: AsyncLM, own: Any) -> None:
+    ids, lengths = padded([[0]] * 3)
+    policy = PolicyGeneration(
+        lm, pad_value=0, stop_strings=own, ignore_eos=True, temperature=2.0, seed=5
+    )
+    options: dict[str, Any] = {"pad_value": 0, "ignore_eos": True, "temperature": 2.0}
+    common = ["b"] if own else []
+    theirs: list[tuple[Any, list[list[str]]]] = [
+        (None, [[], [], []]),
+        ([["a"], None, []], [["a"], [], []]),
+        (["a"], [["a"]] * 3),
+        ("a", [["a"]] * 3),
+    ]
+    for number, (given_stops, each) in enumerate(theirs):
+        batch = {"input_ids": ids, "input_lengths": lengths, "stop_strings": given_stops}
+        found = policy.generate(batch)
+        stops = [[*common, *more] for more in each]
+        expected = rollout_sync(
+            lm, ids, lengths, seed=5 + 3 * number, stop_strings=stops, **options
+        )
+        assert torch.equal(found["output_ids"], expected.output_ids)
+
+
+def test_a_trainers_mistakes_are_told(lm: AsyncLM) -> None:
+    policy = PolicyGeneration(lm, pad_value=0)
+    for batch, message in [
+        ({"input_ids": BATCH}, "data has no 'input_lengths'"),
+        ([BATCH], "data must be a mapping"),
+        ({"input_ids": 1, "input_lengths": LENGTHS}, "input_ids must be a tensor"),
+        ({"input_ids": BATCH, "input_lengths": LENGTHS, "stop_strings": 5}, "stop must be"),
+        ({"input_ids": BATCH, "input_lengths": LENGTHS, "stop_strings": [["a"]]}, "1 samples"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            policy.generate(batch)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="greedy"):
+        policy.generate({"input_ids": BATCH, "input_lengths": LENGTHS}, greedy=1)  # type: ignore[arg-type]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"stop_strings": [["a"], None]}, "here are for all samples"),
+        ({"seed": [1]}, "seed is given for 1 samples"),
+        ({"pad_value": None}, "pad_value"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(InvalidRequest, match=message):
+            PolicyGeneration(lm, **({"pad_value": 0} | options))

@@ -1,0 +1,233 @@
+"""Pauses and sleep: nothing runs, nothing is lost, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genrt
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.weights import Layout, NamedTensors
+from genrt.errors import Closed, EngineFailed, EngineUnsupported, InvalidRequest
+from genrt.lm import AsyncLM
+from tests.scripted import Gate, ScriptedEngine
+
+MODEL, OTHER = NGram.random(5, order=1, seed=1), NGram.random(5, order=1, seed=2)
+
+
+class SleepyWeights:
+    """The weights of an exact engine, whose memory is given back for as long as it sleeps."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.levels: list[int] = []
+        self.is_asleep = False
+        self.wakes = True
+
+    def layout(self) -> Layout:
+        found: Layout = self._own.layout()
+        return found
+
+    def checkpoint(self) -> list[Path]:
+        return []
+
+    def begin(self) -> None:
+        assert not self.is_asleep
+        self._own.begin()
+
+    def load(self, tensors: NamedTensors) -> None:
+        assert not self.is_asleep
+        self._own.load(tensors)
+
+    def finish(self) -> None:
+        self._own.finish()
+
+    def check_sleep(self) -> None:
+        pass
+
+    def sleep(self, level: int) -> int:
+        self.levels.append(level)
+        self.is_asleep = True
+        return 1000
+
+    def wake_up(self) -> None:
+        if not self.wakes:
+            raise EngineFailed("there is no memory any more")
+        self.is_asleep = False
+
+
+class SleepyEngine(ExactEngine):
+    def __init__(self) -> None:
+        super().__init__(MODEL)
+        self.weights: Any = SleepyWeights(self.weights)
+
+    def step(self) -> Any:
+        assert not self.weights.is_asleep
+        return super().step()
+
+
+@pytest.fixture
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(engine=SleepyEngine) as runtime:
+        yield runtime
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_questions_asked_in_a_pause_wait_until_it_is_over(lm: AsyncLM) -> None:
+    await lm.next_token_logprobs([1])
+    await lm.pause()
+    steps = lm.statistics().engine.steps
+    asked = [asyncio.ensure_future(lm.next_token_logprobs([n])) for n in (1, 2)]
+    late = asyncio.ensure_future(lm.draw([3], timeout=0.0))
+    await turns()
+    assert not any(each.done() for each in asked)
+    with pytest.raises(genrt.TimedOut):
+        await late
+    assert (await lm.batch_next_token_logprobs([])).shape == (0, 5)  # nothing waits for nothing
+    assert lm.statistics().engine.steps == steps
+    lm.resume()
+    for n, each in enumerate(asked, 1):
+        assert torch.allclose(await each, MODEL.row([n]), atol=1e-6)
+
+
+async def test_questions_asked_in_a_pause_raise_by_choice(lm: AsyncLM) -> None:
+    await lm.pause(asked="raise")
+    with pytest.raises(EngineFailed, match="paused"):
+        await lm.next_token_logprobs([1])
+    lm.resume()
+    await lm.next_token_logprobs([1])
+
+
+@pytest.mark.parametrize("pending", ["finish", "restart"])
+async def test_what_was_asked_before_a_pause_ends_or_waits(pending: Any) -> None:
+    gate = Gate()
+    engine = ScriptedEngine(steps=lambda _: 3, gate=gate)
+    async with genrt.load(engine=lambda: engine) as lm:
+        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.to_thread(gate.wait_until_held)
+        pause = asyncio.ensure_future(lm.pause(pending=pending))
+        await turns()
+        assert not pause.done()
+        gate.open()
+        await pause
+        await turns()
+        assert asked.done() == (pending == "finish")
+        assert not engine.in_progress
+        lm.resume()
+        await asked
+
+
+async def test_a_pause_that_is_cancelled_is_none() -> None:
+    gate = Gate()
+    async with genrt.load(engine=lambda: ScriptedEngine(gate=gate)) as lm:
+        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        await asyncio.to_thread(gate.wait_until_held)
+        pause = asyncio.ensure_future(lm.pause())
+        await turns()
+        pause.cancel()
+        await asyncio.wait([pause])
+        gate.open()
+        await asked
+        await lm.next_token_logprobs([2])
+        await lm.pause()
+
+
+async def test_weights_may_be_replaced_in_a_pause(lm: AsyncLM) -> None:
+    await lm.pause()
+    asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+    assert await lm.update_weights({"table": OTHER.table}) == 1
+    await turns()
+    assert not asked.done()
+    lm.resume()
+    assert torch.allclose(await asked, OTHER.row([1]), atol=1e-6)
+
+
+async def test_a_restart_ends_a_pause_and_closing_tells_who_waits(lm: AsyncLM) -> None:
+    await lm.pause()
+    await lm.arestart()
+    await lm.next_token_logprobs([1])
+    await lm.pause()
+    asked = asyncio.ensure_future(lm.next_token_logprobs([2]))
+    await turns()
+    await lm.aclose()
+    with pytest.raises(Closed):
+        await asked
+
+
+async def test_calls_that_make_no_sense_are_refused(lm: AsyncLM) -> None:
+    lm.resume()  # nothing is paused
+    await lm.wake_up()  # nothing sleeps
+    for options in ({"pending": "later"}, {"asked": "drop"}, {"asked": None}):
+        with pytest.raises(InvalidRequest, match=next(iter(options))):
+            await lm.pause(**options)
+    for level in (0, 3, "1", None, True):
+        with pytest.raises(InvalidRequest, match="level"):
+            await lm.sleep(level)  # type: ignore[arg-type]
+    await lm.pause()
+    with pytest.raises(InvalidRequest, match="paused already"):
+        await lm.pause()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_sleeps_in_a_pause_and_wakes_with_its_weights(
+    lm: AsyncLM, level: int
+) -> None:
+    await lm.update_weights({"table": OTHER.table})
+    weights: Any = lm._thread.engine.weights  # type: ignore[attr-defined]
+    assert await lm.sleep(level) == 1000
+    assert weights.levels == [level]
+    asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+    with pytest.raises(InvalidRequest, match="sleeps"):
+        lm.resume()
+    with pytest.raises(InvalidRequest, match="sleeps"):
+        await lm.sleep()
+    with pytest.raises(InvalidRequest, match="sleeps"):
+        await lm.update_weights({"table": OTHER.table})
+    await turns()
+    assert not asked.done()
+    await lm.wake_up()
+    assert not weights.is_asleep
+    assert torch.allclose(await asked, OTHER.row([1]), atol=1e-6)
+
+
+async def test_a_sleep_in_a_pause_keeps_to_what_the_pause_says(lm: AsyncLM) -> None:
+    await lm.pause(asked="raise")
+    await lm.sleep()
+    with pytest.raises(EngineFailed, match="paused"):
+        await lm.next_token_logprobs([1])
+    await lm.wake_up()
+    await lm.next_token_logprobs([1])
+
+
+async def test_a_restart_wakes(lm: AsyncLM) -> None:
+    await lm.sleep()
+    await lm.arestart()
+    assert torch.allclose(await lm.next_token_logprobs([1]), MODEL.row([1]), atol=1e-6)
+    await lm.wake_up()
+    await lm.sleep()
+
+
+async def test_an_engine_without_memory_to_give_back_says_so() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        with pytest.raises(EngineUnsupported, match="ExactEngine"):
+            await lm.sleep()
+        await lm.next_token_logprobs([1])
+        lm.reset_prefix_cache()
+        await lm.next_token_logprobs([2])
+
+
+def test_the_twins_that_block(lm: AsyncLM) -> None:
+    lm.pause_sync()
+    lm.resume()
+    assert lm.sleep_sync() == 1000
+    lm.wake_up_sync()
+    lm.next_token_logprobs_sync([1])

@@ -1,0 +1,490 @@
+"""AsyncLM.connect: a runtime over a server answers as the one that is served, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import socket
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import genrt
+from genrt.constraints import regex
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.remote.engine import RemoteEngine
+from genrt.engines.remote.tokenizers import packed_tokenizer, unpacked_tokenizer
+from genrt.engines.remote.wire import answers_of, answers_to, flush_of, flush_to
+from genrt.errors import EngineFailed, InvalidRequest, NotFinite
+from genrt.inference import SMC, TextModel
+from genrt.lm import AsyncLM
+from genrt.questions.candidates import Candidates
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.draws import DrawToken
+from genrt.questions.kinds import READ_KINDS
+from genrt.questions.reads import ReadRequest
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.tops import TopTokens
+from genrt.server import Server, ServerLimits, serving
+from genrt.testing import check_engine
+from genrt.tokens.sampling import Draw, TopLogprobs
+from genrt.tokens.vocabulary import BytesTokenizer
+from tests.scripted import Gate, ScriptedEngine, expected_row, logprobs
+from tests.small_models import make_tokenizer
+
+VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
+MODEL = NGram.random(VOCABULARY, order=2, seed=4, eos_token_id=7)
+KEY = "open-sesame-42"
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[AsyncLM]:
+    with genrt.load(engine=lambda: ExactEngine(MODEL, max_model_len=48)) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def server(lm: AsyncLM) -> Iterator[Server]:
+    with serving(lm, api_key=KEY) as server:
+        yield server
+
+
+def engine_of(server: Server, **options: Any) -> RemoteEngine:
+    return RemoteEngine(str(server.url), KEY, **options)
+
+
+def test_the_engine_of_a_server_keeps_the_protocol(server: Server) -> None:
+    check_engine(lambda: engine_of(server))
+
+
+async def test_every_question_has_the_answer_of_the_runtime_that_is_served(
+    lm: AsyncLM, server: Server
+) -> None:
+    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
+        assert (remote.vocab_size, remote.max_model_len) == (lm.vocab_size, lm.max_model_len)
+        assert remote.byte_vocab == lm.byte_vocab
+        contexts = [[1], [2, 3], [1]]
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("next_token_logprobs", {"token_ids": [1, 2]}),
+            ("batch_next_token_logprobs", {"contexts": contexts}),
+            ("draw", {"token_ids": [4], "mask": [1, 2, 5], "seed": 3}),
+            ("draw", {"token_ids": [4], "temperature": 0.0}),
+            ("batch_draw", {"contexts": contexts, "seed": 3, "masks": [None, [1, 2], None]}),
+            ("token_logprobs", {"token_ids": [5], "candidates": [1, 1, 6]}),
+            ("token_logprobs", {"token_ids": [5], "candidates": []}),
+            ("top_logprobs", {"token_ids": [5, 1], "k": 3}),
+            ("score", {"token_ids": [1], "continuation": [2, 3, 4]}),
+            ("sample", {"token_ids": [1], "max_tokens": 5, "seed": 8}),
+            ("generate", {"prompt": "ab", "regex": "[ab]{2}", "max_tokens": 4, "seed": 2}),
+        ]
+        for method, arguments in asked:
+            here = await getattr(remote, method)(**arguments)
+            there = await getattr(lm, method)(**arguments)
+            if method == "generate":
+                here, there = (here.text, here.token_ids), (there.text, there.token_ids)
+            assert str(here) == str(there), method
+            if isinstance(here, torch.Tensor):
+                assert torch.equal(here, there)
+
+
+async def test_a_sampler_written_for_one_runs_on_the_other(lm: AsyncLM, server: Server) -> None:
+    def smc(own: AsyncLM) -> SMC:
+        constraint = regex("[ab]{1,4}1", own)
+        return SMC(TextModel(own, "a", max_tokens=6, constraint=constraint), num_particles=12)
+
+    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
+        here, there = await smc(remote).run(3), await smc(lm).run(3)
+        assert here.posterior() == there.posterior()
+        assert here.log_evidence == pytest.approx(there.log_evidence, abs=1e-6)
+        # Draws are answered over there: no row of a step comes here.
+        assert remote.statistics().engine.rows == 0
+
+
+async def test_what_is_asked_together_is_one_call(lm: AsyncLM, server: Server) -> None:
+    async with await AsyncLM.connect(str(server.url), api_key=KEY, cache_bytes=0) as remote:
+        before = remote.statistics().engine.steps
+        questions = [remote.draw([1, each], seed=each) for each in range(7)]
+        await asyncio.gather(*questions, remote.next_token_logprobs([2]), remote.score([1], [2, 3]))
+        assert remote.statistics().engine.steps == before + 1
+
+
+async def test_who_cancels_is_seen_by_nobody_else(server: Server) -> None:
+    async with await AsyncLM.connect(str(server.url), api_key=KEY) as remote:
+        left = asyncio.create_task(remote.draw([3, 3], seed=1))
+        stays = asyncio.create_task(remote.draw([3, 3], seed=2))
+        await asyncio.sleep(0)
+        left.cancel()
+        assert isinstance(await stays, Draw)
+        assert left.cancelled()
+        assert await remote.draw([3, 3], seed=1) == await remote.draw([3, 3], seed=1)
+
+
+async def test_one_poisoned_context_fails_alone_over_there_too() -> None:
+    poisoned = logprobs(1, 1)
+
+    def row(request: LogprobsRequest) -> torch.Tensor:
+        return expected_row(request)
+
+    engine = ScriptedEngine(errors={poisoned: NotFinite("it is poisoned")}, row=row)
+    with genrt.load(engine=lambda: engine) as lm, serving(lm) as server:
+        async with await AsyncLM.connect(str(server.url)) as remote:
+            found = await asyncio.gather(
+                *(remote.next_token_logprobs(each) for each in ([1], [1, 1], [2])),
+                return_exceptions=True,
+            )
+            assert isinstance(found[1], NotFinite)
+            assert "it is poisoned" in str(found[1])
+            assert torch.equal(found[0], expected_row(logprobs(1)))  # type: ignore[arg-type]
+            assert torch.equal(found[2], expected_row(logprobs(2)))  # type: ignore[arg-type]
+
+
+async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> None:
+    with serving(lm, limits=ServerLimits(contexts=5)) as server:
+        async with await AsyncLM.connect(str(server.url), cache_bytes=0) as remote:
+            contexts = [[1, each % 7, each // 7] for each in range(23)]
+            before = remote.statistics().engine.steps
+            drawn = await remote.batch_draw(contexts, seed=1)
+            assert remote.statistics().engine.steps == before + 5
+            expected = await lm.batch_draw(contexts, seed=1)
+            assert torch.equal(drawn.token_ids, expected.token_ids)
+            population = remote.population([1], 12)
+            assert len((await population.draw(seed=1)).token_ids) == 12
+
+
+async def test_adapters_are_the_servers(lm: AsyncLM, tmp_path: Path) -> None:
+    other = NGram.random(VOCABULARY, order=2, seed=9, eos_token_id=7)
+    _save_adapter(other, tmp_path)
+    with genrt.load(engine=lambda: ExactEngine(MODEL, max_model_len=48)) as own:
+        own.add_adapter_sync("style", tmp_path)
+        with serving(own) as server:
+            async with await AsyncLM.connect(str(server.url)) as remote:
+                assert remote.adapters == ("style",)
+                row = await remote.next_token_logprobs([1], adapter="style")
+                assert torch.equal(row, await own.next_token_logprobs([1], adapter="style"))
+                assert not torch.equal(row, await remote.next_token_logprobs([1]))
+                with pytest.raises(genrt.InvalidAdapter, match="load the adapter there"):
+                    await remote.add_adapter("another", tmp_path)
+                own.add_adapter_sync("style", tmp_path)
+                with pytest.raises(genrt.UnknownAdapter, match="connect again"):
+                    await remote.next_token_logprobs([2], adapter="style")
+                own.remove_adapter("style")
+                gone, there = await asyncio.gather(
+                    remote.draw([2], adapter="style"), remote.draw([2]), return_exceptions=True
+                )
+                assert isinstance(gone, genrt.UnknownAdapter)
+                assert isinstance(there, Draw)
+                assert (await remote.next_token_logprobs([2])).shape == (8,)
+
+
+def _save_adapter(model: NGram, directory: Path) -> None:
+    from safetensors.torch import save_file
+
+    (directory / "adapter_config.json").write_text("{}")
+    save_file({"table": model._table.clone()}, directory / "adapter_model.safetensors")
+
+
+async def test_a_server_that_is_lost_is_found_again_where_it_comes_back(lm: AsyncLM) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    first = serving(lm, port=port, shutdown_seconds=0.1).start()
+    remote = await AsyncLM.connect(str(first.url), restart="auto")
+    plain = await AsyncLM.connect(str(first.url))
+    expected = await lm.next_token_logprobs([1])
+    assert torch.equal(await remote.next_token_logprobs([1]), expected)
+    first.close()
+    with pytest.raises(genrt.EngineDied, match="cannot be reached"):
+        await plain.next_token_logprobs([2])
+    with serving(lm, port=port):
+        assert torch.equal(await remote.next_token_logprobs([2]), await lm.next_token_logprobs([2]))
+        with pytest.raises(genrt.EngineDied):
+            await plain.next_token_logprobs([2])
+        await plain.arestart()
+        assert torch.equal(await plain.next_token_logprobs([2]), await lm.next_token_logprobs([2]))
+        await remote.aclose()
+        await plain.aclose()
+
+
+async def test_another_model_at_the_same_place_is_no_answer(lm: AsyncLM) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    with serving(lm, port=port, shutdown_seconds=0.1) as first:
+        remote = await AsyncLM.connect(str(first.url))
+        await remote.draw([1])
+    other = NGram.random(VOCABULARY, order=2, seed=5, eos_token_id=7)
+    with (
+        genrt.load(engine=lambda: ExactEngine(other, max_model_len=48)) as own,
+        serving(own, port=port, model="another"),
+    ):
+        with pytest.raises(genrt.EngineDied, match="another model"):
+            await remote.draw([1])
+        await remote.aclose()
+
+
+@pytest.mark.parametrize("restart", [None, "auto"])
+async def test_new_weights_on_the_server_end_a_connection(restart: Any) -> None:
+    own, other = (NGram.random(VOCABULARY, order=1, seed=seed) for seed in (5, 6))
+    with (
+        genrt.load(engine=lambda: ExactEngine(own, max_model_len=48)) as lm,
+        serving(lm) as server,
+    ):
+        remote = await AsyncLM.connect(str(server.url), restart=restart)
+        before = await remote.next_token_logprobs([1])
+        await lm.update_weights({"table": other.table})
+        with pytest.raises(genrt.EngineFailed):
+            await remote.next_token_logprobs([2])
+        with pytest.raises(genrt.EngineFailed, match="connect again"):  # its cache has old rows
+            await remote.arestart()
+        await remote.aclose()
+        again = await AsyncLM.connect(str(server.url))
+        row = await again.next_token_logprobs([1])
+        assert torch.equal(row, await lm.next_token_logprobs([1]))
+        assert not torch.equal(row, before)
+        with pytest.raises(genrt.EngineUnsupported, match="where the model is"):
+            await again.update_weights({"table": own.table})
+        await again.aclose()
+
+
+async def test_a_busy_server_is_asked_again() -> None:
+    held = Gate()
+    engine = ScriptedEngine(gate=held)
+    with (
+        genrt.load(engine=lambda: engine) as lm,
+        serving(lm, limits=ServerLimits(requests=1)) as server,
+    ):
+        remote = await AsyncLM.connect(str(server.url))
+        other = await AsyncLM.connect(str(server.url))
+        first = asyncio.create_task(remote.next_token_logprobs([1]))
+        await asyncio.to_thread(held.wait_until_held)
+        second = asyncio.create_task(other.next_token_logprobs([2]))
+        await asyncio.to_thread(_until_it_waits, cast("RemoteEngine", other._thread.engine))
+        held.open()
+        assert torch.equal(await first, expected_row(logprobs(1)))
+        assert torch.equal(await second, expected_row(logprobs(2)))
+        await remote.aclose()
+        await other.aclose()
+
+
+def _until_it_waits(engine: RemoteEngine) -> None:
+    while not engine._waited:
+        assert engine.statistics().steps == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["", "nowhere", "ftp://x", "http://", "http://x:99999", None, 8, "file:///etc/passwd"]
+)
+async def test_what_is_no_url_is_refused(url: Any) -> None:
+    with pytest.raises(InvalidRequest, match="url"):
+        await AsyncLM.connect(url)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"timeout": 0}, {"timeout": "1"}, {"cache_bytes": -1}, {"restart": "no"}, {"seed": -1}),
+        *({"api_key": 3}, {"api_key": "new\nline"}),
+    ],
+)
+async def test_wrong_options_are_refused(server: Server, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        await AsyncLM.connect(str(server.url), **options)
+
+
+async def test_a_wrong_key_and_a_closed_port_say_what_is_wrong(server: Server) -> None:
+    with pytest.raises(genrt.EngineDied, match="key is missing or wrong"):
+        await AsyncLM.connect(str(server.url), api_key="another-key")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    with pytest.raises(genrt.EngineDied, match="cannot be reached"):
+        await AsyncLM.connect(f"http://127.0.0.1:{port}")
+
+
+class Canned:
+    """A server of its own kind: every connection gets these bytes."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, args=(answers,))
+        self._thread.start()
+
+    def _run(self, answers: tuple[bytes, ...]) -> None:
+        for answer in answers:
+            connection, _ = self._listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    def close(self) -> None:
+        self._thread.join(30)
+        self._listening.close()
+
+
+def ok(body: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"", b"SSH-2.0-x\r\n", ok(b"hello"), ok(b"[]"), ok(b'{"vocab_size": 3}'), ok(b"null")),
+        *(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 500 x\r\n\r\n"),
+        ok(b"{" * 50_000),
+    ],
+)
+async def test_what_is_no_genrt_server_is_refused(answer: bytes) -> None:
+    canned = Canned(answer)
+    try:
+        with pytest.raises((genrt.EngineUnsupported, genrt.EngineFailed)):
+            await AsyncLM.connect(canned.url, timeout=20)
+    finally:
+        canned.close()
+
+
+# -- the wire -------------------------------------------------------------------------------------
+
+LIMITS = Limits(40, 16)
+TRAVELLING = [each for each in READ_KINDS if each in RemoteEngine.reads]
+STYLE = Adapter("style", 3)
+IDS = st.lists(st.integers(0, 39), min_size=1, max_size=9).map(tuple)
+
+
+@st.composite
+def flushes(draw: st.DrawFn) -> list[Any]:
+    """Rows and reads of every kind that travels, some of equal contexts and masks."""
+    asked: list[Any] = []
+    for _ in range(draw(st.integers(0, 9))):
+        row = LogprobsRequest(draw(IDS), draw(st.sampled_from([None, STYLE])))
+        kind = draw(st.sampled_from([None, *TRAVELLING]))
+        if kind is None:
+            asked.append(row)
+            continue
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        asked.append(ReadRequest(row, draw(st.sampled_from(kind.examples(40, generator)))))
+    return asked
+
+
+@settings(deadline=None)
+@given(asked=flushes())
+def test_a_flush_arrives_as_it_was_sent(asked: list[Any]) -> None:
+    data = flush_of(asked, "m")
+    found = flush_to(data, LIMITS, {None: None, "style": STYLE}.__getitem__, model="m", most=99)
+    assert found == asked
+
+
+def results_of(asked: list[Any]) -> list[Any]:
+    results: list[Any] = []
+    for each in asked:
+        row = torch.randn(40).log_softmax(0)
+        wanted = each.wanted if isinstance(each, ReadRequest) else None
+        if wanted is None:
+            results.append(row)
+        elif isinstance(wanted, DrawToken):
+            results.append(Draw(-1, -math.inf, -math.inf) if wanted.seed else Draw(3, -1.5, -0.5))
+        elif isinstance(wanted, Candidates):
+            results.append(row[list(wanted.token_ids)])
+        elif isinstance(wanted, TopTokens):
+            results.append(TopLogprobs(*reversed(row.topk(wanted.k))))
+    return results
+
+
+@settings(deadline=None)
+@given(asked=flushes(), cut=st.integers(1, 8))
+def test_answers_arrive_as_they_were_sent_or_not_at_all(asked: list[Any], cut: int) -> None:
+    results = results_of(asked)
+    if results:
+        results[0] = NotFinite("poison")
+    data = answers_of(results, {"style": 3})
+    found, versions = answers_to(data, asked, 40)
+    assert versions == {"style": 3}
+    for here, there in zip(results, found, strict=True):
+        assert type(here) is type(there)
+        assert str(here) == str(there)
+    with pytest.raises(EngineFailed):
+        answers_to(data[:-cut] if len(data) > 8 + cut else b"", asked, 40)
+    with pytest.raises(EngineFailed):
+        answers_to(data + b"\0" * cut, asked, 40)
+
+
+@pytest.mark.promise(number=35)
+@settings(deadline=None)
+@given(asked=flushes(), data=st.data())
+def test_a_flush_that_was_changed_on_its_way_is_refused_or_another(
+    asked: list[Any], data: st.DataObject
+) -> None:
+    sent = bytearray(flush_of(asked, "m"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = flush_to(bytes(sent), LIMITS, {None: None, "style": STYLE}.get, model="m", most=9)
+    except InvalidRequest:
+        return
+    assert len(found) <= 9
+
+
+def test_a_header_of_any_json_is_refused() -> None:
+    right = {"model": "m", "contexts": [], "adapters": [], "masks": 0, "questions": []}
+    odd: list[Any] = [
+        None,
+        -1,
+        10**30,
+        1.5,
+        "x",
+        [None],
+        [[]],
+        [["row"]],
+        {"a": 1},
+        [["row", 0, 0]],
+    ]
+    for name in right:
+        for value in odd:
+            if value == right[name] or (name, value) == ("adapters", [None]):
+                continue
+            header = json.dumps(right | {name: value}).encode()
+            data = len(header).to_bytes(4, "little") + header
+            with pytest.raises(InvalidRequest):
+                flush_to(data, LIMITS, lambda name: None, model="m", most=9)
+
+
+# -- tokenizers -----------------------------------------------------------------------------------
+
+
+def test_tokenizers_arrive_as_they_were_sent() -> None:
+    own = BytesTokenizer(VOCABULARY, eos_token_id=7)
+    there = unpacked_tokenizer(packed_tokenizer(own))
+    assert (there.byte_vocab, there.eos_token_id) == (own.byte_vocab, own.eos_token_id)
+    assert unpacked_tokenizer(packed_tokenizer(None)) is None
+    trained = make_tokenizer(300)
+    trained.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    found = unpacked_tokenizer(packed_tokenizer(trained))
+    assert found.get_vocab() == trained.get_vocab()
+    assert found.encode("Paris is 1 city") == trained.encode("Paris is 1 city")
+    assert (found.eos_token_id, found.chat_template) == (1, trained.chat_template)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        *({"../x.json": "{}"}, {"/etc/x.json": "{}"}, {"x.py": "1"}, {"a/x.json": "{}"}),
+        *({"bytes_tokenizer.json": "[]"}, {"bytes_tokenizer.json": '{"vocabulary": 3}'}),
+        {"x.json": "{}"},
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(files: dict[str, str]) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    with pytest.raises(EngineFailed, match="tokenizer cannot be read"):
+        unpacked_tokenizer(packed.getvalue())
+    with pytest.raises(EngineFailed, match="tokenizer cannot be read"):
+        unpacked_tokenizer(b"no archive")

@@ -1,0 +1,265 @@
+"""The gate of a server: keys, paths, hosts, and what is too much, too large or too slow."""
+
+from __future__ import annotations
+
+import base64
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import genrt
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import InvalidRequest
+from genrt.server import Server, ServerLimits, serving
+from genrt.server.gate import check_key, is_loopback
+from tests.scripted import Gate, ScriptedEngine
+
+KEY = "open-sesame-42"
+LIMITS = ServerLimits(body_bytes=4096, body_seconds=0.2, head_seconds=0.2, requests=4, contexts=8)
+ROW = {"prompts": [[1]], "top": 1}
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[genrt.AsyncLM]:
+    with genrt.load(engine=lambda: ExactEngine(NGram.random(11, seed=1), max_model_len=64)) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def locked(lm: genrt.AsyncLM) -> Iterator[Server]:
+    """A server with a key and narrow limits."""
+    with serving(lm, api_key=KEY, limits=LIMITS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def free(lm: genrt.AsyncLM) -> Iterator[Server]:
+    """A server without a key."""
+    with serving(lm, limits=LIMITS) as server:
+        yield server
+
+
+def asked(server: Server, method: str, path: str, **options: object) -> httpx.Response:
+    return httpx.request(method, f"{server.url}{path}", **options)  # type: ignore[arg-type]
+
+
+def raw(server: Server, data: bytes) -> bytes:
+    """What a server answers to these bytes, until it closes the connection."""
+    host, port = str(server.url).removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(data)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+    return found
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+PATHS = [
+    *(
+        "/",
+        "/status.js",
+        "/v1/status",
+        "/v1/runtime",
+        "/v1/tokenizer",
+        "/metrics",
+        "/docs",
+        "/nope",
+    ),
+    *("/health/", "//health", "/health/..", "/health/../v1/status", "/health%2f..%2fv1%2fstatus"),
+    *(
+        "/HEALTH",
+        "/health;x",
+        "/v1/../health",
+        "/./health",
+        "/health%00",
+        "/%68ealth/",
+        "/v1//status",
+    ),
+]
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_but_the_health_of_a_server_is_told_without_the_key(
+    locked: Server, path: str, method: str
+) -> None:
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+    status = int(raw(locked, head.encode()).split(b" ")[1])
+    assert status == 401, path
+
+
+def test_the_health_of_a_server_is_told_to_everyone(locked: Server) -> None:
+    assert asked(locked, "GET", "/health").status_code == 200
+    assert asked(locked, "HEAD", "/health").status_code == 200
+    assert asked(locked, "POST", "/health").status_code == 401
+
+
+@pytest.mark.promise(number=35)
+@settings(deadline=None)
+@given(
+    header=st.one_of(
+        st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=60),
+        st.sampled_from([KEY[:-1], KEY + "x", KEY.upper(), f"{KEY},{KEY}", f'"{KEY}"', ""]).map(
+            lambda key: f"Bearer {key}".strip()
+        ),
+        st.sampled_from(["Basic", "Digest", "Token", "bearer:"]).map(lambda kind: f"{kind} {KEY}"),
+    )
+)
+def test_whatever_else_is_shown_for_a_key_is_refused(locked: Server, header: str) -> None:
+    found = asked(locked, "POST", "/v1/draw", json=ROW, headers={"authorization": header})
+    assert found.status_code == 401
+    assert KEY not in found.text
+
+
+@pytest.mark.promise(number=35)
+def test_the_key_lets_in_a_client_and_a_browser_that_reads(locked: Server) -> None:
+    password = base64.b64encode(f"anyone:{KEY}".encode()).decode()
+    browser = {"authorization": f"Basic {password}"}
+    assert asked(locked, "GET", "/", headers=browser).status_code == 200
+    assert asked(locked, "GET", "/v1/status", headers=bearer(KEY)).status_code == 200
+    found = asked(locked, "POST", "/v1/next_token_logprobs", json=ROW, headers=bearer(KEY))
+    assert found.status_code == 200
+    # A browser sends a password it knows along with whatever a page of another site asks for.
+    refused = asked(locked, "POST", "/v1/next_token_logprobs", json=ROW, headers=browser)
+    assert refused.status_code == 401
+    twice = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
+    assert asked(locked, "GET", "/v1/status", headers=twice).status_code == 401
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+def test_without_a_key_a_page_of_another_name_gets_nothing(free: Server, host: str) -> None:
+    head = f"GET /v1/status HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+    assert raw(free, head.encode()).startswith(b"HTTP/1.1 403")
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:1", "127.0.0.1", "127.0.0.1:9", "[::1]:7"]
+)
+def test_without_a_key_this_machine_is_answered(free: Server, host: str) -> None:
+    head = f"GET /v1/status HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+    assert raw(free, head.encode()).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_that_pages_may_send_unasked_is_refused(free: Server, kind: str) -> None:
+    found = asked(
+        free, "POST", "/v1/draw", content=b'{"prompts": [[1]]}', headers={"content-type": kind}
+    )
+    assert found.status_code == 415
+
+
+@pytest.mark.promise(number=35)
+def test_a_giant_body_is_refused(locked: Server) -> None:
+    giant = b" " * (LIMITS.body_bytes + 1)
+    headers = bearer(KEY) | {"content-type": "application/json"}
+    found = asked(locked, "POST", "/v1/draw", content=giant, headers=headers)
+    assert found.status_code == 413
+    found = asked(locked, "POST", "/v1/draw", content=iter([giant]), headers=headers)
+    assert found.status_code == 413
+    said = f"POST /v1/draw HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: "
+    assert b"413" in raw(locked, f"{said}{10**15}\r\nconnection: close\r\n\r\n".encode())[:20]
+
+
+@pytest.mark.promise(number=35)
+def test_a_slow_body_is_refused(locked: Server) -> None:
+    head = (
+        f"POST /v1/draw HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 9\r\n"
+    )
+    assert raw(locked, f"{head}\r\n{{".encode()).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"G", b"GET / HT", b"GET / HTTP/1.1\r\nhost: x\r\n", b"POST /v1/draw HTTP/1.1\r\na"],
+)
+def test_a_slow_head_ends_the_connection(locked: Server, data: bytes) -> None:
+    assert raw(locked, data).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/draw HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/draw HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /\x00 HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(locked: Server, data: bytes) -> None:
+    found = raw(locked, data)
+    assert 400 <= int(found.split(b" ")[1]) < 500
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize("line", [b"x: " + b"y" * 400_000, b"x: y\r\n" * 40_000, b"x" * 400_000])
+def test_a_giant_head_is_refused(locked: Server, line: bytes) -> None:
+    try:
+        found = raw(locked, b"GET / HTTP/1.1\r\nhost: x\r\n" + line)
+    except ConnectionError:  # it is closed while the rest is being sent
+        return
+    assert found == b"" or 400 <= int(found.split(b" ")[1]) < 500
+
+
+@pytest.mark.promise(number=35)
+def test_more_requests_than_are_served_at_once_are_told_to_come_again() -> None:
+    held = Gate()
+    with (
+        genrt.load(engine=lambda: ScriptedEngine(gate=held)) as lm,
+        serving(lm, limits=LIMITS) as server,
+        ThreadPoolExecutor(LIMITS.requests) as pool,
+    ):
+        path, row = "/v1/next_token_logprobs", {"prompts": [[1]], "top": 1}
+        asking = [
+            pool.submit(asked, server, "POST", path, json=row, timeout=60)
+            for _ in range(LIMITS.requests)
+        ]
+        gate = server.gate
+        assert gate is not None
+        held.wait_until_held()
+        while gate.serving < LIMITS.requests:  # which a lack of one would leave at three
+            assert asked(server, "GET", "/health").status_code == 200
+        found = asked(server, "GET", "/v1/status")
+        assert (found.status_code, found.headers["retry-after"]) == (429, "1")
+        held.open()
+        assert [each.result(60).status_code for each in asking] == [200] * LIMITS.requests
+        assert asked(server, "GET", "/v1/status").status_code == 200
+        assert gate.held_bytes == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_other_machines_need_a_key(lm: genrt.AsyncLM, host: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"api_key|host"):
+        serving(lm, host=host)
+
+
+@pytest.mark.parametrize(
+    "key", ["short", "", "has space in it", "ümläut-key", "new\nline-key", 12345678]
+)
+def test_what_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(InvalidRequest, match="api_key"):
+        check_key(key, "127.0.0.1")
+
+
+@given(st.ip_addresses())
+def test_loopback_addresses_are_those_of_the_kernel(address: object) -> None:
+    assert is_loopback(str(address)) == address.is_loopback  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["body_bytes", "requests", "contexts", "send_seconds"])
+@pytest.mark.parametrize("value", [0, -1, None, "8", float("nan")])
+def test_limits_are_checked(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        ServerLimits(**{name: value})  # type: ignore[arg-type]

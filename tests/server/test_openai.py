@@ -1,0 +1,462 @@
+"""vLLM's OpenAI application over a runtime on a CPU, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytest.importorskip("openai")
+
+import openai
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+import genrt
+from genrt.engines.vllm.engine import VLLMEngine
+from genrt.errors import InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.server import Server, serving
+from genrt.server.client import RuntimeClient
+from genrt.server.openai import front_end_options, options_of
+
+pytestmark = pytest.mark.vllm
+
+KEY = "open-sesame-42"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% for t in tools or [] %}{{ t['function']['name'] }}\n{% endfor %}assistant:"
+)
+OPTIONS = {
+    "chat_template": TEMPLATE,
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "enable_scale_out": True,
+    "enable_prompt_tokens_details": True,
+}
+ASKED: list[Any] = [{"role": "user", "content": "Paris is a city."}]
+
+
+async def until(happened: Callable[[], object]) -> None:
+    """Let the loop go round until something has happened in another thread."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline, "it never happens"
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="module")
+def lm(llama: Path, loras: tuple[Path, Path]) -> Iterator[AsyncLM]:
+    options = {"enforce_eager": True, "max_num_seqs": 8, "enable_lora": True, "max_lora_rank": 8}
+    with genrt.load(str(llama), engine_options=options, seed=7) as lm:
+        lm.add_adapter_sync("style", loras[0])
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def server(lm: AsyncLM) -> Iterator[Server]:
+    with serving(lm, api_key=KEY, model="tiny", options=OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def idle(lm: AsyncLM) -> Callable[[], None]:
+    """Says that no text is left in the engine; a text that was withdrawn goes at its next turn."""
+    engine = cast("VLLMEngine", lm._thread.engine)
+
+    def check() -> None:
+        until = time.monotonic() + 60
+        while engine._in_progress or engine._samples.under_way or len(engine._samples):
+            assert time.monotonic() < until, "a text that nobody reads is still drawn"
+            lm._thread.call(lambda _: None).result()
+        natives = engine._samples.natives
+        assert (natives._courses, natives._streamed) == ({}, {})
+        assert lm.statistics().batcher.in_flight == 0
+
+    return check
+
+
+async def test_models_are_the_base_and_the_adapters(client: openai.AsyncOpenAI) -> None:
+    found = [each async for each in client.models.list()]
+    assert [each.id for each in found] == ["tiny", "style"]
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="another", prompt="a")
+
+
+async def test_a_completion_is_the_runtimes(lm: AsyncLM, client: openai.AsyncOpenAI) -> None:
+    for seed, heat in ((3, 1.0), (4, 0.7), (None, 0.0)):
+        found = await client.completions.create(
+            model="tiny", prompt="Paris is", max_tokens=9, temperature=heat, seed=seed, logprobs=2
+        )
+        own = await lm.generate("Paris is", max_tokens=9, temperature=heat, seed=seed, logprobs=2)
+        [choice] = found.choices
+        assert (choice.text, choice.finish_reason) == (own.text, own.finish_reason)
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == pytest.approx(own.logprobs, abs=1e-4)
+        assert found.usage is not None
+        assert found.usage.completion_tokens == len(own.token_ids)
+        assert found.usage.prompt_tokens == len(own.prompt_token_ids)
+
+
+async def test_an_adapter_is_called_by_its_name(lm: AsyncLM, client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.0}
+    style = await client.completions.create(model="style", **asked)
+    base = await client.completions.create(model="tiny", **asked)
+    own = await lm.generate([5, 6, 7], max_tokens=8, temperature=0.0, adapter="style")
+    assert style.choices[0].text == own.text != base.choices[0].text
+
+
+async def test_several_texts_and_the_prompt_before_them(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "Paris is", "max_tokens": 6, "n": 3, "seed": 5}
+    found = await client.completions.create(**asked, echo=True)
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert len({choice.text for choice in found.choices}) > 1
+    assert all(choice.text.startswith("Paris is") for choice in found.choices)
+    streamed = {0: "Paris is", 1: "Paris is", 2: "Paris is"}
+    async for part in await client.completions.create(**asked, stream=True):
+        for choice in part.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == {choice.index: choice.text for choice in found.choices}
+
+
+async def test_chats_and_their_streams_are_the_same_text(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": ASKED,
+        "max_tokens": 30,
+        "seed": 11,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = await client.chat.completions.create(**asked)
+    text, logprobs, reasons, usage = "", [], [], None
+    async for part in await client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = part.usage or usage
+        for choice in part.choices:
+            text += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+            if choice.logprobs is not None and choice.logprobs.content is not None:
+                logprobs += [each.logprob for each in choice.logprobs.content]
+    [choice] = whole.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert text == choice.message.content
+    assert logprobs == pytest.approx([each.logprob for each in choice.logprobs.content], abs=1e-4)
+    assert reasons == [choice.finish_reason]
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == 30
+    assert all(len(each.top_logprobs) >= 2 for each in choice.logprobs.content)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_stop_strings_end_a_text_where_they_begin(
+    lm: AsyncLM, client: openai.AsyncOpenAI, is_streamed: bool
+) -> None:
+    own = await lm.generate("Paris is", max_tokens=60, seed=9, ignore_eos=True)
+    stop = own.text[20:23]
+    asked: Any = {
+        "model": "tiny",
+        "prompt": "Paris is",
+        "max_tokens": 60,
+        "seed": 9,
+        "stop": [stop],
+        "extra_body": {"ignore_eos": True},
+    }
+    if is_streamed:
+        parts = [part async for part in await client.completions.create(**asked, stream=True)]
+        text = "".join(part.choices[0].text for part in parts)
+        reason = parts[-1].choices[0].finish_reason
+    else:
+        [choice] = (await client.completions.create(**asked)).choices
+        text, reason = choice.text, choice.finish_reason
+    assert (text, reason) == (own.text[: own.text.index(stop)], "stop")
+
+
+async def test_a_json_schema_is_kept(client: openai.AsyncOpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+    for seed in range(3):
+        found = await client.chat.completions.create(
+            model="tiny", messages=ASKED, max_tokens=380, seed=seed, response_format=form
+        )
+        value = json.loads(str(found.choices[0].message.content))
+        assert value["city"] in ("Paris", "Rome")
+        assert isinstance(value["big"], bool)
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_tool_is_called_with_what_its_schema_admits(
+    client: openai.AsyncOpenAI, is_streamed: bool
+) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": ASKED,
+        "tools": [TOOL],
+        "max_tokens": 120,
+        "seed": 2,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }
+    if is_streamed:
+        name = arguments = ""
+        async for part in await client.chat.completions.create(**asked, stream=True):
+            for choice in part.choices:
+                for call in choice.delta.tool_calls or []:
+                    assert call.function is not None
+                    name += call.function.name or ""
+                    arguments += call.function.arguments or ""
+    else:
+        message = (await client.chat.completions.create(**asked)).choices[0].message
+        assert message.tool_calls
+        [call] = cast("list[Any]", message.tool_calls)
+        name, arguments = call.function.name, call.function.arguments
+    assert name == "weather"
+    assert json.loads(arguments)["city"] in ("Paris", "Rome")
+
+
+async def test_responses_tokens_and_metrics(
+    lm: AsyncLM, server: Server, client: openai.AsyncOpenAI
+) -> None:
+    found = await client.responses.create(
+        model="tiny", input="Paris", max_output_tokens=8, temperature=0
+    )
+    assert found.status in ("completed", "incomplete")
+    async with httpx.AsyncClient(
+        base_url=str(server.url), headers={"authorization": f"Bearer {KEY}"}, timeout=120
+    ) as http:
+        ids = (await http.post("/tokenize", json={"model": "tiny", "prompt": "Paris is"})).json()
+        assert ids["tokens"] == lm.encode("Paris is")
+        asked = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "temperature": 0.0}}
+        drawn = (await http.post("/inference/v1/generate", json=asked)).json()
+        own = await lm.generate([5, 6], max_tokens=4, temperature=0.0)
+        assert drawn["choices"][0]["token_ids"] == [*own.token_ids]
+        text = (await http.get("/metrics")).text
+        assert "genrt_engine_sampled_tokens_total" in text
+        assert "http_requests_total" in text
+        for path in ("/scale_elastic_ep", "/scale_elastic_ep/", "/start_profile"):
+            assert (await http.post(path)).status_code == 404
+
+
+WRONG: list[dict[str, Any]] = [
+    *({"max_tokens": -1}, {"max_tokens": "x"}, {"temperature": -1}, {"n": 0}, {"n": 10**6}),
+    *({"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": []}, {"prompt": "a " * 5000}, {"top_p": 0}),
+    *({"prompt": None}, {"prompt": {"a": 1}}, {"logprobs": 10**6}, {"stop": 3}, {"seed": "x"}),
+    *({"vllm_xargs": {"genrt_ticket": 1}}, {"vllm_xargs": {"genrt_text_seed": 1}}),
+    *({"structured_outputs": {"regex": "("}}, {"structured_outputs": {"json": "{"}}),
+    *({"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}},),
+    *({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}),
+    *({"logprob_token_ids": [1, 2]}, {"allowed_token_ids": [10**9]}, {"logit_bias": {"x": 1}}),
+]
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_wrong_request_is_refused_and_disturbs_nobody(
+    server: Server, client: openai.AsyncOpenAI, wrong: dict[str, Any], is_streamed: bool
+) -> None:
+    body = {"model": "tiny", "prompt": "Paris", "max_tokens": 4, "stream": is_streamed} | wrong
+    beside: Any = {"model": "tiny", "prompt": "Rome", "max_tokens": 20, "seed": 1}
+    other = asyncio.create_task(client.completions.create(**beside))
+    async with httpx.AsyncClient(
+        base_url=str(server.url), headers={"authorization": f"Bearer {KEY}"}, timeout=120
+    ) as http:
+        found = await http.post("/v1/completions", json=body)
+    assert found.status_code in (200, 400), found.text
+    if (
+        found.status_code == 200
+    ):  # an error after the head of a stream, or an option that is ignored
+        assert is_streamed or "logprob_token_ids" in wrong
+    assert (await other).choices[0].text == (await client.completions.create(**beside)).choices[
+        0
+    ].text
+
+
+@pytest.mark.promise(number=35)
+async def test_clients_that_disconnect_free_their_work_and_the_others_are_right(
+    lm: AsyncLM, server: Server, client: openai.AsyncOpenAI, idle: Callable[[], None]
+) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+    expected = [
+        (await lm.generate([5, each], max_tokens=100, seed=each, ignore_eos=True)).text
+        for each in range(24)
+    ]
+
+    async def read(each: int) -> str:
+        text, parts = "", 0
+        stream = await client.completions.create(prompt=[5, each], seed=each, stream=True, **asked)
+        async with stream:
+            async for part in stream:
+                text += part.choices[0].text
+                parts += 1
+                if each % 3 == 0 and parts == 2:
+                    break
+        return text
+
+    particles = asyncio.create_task(lm.batch_next_token_logprobs([[9, each] for each in range(20)]))
+    texts = await asyncio.gather(*map(read, range(24)))
+    for each, text in enumerate(texts):
+        if each % 3:
+            assert text == expected[each]
+        else:
+            assert expected[each].startswith(text)
+    assert (await particles).shape == (20, lm.vocab_size)
+    gone = asyncio.create_task(client.completions.create(prompt="a", **asked))
+    await until(lambda: lm.statistics().batcher.in_flight)
+    gone.cancel()
+    await asyncio.wait((gone,))
+    await asyncio.to_thread(idle)
+    gate = server.gate
+    assert gate is not None
+    await until(lambda: not gate.serving)
+    assert gate.held_bytes == 0
+
+
+async def test_a_text_that_is_aborted_ends_with_what_there_is(
+    lm: AsyncLM, idle: Callable[[], None]
+) -> None:
+    client = RuntimeClient(lm)
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
+        params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, n=2)
+        outputs = client.generate(tokens_input([5, 6]), params, "one")
+        first = asyncio.ensure_future(anext(outputs))
+        await until(lambda: client._flows)
+        await client.abort(["one", "unknown"])
+        ends = [await first, *[output async for output in outputs]]
+        reasons = [each.finish_reason for output in ends for each in output.outputs]
+        assert reasons.count("abort") == 2
+        assert ends[-1].finished
+        assert client._flows == {}
+    client.shutdown()
+    await asyncio.to_thread(idle)
+
+
+@pytest.mark.parametrize("kind", [*RequestOutputKind])
+async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(
+    lm: AsyncLM, kind: RequestOutputKind
+) -> None:
+    """As after a restart: the engine forgets, and the batcher sends what was in flight once more."""
+    client = RuntimeClient(lm)
+    params = SamplingParams(
+        max_tokens=120, ignore_eos=True, output_kind=kind, seed=4, logprobs=1, stop=["\u2603"]
+    )
+    expected = await lm.generate([5, 6], max_tokens=120, ignore_eos=True, seed=4, logprobs=1)
+    text, token_ids, logprobs, again = "", [], 0, 0
+    outputs = client.generate(tokens_input([5, 6]), params, "one")
+    pending = asyncio.ensure_future(anext(outputs))
+    await until(lambda: lm.statistics().engine.requests)
+
+    def begin_anew(_: object) -> None:
+        engine, batcher = cast("VLLMEngine", lm._thread.engine), lm._thread.batcher
+        under_way = [*engine._in_progress.values(), *engine._samples.waiting]
+        engine.cancel([each for each in under_way if each in batcher._entries])
+        batcher.resume()
+
+    while True:
+        if again < 3:
+            lm._thread.call(begin_anew).result()
+            again += 1
+        try:
+            output = await pending
+        except StopAsyncIteration:
+            break
+        [made] = output.outputs
+        if kind == RequestOutputKind.DELTA:
+            text, logprobs = text + made.text, logprobs + len(made.logprobs)
+            token_ids += made.token_ids
+        else:
+            text, token_ids, logprobs = made.text, [*made.token_ids], len(made.logprobs)
+        pending = asyncio.ensure_future(anext(outputs))
+    assert (text, tuple(token_ids)) == (expected.text, expected.token_ids)
+    assert logprobs == len(token_ids)
+    assert again >= 1
+    client.shutdown()
+
+
+def _servers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "genrt-server"]
+
+
+async def test_a_closed_runtime_is_told_as_unavailable_until_it_is_restarted(llama: Path) -> None:
+    options = {"enforce_eager": True, "max_num_seqs": 4}
+    before = set(_servers())
+    lm = await genrt.aload(str(llama), engine_options=options)
+    async with serving(lm, model="tiny", options=OPTIONS) as server:
+        await lm.aclose()
+        async with httpx.AsyncClient(base_url=str(server.url), timeout=120) as http:
+            assert (await http.get("/health")).status_code == 503
+            found = await http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+            assert found.status_code == 503
+            await lm.arestart()
+            assert (await http.get("/health")).status_code == 200
+            found = await http.post(
+                "/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2}
+            )
+            assert found.status_code == 200
+            asked = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 1, "prompt_logprobs": 0}
+            [choice] = (await http.post("/v1/completions", json=asked)).json()["choices"]
+            of_prompt = [next(iter(each.values())) for each in choice["prompt_logprobs"][1:]]
+            scores = (await lm.score([5], [6, 7, 8])).tolist()
+            assert [each["logprob"] for each in of_prompt] == pytest.approx(scores, abs=5e-4)
+            row = await lm.next_token_logprobs([5, 6])
+            async with await AsyncLM.connect(str(server.url)) as remote:
+                assert torch.equal(await remote.next_token_logprobs([5, 6]), row)
+                assert remote.encode("Paris is") == lm.encode("Paris is")
+                assert remote.byte_vocab == lm.byte_vocab
+    await lm.aclose()
+    assert set(_servers()) <= before
+
+
+@pytest.mark.parametrize("name", ["no_such", "host", "port", "api_key", "middleware"])
+def test_options_that_are_not_the_front_ends_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        front_end_options({name: 1})
+
+
+def test_arguments_of_vllm_serve_are_told_apart() -> None:
+    given = ["--max-num-seqs", "8", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    engine, front_end = options_of(given)
+    assert engine == {"max_num_seqs": 8}
+    assert front_end == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    assert options_of([]) == ({}, {})
+    with pytest.raises(InvalidRequest, match="--port"):
+        options_of(["--port", "1"])

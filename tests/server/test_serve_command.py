@@ -1,0 +1,69 @@
+"""``genrt serve``: what it refuses before it loads anything, and a server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from genrt.__main__ import main
+
+KEY = "open-sesame-42"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "give an api_key"),
+        (["--api-key", "short"], "8 characters"),
+        (["--max-requests", "0"], "requests must be at least 1"),
+        (["--adapter", "style"], "NAME=DIRECTORY"),
+        (["--engine", "transformers", "--", "--max-num-seqs", "3"], "the engine is transformers"),
+    ],
+)
+def test_wrong_arguments_are_told_before_a_model_is_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "no/such/model", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--no-such"], ["--port", "x"], ["a", "b"]])
+def test_unknown_arguments_end_with_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *arguments])
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_a_model_is_served_until_it_is_told_to_end(llama: Path, end: signal.Signals) -> None:
+    command = [sys.executable, "-m", "genrt", "serve", str(llama), "--engine", "transformers"]
+    command += ["--port", "0", "--name", "tiny"]
+    environment = os.environ | {"GENRT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            assert found, line + process.communicate()[1]
+            asked = {"prompts": [[5, 6]], "top": 2}
+            path = f"{found[0]}/v1/next_token_logprobs"
+            assert httpx.post(path, json=asked).status_code == 401
+            headers = {"authorization": f"Bearer {KEY}"}
+            answer = httpx.post(path, json=asked, headers=headers, timeout=60)
+            assert len(answer.json()["data"][0]["token_ids"]) == 2
+            process.send_signal(end)
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, output) == (0, "genrt: closing\n"), errors
+    assert KEY not in line + output + errors
+    assert "Traceback" not in errors
