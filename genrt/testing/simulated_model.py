@@ -106,7 +106,6 @@ def is_right(model: Model, request: Request, result: Result, weights: int = 0) -
         return False
     if isinstance(request, ReadRequest):
         return request.wanted.is_answer(model.answer(request.row, weights), result)
-    if isinstance(request, PopulationDraw):
     if isinstance(request, PopulationDraw | ScoreRequest):
         return request.is_answer([model.answer(row, weights) for row in request.rows], result)
     if isinstance(request, LogprobsRequest):
