@@ -82,8 +82,9 @@ class AsyncLM:
         return await connected(cls, url, options)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        reason = "it owns an engine and its thread: hand it on, or load another in another process"
-        raise TypeError(f"a runtime cannot be copied or pickled: {reason}")
+        raise TypeError(
+            "a runtime cannot be copied or pickled: hand it on as it is, and load another elsewhere"
+        )
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -133,8 +134,9 @@ class AsyncLM:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[encoding.ChatOptions]
     ) -> list[int]:
-        """Return the token ids of a conversation such as ``[{"role": "user", "content": "Hello!"}]``, by
-        the tokenizer's chat template; the assistant's turn is begun. ``ChatOptions`` has the options.
+        """Return the token ids of a conversation such as ``[{"role": "user", "content": "Hello!"}]``,
+        written by the tokenizer's own chat template. By default the assistant's turn is begun;
+        ``ChatOptions`` has the options.
 
         Raises:
             InvalidRequest: there is no chat template, it refuses the messages, or text would be lost.
@@ -158,7 +160,8 @@ class AsyncLM:
         """Return the row after ``token_ids``: float32 ``[vocab_size]``, ``logsumexp == 0``.
 
         It is on ``self.device``, or on the host with ``device="cpu"``: from a GPU, the rows of a step
-        are moved together. The tensor is the caller's own. Equal concurrent questions are asked once.
+        are moved there together, through pinned memory. The tensor is the caller's own. Concurrent
+        questions are answered together, equal ones once.
 
         Raises:
             InvalidRequest: token ids that are no ints in range, or none; ContextTooLong, UnknownAdapter.
@@ -180,8 +183,10 @@ class AsyncLM:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``. This is
-        one question: it raises and cancels as ``next_token_logprobs`` does, as a whole."""
+        """Return the rows after ``contexts``, in order: float32 ``[len(contexts), vocab_size]``.
+
+        One question with one future, however many contexts; raises and cancels as
+        ``next_token_logprobs`` does, for the whole batch, and for one of no contexts too."""
         bound, moves = self._adapters.bound(adapter), must_move(device, self.device)
         rows = [row_request(self._limits, each, bound) for each in check_contexts(contexts)]
         requests = [host_row(row) for row in rows] if moves else rows
@@ -207,16 +212,16 @@ class AsyncLM:
         The result's ``logprob`` is the log-probability with which the token was drawn, and ``log_mass``
         is ``logsumexp(row[mask])``, of the row itself whatever the temperature: at temperature 1 the
         incremental log importance weight. At another, the weight is ``row[token_id] - logprob``. No mass
-        under the mask is a dead end and no error: token -1, ``log_mass`` -inf. Draws after equal contexts
-        share a row; one that is in the cache is used, one computed for a draw is not put there.
+        under the mask is a dead end and no error: token -1, ``log_mass`` -inf. Concurrent draws are
+        batched, on the engine's device; those after equal contexts share a row, which may be the cache's.
 
         Args:
             mask: what may be drawn: bool ``[vocab_size]``; token ids as a list, a set or int64; or a
                 packed bitmask, int32 ``[ceil(vocab_size / 32)]``, as ``constraints.bitmasks`` makes.
                 ``None`` is all, and integers of any other type are refused.
             temperature: 0 is greedy.
-            seed: makes the draw reproducible, whatever else is in the batch; equal seeds share their
-                randomness. Without one, calls are independent.
+            seed: makes the draw reproducible, whatever else is in the batch; draws of equal seeds share
+                their randomness, so give each one of its own. Without one, calls are independent.
 
         Raises:
             InvalidRequest: a mask or parameter that fits nothing; else as ``next_token_logprobs``.
@@ -309,7 +314,8 @@ class AsyncLM:
     ) -> Population:
         """Return ``n`` sequences that begin with a prompt, or one for each of several prompts, to go on
         together as arrays; nothing is computed yet. Raises InvalidRequest if these are no prompts, or
-        ``n`` is missing for one or given for several; UnknownAdapter."""
+        ``n`` is missing for one or given for several; UnknownAdapter.
+        """
         return self._populations.begin(prompt, n, adapter)
 
     # -- samples and texts --------------------------------------------------------------------
@@ -321,8 +327,9 @@ class AsyncLM:
         timeout: float | None = None,
         **options: Unpack[SampleOptions],
     ) -> list[int]:
-        """Draw up to ``max_tokens`` tokens, which must be given, by the engine's own decode loop.
-        ``SampleOptions`` and ``DecodingOptions`` have the options.
+        """Draw up to ``max_tokens`` tokens one after another, by the engine's own decode loop.
+
+        ``SampleOptions`` and ``DecodingOptions`` have the options; ``max_tokens`` must be given.
 
         Raises:
             InvalidRequest: a parameter is out of range; ContextTooLong when the context and
@@ -346,8 +353,10 @@ class AsyncLM:
     async def generate(
         self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Draw the text after a prompt, by the engine's own decode loop. The prompt is token ids, or a
-        text, for which the tokenizer adds its special tokens; ``GenerateOptions`` has the options.
+        """Draw the text after a prompt, by the engine's own decode loop.
+
+        The prompt is a text, tokenized with the special tokens that the tokenizer puts around it, or
+        token ids as they are. ``GenerateOptions`` has the options.
 
         Raises:
             InvalidRequest: an option is out of range, or the engine cannot do it; else as ``sample``.
@@ -359,7 +368,8 @@ class AsyncLM:
         self, prompts: Sequence[str | TokenIds], **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """Draw the text after each of ``prompts``, in order, as one question; options as ``generate``'s.
-        With a ``seed``, prompt ``i`` has seed ``seed + i``: ``[prompt] * n`` gives independent texts."""
+        With a ``seed``, prompt ``i`` is drawn with seed ``seed + i``: ``[prompt] * n`` gives ``n``
+        independent texts."""
         requests, timeout = self._texts.requests(prompts, options)
         return list(await self._ask(requests, timeout=timeout))
 
@@ -372,10 +382,12 @@ class AsyncLM:
         return cast("Completion", (await self._ask(requests, timeout=timeout))[0])
 
     def stream(self, prompt: str | TokenIds, **options: Unpack[GenerateOptions]) -> Stream:
-        """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``. Each
-        ``Delta`` has what is new; with the last one, the stream's ``completion`` is there, the same as
-        ``generate``'s. Leaving the loop, or cancelling, withdraws the question; ``timeout`` is for all of
-        it. Wrong arguments raise here, all else on the way."""
+        """Return the text after a prompt as it is drawn, to be iterated: ``async for delta in …``.
+
+        With the last ``Delta``, the stream's ``completion`` is there, the same as ``generate``'s. Leaving
+        the loop, or cancelling, withdraws the question; ``timeout`` is for all of it. Wrong arguments
+        raise here, all else on the way.
+        """
         request, timeout = self._texts.streamed(self._texts.requests([prompt], options))
         return self._stream(request, timeout=timeout)
 
@@ -440,9 +452,11 @@ class AsyncLM:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
 
         Calls made from then on can name it. A name that is loaded already is bound to the new weights;
-        questions asked before keep the old ones, and no row of theirs is ever returned for the new.
-        Cancelling leaves the name as it was, or bound to the new adapter. Raises InvalidAdapter: the
-        directory holds none in safetensors, or one that does not fit, or the engine takes none."""
+        questions asked before keep the old ones. Cancelling leaves the name as it was, or bound to these.
+
+        Raises:
+            InvalidAdapter: there is no safetensors adapter that fits, or the engine takes none.
+        """
         await asyncio.wrap_future(self._adapters.add(name, path))
 
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
@@ -535,13 +549,14 @@ class AsyncLM:
         self._cache.clear()
 
     def statistics(self) -> Statistics:
-        """Return the counters at this moment; ``later.since(earlier)`` has what was done in between."""
+        """Return the counters at this moment, as a frozen value; ``later.since(earlier)`` has what was
+        done in between."""
         batcher, cache = self._thread.batcher.statistics(), self._cache.statistics()
         return Statistics(batcher=batcher, cache=cache, engine=self._thread.statistics())
 
     def close(self) -> None:
-        """End every waiter with ``Closed`` and free the engine. Idempotent, from any thread. Returns when
-        the step in progress has ended, or after 5 seconds if it takes longer."""
+        """End every waiter with ``Closed`` and free the engine; return when the step in progress has
+        ended, or after 5 seconds. Idempotent, from any thread."""
         self._thread.close()
 
     async def aclose(self) -> None:
@@ -550,9 +565,10 @@ class AsyncLM:
 
     def restart(self) -> None:
         """Close the engine, if that has not happened, and open another one with the same options and
-        adapters; this runtime then answers again. Cached rows stay, the engine's statistics start anew,
-        questions that still waited raise ``Closed``. With ``load(…, restart="auto")`` an engine that died
-        is replaced without being asked, and no question notices.
+        adapters; this runtime then answers again. Cached rows stay, the engine's statistics start anew.
+
+        Questions that were still waiting raise ``Closed``. With ``load(…, restart="auto")`` an engine
+        that died is replaced without being asked, and no question notices.
 
         Raises:
             EngineFailed: a step takes longer than 5 seconds: wait for it, then try again.

@@ -175,14 +175,14 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "runtime.weights",
         "test_new_weights.py",
-        ("_Update.finish", "rows of the old weights stay cached", Drop("self._cache.clear")),
+        ("Update.finish", "rows of the old weights stay cached", Drop("self._cache.clear")),
         (
-            "_Update.end",
+            "Update.end",
             "half of the new weights answer when an update is given up",
             Swap("self._answering is answering", "False"),
         ),
         (
-            "_Update.begin",
+            "Update.begin",
             "adapters are loaded while half of the weights are new",
             Drop("self._thread.be_alone"),
         ),

@@ -29,6 +29,7 @@ __all__ = [
     "KeptWeights",
     "Layout",
     "NamedTensors",
+    "Receiving",
     "Sleeping",
     "TensorForm",
     "Updating",
@@ -123,6 +124,23 @@ class Sleeping(Weights, Protocol):
 
     def wake_up(self) -> None:
         """Have all of it back, but weights that were dropped: those have to be loaded."""
+
+
+@runtime_checkable
+class Receiving(Weights, Protocol):
+    """Weights of an engine whose workers a trainer sends tensors to by itself, as vLLM's trainers do."""
+
+    def check_receives(self) -> None:
+        """Raise EngineUnsupported, with the reason, unless the engine was opened for it."""
+
+    def connect(self, init_info: Mapping[str, Any]) -> None:
+        """Have the workers meet a trainer. Raises EngineFailed if they do not meet."""
+
+    def disconnect(self) -> None:
+        """Have the workers leave the trainer."""
+
+    def receive(self, update_info: Any) -> None:
+        """Take what the trainer sends, in place of ``load``."""
 
 
 def weights_of(engine: object) -> Weights:

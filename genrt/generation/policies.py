@@ -33,11 +33,23 @@ class PolicyGeneration:
     ``BatchedDataDict(…)`` makes NeMo-RL's own dictionary of it.
 
     With a ``seed``, sample ``i`` of all that were asked so far is drawn with seed ``seed + i``, so
-    that no two calls draw alike."""
+    that no two calls draw alike.
 
-    def __init__(self, lm: AsyncLM, **options: Unpack[RolloutOptions]) -> None:
-        """Take a runtime, and the options of ``rollout`` for all calls. Raises InvalidRequest if one is
-        wrong, or is a list for the samples of one batch."""
+    New weights are ``lm.update_weights``'s; between two steps of training, ``finish_generation`` and
+    ``prepare_for_generation`` give the GPU to the trainer and take it back."""
+
+    def __init__(
+        self, lm: AsyncLM, *, colocated: bool = False, **options: Unpack[RolloutOptions]
+    ) -> None:
+        """Take a runtime, and the options of ``rollout`` for all calls.
+
+        Args:
+            colocated: whether the trainer works on the same GPU.
+
+        Raises:
+            InvalidRequest: an option is wrong, or is a list for the samples of one batch.
+        """
+        check_bool("colocated", colocated)
         given: dict[str, Any] = {**options}
         for name in ("stop_strings", "stop_token_ids"):
             if is_for_each(given.get(name)):
@@ -47,10 +59,28 @@ class PolicyGeneration:
         ids, lengths = (torch.empty(shape, dtype=torch.int64) for shape in ((0, 0), (0,)))
         RolloutBatch(lm, ids, lengths, options, "PolicyGeneration")
         self._lm = lm
+        self._is_colocated, self._is_asleep = colocated, False
         self._seed = check_seed(given.pop("seed", None))
         stops = given.pop("stop_strings", None)
         self._stops = [stops] if isinstance(stops, str) else list(stops or ())
         self._options = given
+
+    def prepare_for_generation(self) -> None:
+        """Have the GPU's memory back after ``finish_generation``, blocking; else nothing happens. Raises
+        as ``AsyncLM.wake_up``."""
+        if self._is_asleep:
+            self._lm.wake_up_sync()
+            self._is_asleep = False
+
+    def finish_generation(self) -> None:
+        """End what is under way, and forget what was computed. Where the trainer is colocated, free the
+        GPU's memory: ``generate`` raises EngineFailed until ``prepare_for_generation``. Idempotent; it
+        blocks, and raises as ``AsyncLM.sleep``."""
+        if not self._is_colocated:
+            self._lm.reset_prefix_cache()
+        elif not self._is_asleep:
+            self._lm.sleep_sync(asked="raise")
+            self._is_asleep = True
 
     def generate(self, data: Mapping[str, Any], *, greedy: bool = False) -> dict[str, Tensor]:
         """Return the rollout of a batch, blocking, as ``rollout_sync`` does. ``greedy`` draws the

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Required, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.numbers import check_float, check_int, named, shown
+from genrt.numbers import check_float, check_int, shown
 from genrt.questions.contexts import (
     TOKEN_BYTES,
     Adapter,
@@ -140,7 +140,7 @@ def check_among(names: Collection[str]) -> Check:
 
     def check(_: Limits, name: str, value: object) -> object:
         if not isinstance(value, str) or value not in names:
-            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {named(value)}")
+            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {shown(value)}")
         return value
 
     return check

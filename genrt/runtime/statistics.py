@@ -8,12 +8,16 @@ from typing import Any, TypeVar
 from genrt.engines.protocol import EngineStatistics
 from genrt.runtime.cache import CacheStatistics
 
-__all__ = ["BatcherStatistics", "Statistics"]
+__all__ = ["NO_COUNTERS", "BatcherStatistics", "Statistics"]
 
 Part = TypeVar("Part", bound=Any)
 
-NO_COUNTERS = {"largest_flush", "queued", "in_flight", "waiting", "rows", "bytes", "max_bytes"}
-"""Of the batcher and the cache: what is no counter, and so is not subtracted."""
+NO_COUNTERS = {
+    "batcher": {"largest_flush", "queued", "in_flight", "waiting"},
+    "cache": {"rows", "bytes", "max_bytes"},
+    "engine": {"resident"},
+}
+"""The values of each part that may go down, and so are not subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,12 @@ class Statistics:
         ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident``. The
         counters of an engine that a restart has opened since ``earlier`` are taken as they are.
         """
-        engine = self.engine
-        if not _is_less(engine, earlier.engine, but={"resident"}):
-            engine = _difference(engine, earlier.engine, but={"resident"})
+        engine, but = self.engine, NO_COUNTERS
+        if not _is_less(engine, earlier.engine, but=but["engine"]):
+            engine = _difference(engine, earlier.engine, but=but["engine"])
         return Statistics(
-            batcher=_difference(self.batcher, earlier.batcher, but=NO_COUNTERS),
-            cache=_difference(self.cache, earlier.cache, but=NO_COUNTERS),
+            batcher=_difference(self.batcher, earlier.batcher, but=but["batcher"]),
+            cache=_difference(self.cache, earlier.cache, but=but["cache"]),
             engine=engine,
         )
 

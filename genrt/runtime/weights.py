@@ -34,6 +34,7 @@ from genrt.engines.weights import (
     Copying,
     Layout,
     NamedTensors,
+    Weights,
     check_complete,
     check_tensors,
     forms_in,
@@ -56,7 +57,7 @@ from genrt.runtime.fences import Fence, Pending, check_pending
 from genrt.runtime.pauses import Pauses
 from genrt.runtime.thread import EngineThread, aside
 
-__all__ = ["UpdateOptions", "WeightUpdates", "WeightsSource"]
+__all__ = ["Taking", "Update", "UpdateOptions", "WeightUpdates", "WeightsSource"]
 
 T = TypeVar("T")
 
@@ -92,8 +93,8 @@ class WeightUpdates:
     """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
 
     def __init__(self, thread: EngineThread, cache: RowCache, pauses: Pauses) -> None:
-        self._thread = thread
-        self._cache = cache
+        self.thread = thread
+        self.cache = cache
         self._pauses = pauses
         self._lock = threading.Lock()
         self._last: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -111,10 +112,10 @@ class WeightUpdates:
         check_pending(pending)
         check_bool("check_finite", check_finite)
         check_bool("keep", keep)
-        self._pauses.check_awake()
+        self.check_awake()
         chunks = _Chunks(source)
-        layout = await self._called(lambda answering: weights_of(answering.engine).layout())
-        taking = _Taking(layout, check_finite)
+        layout = await self.called(lambda answering: weights_of(answering.engine).layout())
+        taking = Taking(layout, check_finite)
         known = [each async for each in chunks.known()]
         for chunk in known:
             await taking.check(chunk)
@@ -124,45 +125,50 @@ class WeightUpdates:
             raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
         try:
             if keep:
-                taking.copy = self._thread.weights.begin()
+                taking.copy = self.thread.weights.begin()
                 for chunk in known:
                     await taking.keep(chunk)
-            async with self._alone():
-                update = _Update(self._thread, self._cache, Fence(pending), taking)
+            async with self.alone():
+                update = Update(self.thread, self.cache, Fence(pending), taking)
                 return await self._replace(update, known, chunks)
         except BaseException:
             if taking.copy is not None and not taking.is_given:
                 taking.copy.drop()
             raise
 
-    async def _replace(self, update: _Update, known: Sequence[_Chunk], chunks: _Chunks) -> int:
-        taking = update.taking
+    async def _replace(self, update: Update, known: Sequence[_Chunk], chunks: _Chunks) -> int:
+        taking, layout = update.taking, update.taking.layout
         try:
             taking.is_given = True
-            await self._called(update.fence_off)
+            await self.called(update.fence_off)
             await asyncio.wrap_future(update.fence.passed)
-            await self._called(update.begin, alone=update)
+            await self.called(update.begin, alone=update)
             for chunk in known:
-                await self._called(partial(update.load, chunk=chunk), alone=update)
+                await self.called(partial(update.load, give=chunk.to(layout)), alone=update)
             while (following := await chunks.take()) is not None:
                 await taking.check(following)
                 await taking.keep(following)
-                await self._called(partial(update.load, chunk=following), alone=update)
-            check_complete(taking.layout, taking.names)
-            return await self._called(update.finish, alone=update)
+                await self.called(partial(update.load, give=following.to(layout)), alone=update)
+            check_complete(layout, taking.names)
+            return await self.called(update.finish, alone=update)
         except Exception:  # whoever is told of it finds the runtime as it is from then on
             with contextlib.suppress(GenrtError):
-                await self._called(update.end, alone=update)
+                await self.called(update.end, alone=update)
             raise
         finally:
             with contextlib.suppress(Closed):  # which a forked child is told
-                self._thread.call_alone(update.end, update)
+                self.thread.call_alone(update.end, update)
 
-    async def _called(self, function: Callable[[AnsweringEngine], T], *, alone: object = None) -> T:
-        return await asyncio.wrap_future(self._thread.call_alone(function, alone))
+    def check_awake(self) -> None:
+        """Raise InvalidRequest if the engine sleeps."""
+        self._pauses.check_awake()
+
+    async def called(self, function: Callable[[AnsweringEngine], T], *, alone: object = None) -> T:
+        """Return what the engine's thread returns for this, alone with what ``alone`` owns."""
+        return await asyncio.wrap_future(self.thread.call_alone(function, alone))
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def alone(self) -> AsyncIterator[None]:
         """Wait until every update that began before is over."""
         over: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._lock:
@@ -178,7 +184,7 @@ class WeightUpdates:
             before.add_done_callback(partial(_follow, over))
 
 
-class _Taking:
+class Taking:
     """The new weights that were checked, and are kept for another engine.
 
     Attributes:
@@ -210,12 +216,10 @@ class _Taking:
             await chunk.by(lambda chunk: copy.add(chunk.of(self.layout)))
 
 
-class _Update:
+class Update:
     """One update, as the engine's thread does it; ``call_alone`` has each method called there."""
 
-    def __init__(
-        self, thread: EngineThread, cache: RowCache, fence: Fence, taking: _Taking
-    ) -> None:
+    def __init__(self, thread: EngineThread, cache: RowCache, fence: Fence, taking: Taking) -> None:
         self.fence = fence
         self.taking = taking
         self._cache = cache
@@ -232,13 +236,13 @@ class _Update:
         self._thread.be_alone(self)
         answering.begin_update()
 
-    def load(self, answering: AnsweringEngine, *, chunk: _Chunk) -> None:
-        """Load some tensors. Raises EngineDied if that fails."""
+    def load(self, answering: AnsweringEngine, *, give: Callable[[Weights], None]) -> None:
+        """Give the engine some tensors. Raises EngineDied if that fails."""
         if self._answering is None:
             self._answering = answering
         self._check(answering)
         try:
-            weights_of(answering.engine).load(chunk.of(self.taking.layout))
+            give(weights_of(answering.engine))
         except BaseException as error:
             self._die(error)
 
@@ -303,6 +307,10 @@ class _Chunk:
     async def by(self, function: Callable[[_Chunk], T]) -> T:
         """Return what the function returns for this chunk; in a thread of its own where it is slow."""
         return await _aside_if(self.is_slow, partial(function, self))
+
+    def to(self, layout: Layout) -> Callable[[Weights], None]:
+        """Return what gives the tensors to an engine."""
+        return lambda weights: weights.load(self.of(layout))
 
     def of(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, but for those that are only other names of one."""

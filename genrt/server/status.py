@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from genrt.lm import AsyncLM
-from genrt.runtime.statistics import Statistics
+from genrt.runtime.statistics import NO_COUNTERS, Statistics
 from genrt.server.bodies import finite, json_bytes
 from genrt.server.inferences import Running
 from genrt.server.routes import JSON
@@ -24,18 +24,6 @@ OWN_PAGE = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
 """The page loads its own parts and nothing else."""
-
-GAUGES = {
-    "largest_flush",
-    "queued",
-    "in_flight",
-    "waiting",
-    "rows",
-    "bytes",
-    "max_bytes",
-    "resident",
-}
-"""What may go down, by its name; engine's ``rows`` and the cache's differ in that."""
 
 PARTS = {"status.html": "text/html", "status.js": "text/javascript", "status.css": "text/css"}
 
@@ -107,7 +95,7 @@ def _counters(statistics: Statistics) -> list[bytes]:
     lines: list[bytes] = []
     for part in fields(statistics):
         for name, value in asdict(getattr(statistics, part.name)).items():
-            gauge = name in GAUGES and not (part.name == "engine" and name == "rows")
+            gauge = name in NO_COUNTERS[part.name]
             full = f"genrt_{part.name}_{name}" + ("" if gauge else "_total")
             kind = "gauge" if gauge else "counter"
             lines.append(f"# TYPE {full} {kind}\n{full} {value}\n".encode())

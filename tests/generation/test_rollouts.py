@@ -29,6 +29,7 @@ from genrt.generation import (
 )
 from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, ROOM, Engine, nothing_left
+from tests.runtime.test_pauses import SleepyEngine
 from tests.scripted import Gate, passes
 from tests.testing.test_testing import adapter_directories
 
@@ -608,3 +609,24 @@ def test_a_trainers_mistakes_are_told(lm: AsyncLM) -> None:
     for options, message in wrong:
         with pytest.raises(InvalidRequest, match=message):
             PolicyGeneration(lm, **({"pad_value": 0} | options))
+
+
+def test_a_colocated_trainer_gets_the_gpu_between_two_generations() -> None:
+    batch = {"input_ids": BATCH, "input_lengths": LENGTHS}
+    with genrt.load(engine=SleepyEngine) as lm:
+        policy = PolicyGeneration(lm, colocated=True, pad_value=0, max_new_tokens=2, seed=1)
+        weights = lm._thread.engine.weights  # type: ignore[attr-defined]
+        policy.prepare_for_generation()
+        before = policy.generate(batch)
+        for _ in range(2):
+            policy.finish_generation()
+            assert weights.levels == [1]
+            with pytest.raises(EngineFailed, match="paused"):
+                policy.generate(batch)
+        for _ in range(2):
+            policy.prepare_for_generation()
+        assert not weights.is_asleep
+        again = PolicyGeneration(lm, pad_value=0, max_new_tokens=2, seed=1)
+        again.finish_generation()  # of one that is not colocated, which goes on
+        assert torch.equal(again.generate(batch)["output_ids"], before["output_ids"])
+        assert weights.levels == [1]

@@ -170,7 +170,9 @@ def test_errors_name_the_tensor_and_what_was_expected(lm: AsyncLM) -> None:
         lm.update_weights_sync({})
 
 
-@pytest.mark.parametrize("source", [None, 1, 1.5, b"x", TABLE, object()], ids=str)
+@pytest.mark.parametrize(
+    "source", [None, 1, 1.5, b"x", TABLE, object()], ids=lambda x: type(x).__name__
+)
 def test_what_is_no_source_is_refused(lm: AsyncLM, source: Any) -> None:
     with pytest.raises(InvalidRequest, match="weights must be"):
         lm.update_weights_sync(source)

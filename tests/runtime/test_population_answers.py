@@ -213,7 +213,7 @@ def test_whatever_is_asked_and_cancelled_ends_once_and_right(chance: random.Rand
 
 
 class _Model:
-    def answer(self, request: Any) -> Any:
+    def answer(self, request: Any, weights: int = 0) -> Any:
         return expected_row(request)
 
 

@@ -200,7 +200,7 @@ def test_a_wrong_answer_is_found(
 
     run_simulated(asking, seed=0)
     monkeypatch.setattr(SimulatedEngine, "_ends", mixed_up)
-    with pytest.raises(AssertionError, match=r"^seed 0: .+ was answered wrongly"):
+    with pytest.raises(AssertionError, match=r"^seed 0: .+ were answered wrongly"):
         run_simulated(asking, seed=0)
 
 

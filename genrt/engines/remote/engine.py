@@ -37,12 +37,11 @@ from genrt.errors import (
     UnknownAdapter,
 )
 from genrt.questions.contexts import Adapter
-from genrt.questions.draws import DrawToken
+from genrt.questions.draws import DrawToken, batch_draw
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.tokens.sampling import BatchDraw, Draw
 
 __all__ = ["RemoteEngine"]
 
@@ -264,12 +263,4 @@ def _finished(request: Request, results: Sequence[Any]) -> Finished:
         return Finished(request, error=failed.fresh())
     if not isinstance(request, PopulationDraw):
         return Finished(request, results[0])
-    draws: list[Draw] = [*results]
-    return Finished(
-        request,
-        BatchDraw(
-            torch.tensor([each.token_id for each in draws], dtype=torch.int64),
-            torch.tensor([each.logprob for each in draws]),
-            torch.tensor([each.log_mass for each in draws]),
-        ),
-    )
+    return Finished(request, batch_draw(results))

@@ -36,7 +36,7 @@ from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests, open_requests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
-from genrt.engines.vllm.positions import Positions, positions_of
+from genrt.engines.vllm.positions import positions_of
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
@@ -78,16 +78,14 @@ class VLLMEngine:
             torch.cuda.set_stream(torch.cuda.default_stream())
         core = self._core.engine_core
         self._store: RowStore | RemoteStore
-        self._positions: Positions | None = None
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
                 self._store = install(model_runner, own_processors)
-                if not own_processors:  # which make rows of logits that no hidden state has
-                    self._positions = positions_of(config, model_runner, core.scheduler)
             else:
                 model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
+        self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
         self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
@@ -116,7 +114,7 @@ class VLLMEngine:
 
     @property
     def scores(self) -> bool:
-        return self._positions is not None
+        return self._positions.are_taken
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -131,12 +129,9 @@ class VLLMEngine:
         return self._samples.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
-        now = {"kept_tokens": self.prefixes.tokens}
-        now |= {} if self._positions is None else self._positions.counts()
+        now = {"kept_tokens": self.prefixes.tokens} | self._positions.counts()
         now |= {} if self._open is None else self._open.counts()
         return EngineStatistics(**self._counted.copy() | now)
-
-    # -- submit, step, cancel -----------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
         rows = [each for each in requests if isinstance(each, LogprobsRequest | ScoreRequest)]
@@ -299,7 +294,7 @@ class VLLMEngine:
             error = result if isinstance(result, GenrtError) else None
             request = self._in_progress.end(request_id)
             finished.append(Finished(request, None if error else result, error))
-        scores = {} if self._positions is None else self._positions.take(answered)
+        scores = self._positions.take(answered)
         if scores:  # of each there is the row after its text too
             self._store.forget(map(int, scores))
             answered = [each for each in answered if each not in scores]
@@ -365,8 +360,6 @@ class VLLMEngine:
         if not clean:
             raise EngineDied("vLLM still holds blocks of requests that were aborted")
 
-    # -- adapters -----------------------------------------------------------------------------
-
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
         if self._open is not None:  # from now on base sequences may be computed with the twin
@@ -391,8 +384,6 @@ class VLLMEngine:
         bound = self._open.bound_to(adapter) if self._open is not None else []
         return [request_id for request_id in bound if request_id not in self._in_progress]
 
-    # -- self-test, close ---------------------------------------------------------------------
-
     @property
     def probe(self) -> Probe:
         """Asks this engine for rows."""
@@ -402,9 +393,9 @@ class VLLMEngine:
     def start_counting(self) -> None:
         """Set the counters to 0: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
-        for counting in (self._open, self._positions):
-            if counting is not None:
-                counting.start_counting()
+        self._positions.start_counting()
+        if self._open is not None:
+            self._open.start_counting()
 
     def forget_residents(self) -> bool:
         """Have vLLM forget every sequence that nothing extends, and every block; return if it has."""
@@ -425,7 +416,7 @@ class VLLMEngine:
 
     def stop_scoring(self) -> None:
         """Have rows be asked for in place of scores from now on."""
-        self._positions = self._sending.positions = None
+        self._positions.stop()
 
     def close(self) -> None:
         """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines
@@ -444,7 +435,8 @@ class VLLMEngine:
         self._adapters.close()
         self._samples.forget([*self._in_progress])
         self._in_progress.clear()
-        self._store, self._positions = RowStore(), None
+        self._positions.stop()
+        self._store = RowStore()
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace
         gc.collect()

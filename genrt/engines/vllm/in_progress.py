@@ -44,9 +44,7 @@ class InProgress(dict[str, Purpose]):
     """The purposes of vLLM requests, by id. Adapters, samples and positions are held until these have
     ended."""
 
-    def __init__(
-        self, adapters: VLLMAdapters, samples: Samples, positions: Positions | None = None
-    ) -> None:
+    def __init__(self, adapters: VLLMAdapters, samples: Samples, positions: Positions) -> None:
         super().__init__()
         self._adapters = adapters
         self._positions = positions
@@ -63,7 +61,7 @@ class InProgress(dict[str, Purpose]):
         request = self.pop(request_id)
         if isinstance(request, PopulationDraw):
             return request
-        if isinstance(request, ScoreRequest) and self._positions is not None:
+        if isinstance(request, ScoreRequest):
             self._positions.forget([request_id])
         elif not isinstance(request, LogprobsRequest):
             self._samples.forget([request_id])

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
 from genrt.engines.vllm.capture import log_probabilities
-from genrt.errors import EngineUnsupported
+from genrt.errors import EngineFailed, EngineUnsupported
 from genrt.questions.scores import ScoreRequest
 from genrt.tokens.rows import Leaving
 
@@ -38,6 +38,10 @@ FIRST = "genrt_first"
 ENTRIES = 2**25
 """How many logits there are at a time: 256 MiB at most with their float32 copy, and enough positions for
 a matrix product that does not wait for the weights."""
+
+
+Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the logits ``[n, vocab_size]`` of hidden states ``[n, width]``."""
 
 
 class Span(NamedTuple):
@@ -74,25 +78,35 @@ class Positions:
     """The scores in progress of one engine, by the ids of their vLLM requests.
 
     Args:
-        compute_logits: returns the logits ``[n, vocab_size]`` of hidden states ``[n, width]``.
+        compute_logits: ``None`` where hidden states are not seen, and no positions taken.
         activate: has these LoRA adapters, one for each hidden state, make the next logits; ``None`` where
             there are none.
     """
 
     def __init__(
         self,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-        activate: Callable[[Sequence[LoRARequest | None]], None] | None,
+        compute_logits: Logits | None = None,
+        activate: Callable[[Sequence[LoRARequest | None]], None] | None = None,
         *,
-        vocab_size: int,
-        device: torch.device,
+        vocab_size: int = 1,
+        device: torch.device | None = None,
     ) -> None:
         self._compute_logits = compute_logits
         self._activate = activate
         self._at_once = max(1, ENTRIES // vocab_size)
-        self._device = device
+        self._device = device or torch.device("cpu")
         self._scores: dict[str, _Score] = {}
         self.scored_tokens = 0
+
+    @property
+    def are_taken(self) -> bool:
+        """True if a request may be a score; otherwise rows are asked for in its place."""
+        return self._compute_logits is not None
+
+    def stop(self) -> None:
+        """Take none from now on, and let go of the model."""
+        self._compute_logits = self._activate = None
+        self._scores.clear()
 
     def counts(self) -> dict[str, int]:
         """Return the counters that ``EngineStatistics`` has of scores; a token is 4 bytes on its way."""
@@ -104,7 +118,10 @@ class Positions:
         self.scored_tokens = 0
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
-        """Take the positions of a request that vLLM is given next."""
+        """Take the positions of a request that vLLM is given next. Raises EngineFailed where none are
+        taken."""
+        if not self.are_taken:
+            raise EngineFailed("this engine takes a row for every token of a score")
         targets = torch.tensor(request.token_ids[request.start :], dtype=torch.int64)
         if self._device.type != "cpu":
             targets = targets.pin_memory().to(self._device, non_blocking=True)
@@ -151,11 +168,12 @@ class Positions:
     ) -> torch.Tensor:
         """Return the entry of each position's row for its target, float32 ``[n]``."""
         found: list[torch.Tensor] = []
+        compute_logits = cast("Logits", self._compute_logits)  # there are scores, so it is there
         for start in range(0, len(targets), self._at_once):
             part = slice(start, start + self._at_once)
             if self._activate is not None:
                 self._activate(loras[part])
-            rows = log_probabilities(self._compute_logits(hidden_states[part]), may_overwrite=True)
+            rows = log_probabilities(compute_logits(hidden_states[part]), may_overwrite=True)
             found.append(rows.gather(1, targets[part, None])[:, 0])
         return _cat(found)
 
@@ -191,15 +209,20 @@ def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def positions_of(config: VllmConfig, runner: Any, scheduler: Any) -> Positions | None:
-    """Return the positions of an engine in this process; ``None`` where the hidden states of a prompt are
-    not those of its rows, or a prefix that is found may end anywhere."""
+def positions_of(
+    config: VllmConfig, runner: Any, scheduler: Any, own_processors: bool
+) -> Positions:
+    """Return the positions of an engine. None are taken where the runner is in another process, where the
+    hidden states of a prompt are not those of its rows, a prefix that is found may end anywhere, or the
+    user's logits processors make rows of logits that no hidden state has."""
     if (
-        config.cache_config.kv_sharing_fast_prefill
+        runner is None
+        or own_processors
+        or config.cache_config.kv_sharing_fast_prefill
         or config.kv_transfer_config
         or config.model_config.is_encoder_decoder
     ):
-        return None
+        return Positions()
     limit_hits(scheduler)
     return attach(runner, vocab_size=int(config.model_config.get_vocab_size()))
 

@@ -15,7 +15,6 @@ from genrt.engines.vllm.in_progress import Sent
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.positions import Positions
 from genrt.engines.vllm.samples import Samples
-from genrt.errors import EngineFailed
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
@@ -26,7 +25,7 @@ class Sending:
     """Gives requests to vLLM's core.
 
     Args:
-        positions: takes those of scores; ``None`` where rows are asked for in their place.
+        positions: takes those of scores.
         room: how many tokens an open request may have; ``None`` where none stays open.
     """
 
@@ -36,7 +35,7 @@ class Sending:
         own: Globals,
         adapters: VLLMAdapters,
         samples: Samples,
-        positions: Positions | None,
+        positions: Positions,
         room: int | None,
     ) -> None:
         self.room = room
@@ -44,7 +43,7 @@ class Sending:
         self._globals = own
         self._adapters = adapters
         self._samples = samples
-        self.positions = positions
+        self._positions = positions
         self._tickets = itertools.count(1)
 
     def send(self, request: Sent) -> str:
@@ -60,8 +59,7 @@ class Sending:
                 self._core.add_request(self._made(ticket, request, lora))
         except Exception as error:
             self._samples.forget([str(ticket)])
-            if self.positions is not None:
-                self.positions.forget([str(ticket)])
+            self._positions.forget([str(ticket)])
             refused = translated(error, "vLLM does not take this request")
             raise refused from refused.__cause__  # it may be the error itself
         return str(ticket)
@@ -85,9 +83,7 @@ class Sending:
         most = None if self.room is None else self.room - len(row)
         first = None
         if isinstance(request, ScoreRequest):
-            if self.positions is None:
-                raise EngineFailed("this engine takes a row for every token of a score")
-            self.positions.begin(str(ticket), request, lora)
+            self._positions.begin(str(ticket), request, lora)
             first = request.start - 1
         params = row_params(ticket, open_for=most, first=first)
         return core_request(str(ticket), row.token_ids, params, lora)

@@ -9,7 +9,7 @@ What this touches of vLLM is listed in ``docs/new_vllm.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from genrt.engines.vllm.config import translated
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.weights import Layout, NamedTensors, layout_of, weight_files
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
@@ -47,6 +48,7 @@ class VLLMWeights:
         self._forget = forget
         self._places: list[Any] | None = None  # of the parameters, once their loading has begun
         self._loaded: set[str] = set()
+        self._is_sent = False  # by a trainer: vLLM begins and ends the loading by itself
 
     def layout(self) -> Layout:
         """Return the tensors of the checkpoint that was opened.
@@ -138,20 +140,57 @@ class VLLMWeights:
                 self._loaded.update(*self._call(_load, args=([(name, tensor.cpu())],)))
         _synchronize()
 
+    def check_receives(self) -> None:
+        """Raise EngineUnsupported without vLLM's ``weight_transfer_config``."""
+        if self._config.weight_transfer_config is None:
+            raise EngineUnsupported(
+                "vLLM was opened without its weight transfer: load with "
+                'engine_options={"weight_transfer_config": {"backend": "nccl"}}, or "ipc"'
+            )
+
+    def connect(self, init_info: Mapping[str, Any]) -> None:
+        """Have the workers meet a trainer, by what vLLM's ``WeightTransferEngine`` needs for that."""
+        given = {"init_info": dict(init_info)}
+        try:
+            with self._globals:
+                self._call("init_weight_transfer_engine", kwargs=given)
+        except Exception as error:
+            raise translated(error, "vLLM's workers do not meet the trainer") from error
+
+    def disconnect(self) -> None:
+        """Have the workers leave the trainer."""
+        with self._globals:
+            self._call("shutdown_weight_transfer_engine")
+
+    def receive(self, update_info: Any) -> None:
+        """Take what the trainer sends; return when it is on the device."""
+        with self._globals:
+            if self._places is None:
+                self._places, self._is_sent = self._call(_places), True
+                self._call("start_weight_update")
+            self._call("update_weights", kwargs={"update_info": update_info})
+            _synchronize()
+
     def finish(self) -> None:
         """Have the model compute with the new weights.
 
         Raises:
-            EngineFailed: vLLM has not taken all of them, or has put some elsewhere.
+            EngineFailed: vLLM has not taken all of them, or has put some elsewhere. What a trainer leaves
+                out stays as it was, if it leaves out all of a layer.
         """
         places, self._places = self._places, None
         loaded, self._loaded = self._loaded, set()
+        is_sent, self._is_sent = self._is_sent, False
         with self._globals:
-            ends = self._call(_finish)
+            if is_sent:
+                self._call("finish_weight_update")
+            ends = self._call(_reset if is_sent else _finish)
         for before, (after, names) in zip(places or (), ends, strict=True):
             if before != after:
                 raise EngineFailed("vLLM has put weights elsewhere, where no CUDA graph finds them")
-            if self._config.model_config.quantization is None and (left := names - loaded):
+            if is_sent or self._config.model_config.quantization is not None:
+                continue
+            if left := names - loaded:
                 raise EngineFailed(f"vLLM did not take the weights of {sorted(left)[0]}")
         _synchronize()
 
@@ -178,9 +217,14 @@ def _load(worker: Any, tensors: NamedTensors) -> set[str]:
 
 def _finish(worker: Any) -> tuple[dict[str, int], set[str]]:
     """End what ``_begin`` began; return where the parameters are, and their names as loading has them."""
-    runner, model = worker.model_runner, worker.get_model()
     with set_current_vllm_config(worker.vllm_config):
-        finalize_layerwise_reload(model, worker.vllm_config.model_config)
+        finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
+    return _reset(worker)
+
+
+def _reset(worker: Any) -> tuple[dict[str, int], set[str]]:
+    """Have a worker drop what its old weights made; return what ``_finish`` does."""
+    runner, model = worker.model_runner, worker.get_model()
     runner.reset_lora_state()  # adapters are loaded again with the next request for each
     runner.reset_encoder_cache()
     runner.reset_mm_cache()

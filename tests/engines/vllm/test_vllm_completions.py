@@ -291,7 +291,7 @@ async def test_structures_of_all_backends_are_drawn_whoever_comes_first(
         whole = await asyncio.gather(*(check(lm, each, i) for i, each in enumerate(both)))
         assert sum(whole[::2]) > 2
         assert sum(whole[1::2]) > 2
-        opened = lm._thread.engine._samples.completions._compilers._opened  # type: ignore[attr-defined]
+        opened = lm._thread.engine._samples.completions.compilers._opened  # type: ignore[attr-defined]
         assert set(opened) == {"xgrammar", "guidance"}
 
 

@@ -1,0 +1,114 @@
+"""New weights that a trainer sends to the engine's workers by itself, as vLLM's trainers do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from genrt.engines.weights import Receiving, Weights, weights_of
+from genrt.errors import Closed, EngineUnsupported, GenrtError, InvalidRequest
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.weights import Taking, Update, WeightUpdates
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """The updates that one trainer sends to one runtime, one after the other.
+
+    Each is alone from its start to its end, and questions wait as in ``WeightUpdates``; no copy of what
+    is sent is kept. An error in one is the engine's death.
+    """
+
+    def __init__(self, updates: WeightUpdates) -> None:
+        self._updates = updates
+        self._update: Update | None = None
+        self._is_given = False
+        self._alone = contextlib.AsyncExitStack()
+
+    async def connect(self, init_info: Mapping[str, Any]) -> None:
+        """Have the engine's workers meet the trainer."""
+        await self._updates.called(lambda answering: _receiving(answering).connect(init_info))
+
+    async def disconnect(self) -> None:
+        """Have them leave it."""
+        if self._update is not None:
+            raise InvalidRequest("an update is under way: finish it first")
+        await self._updates.called(lambda answering: _receiving(answering).disconnect())
+
+    async def start(self, pending: Pending) -> None:
+        """Begin an update: return once questions wait, and what was computed is forgotten."""
+        check_pending(pending)
+        if self._update is not None:
+            raise InvalidRequest("an update is under way already: finish it first")
+        await self._updates.called(_receiving)
+        self._updates.check_awake()
+        await self._alone.enter_async_context(self._updates.alone())
+        own = self._updates.thread, self._updates.cache
+        update = Update(*own, Fence(pending), Taking({}, finite=False))
+        self._update, self._is_given = update, False
+        try:
+            await self._updates.called(update.fence_off)
+            await asyncio.wrap_future(update.fence.passed)
+            await self._updates.called(update.begin, alone=update)
+        except BaseException:
+            await self.give_up()
+            raise
+
+    async def take(self, update_info: Any) -> None:
+        """Have the engine take some of what the trainer sends."""
+
+        def receive(weights: Weights) -> None:
+            _checked(weights).receive(update_info)
+
+        update = self._under_way()
+        self._is_given = True
+        await self._through(lambda answering: update.load(answering, give=receive), update)
+
+    async def finish(self) -> int:
+        """End the update; return the version of the weights."""
+        update = self._under_way()
+        if not self._is_given:
+            raise InvalidRequest("nothing was sent in this update: call update_weights first")
+        version: int = await self._through(update.finish, update)
+        self._update = None
+        await self._alone.aclose()
+        return version
+
+    async def give_up(self) -> None:
+        """End the update without its end, if one is under way: the engine is dead if it has a part of
+        it."""
+        update, self._update = self._update, None
+        if update is not None:
+            with contextlib.suppress(Closed):
+                self._updates.thread.call_alone(update.end, update)
+            await self._alone.aclose()
+
+    async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
+        try:
+            return await self._updates.called(function, alone=update)
+        except GenrtError:
+            await self.give_up()
+            raise
+
+    def _under_way(self) -> Update:
+        if self._update is None:
+            raise InvalidRequest("no update is under way: call start_weight_update first")
+        return self._update
+
+
+def _receiving(answering: AnsweringEngine) -> Receiving:
+    weights = _checked(weights_of(answering.engine))
+    weights.check_receives()
+    return weights
+
+
+def _checked(weights: Weights) -> Receiving:
+    if not isinstance(weights, Receiving):
+        raise EngineUnsupported(
+            "this engine receives nothing from trainers, as vLLM does: use lm.update_weights"
+        )
+    return weights
