@@ -212,6 +212,8 @@ class VLLMEngine:
         step = self._open.steps.run() if self._open is not None else None
         if self._open is None or step is None:
             return None
+        if isinstance(self._store, RowStore) and len(self._store):  # of prompts that came in parts
+            self._store.forget(map(int, step.request_ids))
         population = self._populations.whole(step.request_ids)
         if population is None:
             step = step.own()

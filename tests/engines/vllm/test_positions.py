@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -339,6 +341,29 @@ def test_positions_that_vllm_does_not_show_are_missed(
         with pytest.raises(genrt.GenrtError, match="all positions of its text"):
             lm.score_sync(tokens(2, 31), tokens(140, 32))
     assert left_over(lm) == [0, 0, 0, 0]
+
+
+def test_a_prompt_whose_last_token_comes_alone_leaves_no_row(lm: AsyncLM, score_of: Oracle) -> None:
+    """The last step of such a prompt may be a decode step, which has rows of its own."""
+    context = tokens(49, 91)
+    row = lm.next_token_logprobs_sync(context)
+    assert close(row[[5]], score_of(context, [5]))
+    assert left_over(lm) == [0, 0, 0, 0]
+    with lm.population(tokens(97, 92), 2) as population:
+        population.draw_sync()
+        assert left_over(lm) == [0, 0, 0, 0]
+
+
+def test_a_closed_engine_lets_go_of_the_model(llama: Path) -> None:
+    with load(llama) as lm:
+        engine = engine_of(lm)
+        runner = engine._core.engine_core.model_executor.driver_worker.worker.model_runner
+        model = weakref.ref(runner.model)
+        lm.score_sync(tokens(5, 1), tokens(5, 2))
+        del runner
+    gc.collect()
+    assert model() is None
+    assert not engine.scores
 
 
 def test_it_is_the_same_after_a_restart_and_beside_another_runtime(
