@@ -125,6 +125,8 @@ async def test_a_closed_runtime_answers_nothing_not_even_about_nothing(lm: Async
         lambda: lm.score_sync([1], []),
         lambda: lm.batch_score([], []),
         lambda: lm.prompt_logprobs([1]),
+        lambda: anext(lm.prompt_rows([1, 2])),
+        lambda: next(lm.prompt_rows_sync([1, 2])),
         lambda: lm.token_logprobs([1], []),
         lambda: lm.top_logprobs([1], 1),
     ]

@@ -1,23 +1,37 @@
-"""Scores: the log-probabilities of a continuation's tokens, each given those before it."""
+"""Scores: the log-probabilities of a continuation's tokens, each given those before it; and all the rows
+before them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
+from genrt.numbers import check_int
 from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_contexts
 from genrt.questions.reads import ReadRequest
-from genrt.questions.rows import LogprobsRequest, is_row, row_request
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.rows import LogprobsRequest, check_length, is_row
+from genrt.questions.token_ids import TokenIds, id_words
 
-__all__ = ["ScoreRequest", "batch_score_requests", "joined", "score_requests", "text_requests"]
+__all__ = [
+    "ScoreRequest",
+    "after_contexts",
+    "batch_score_requests",
+    "joined",
+    "row_chunks",
+    "score_requests",
+    "text_requests",
+]
+
+ENTRIES = 2**24
+"""How many entries the rows have, 4 bytes each, that are answered at a time unless the caller says."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -30,17 +44,20 @@ class ScoreRequest:
     Attributes:
         packed: the text, context and continuation, packed as in ``LogprobsRequest``.
         start: how many tokens of it are the context, at least one.
+        whole: whether the answer is the rows before these tokens: ``[len(token_ids) - start,
+            vocab_size]``, on the engine's device.
     """
 
     packed: bytes
     start: int
     adapter: Adapter | None = None
     weights_version: int = 0
+    whole: bool = False
     _hash: int = field(init=False, compare=False)
     weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        own = self.packed, self.start, self.adapter, self.weights_version
+        own = self.packed, self.start, self.adapter, self.weights_version, self.whole
         object.__setattr__(self, "_hash", hash(own))
 
     @property
@@ -88,6 +105,8 @@ class ScoreRequest:
 
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the answer, given the row before each token."""
+        if self.whole:
+            return torch.stack([*rows])
         pairs = zip(rows, self.token_ids[self.start :], strict=True)
         return torch.stack([row[token_id] for row, token_id in pairs]).cpu()
 
@@ -102,6 +121,48 @@ class ScoreRequest:
         return f"ScoreRequest({text}, start={self.start}, adapter={self.adapter})"
 
 
+def after_contexts(
+    limits: Limits,
+    contexts: Sequence[bytes],
+    continuations: Sequence[TokenIds],
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return the requests whose results, ``joined``, are the score of each continuation after its
+    context, packed and checked: one request for all tokens of one with ``in_one``, otherwise a read for
+    each, from the row after what comes before it. A single token is read too: its row may be there, and
+    others read from it.
+
+    Raises:
+        InvalidRequest: bad token ids in a continuation, or not as many continuations as contexts.
+        ContextTooLong: a context and its continuation, less the last token, are too long together.
+    """
+    given = check_contexts(continuations, "continuations")
+    if len(contexts) != len(given):
+        raise InvalidRequest(
+            f"{len(contexts)} contexts and {len(given)} continuations: give one for each"
+        )
+    return [
+        _score(limits, context, after, adapter, in_one)
+        for context, after in zip(contexts, given, strict=True)
+    ]
+
+
+def _score(
+    limits: Limits, context: bytes, continuation: TokenIds, adapter: Adapter | None, in_one: bool
+) -> list[ReadRequest | ScoreRequest]:
+    name = "continuation"
+    after = id_words(continuation, limits.vocab_size, allow_empty=True, name=name)
+    start = len(context) // TOKEN_BYTES
+    check_length(limits, start + max(len(after) - 1, 0))
+    score = ScoreRequest(context + after.tobytes(), start, adapter)
+    if in_one and len(after) > 1:
+        return [score]
+    pairs = zip(score.rows, after, strict=True)
+    return [ReadRequest(row, Candidates((each,))) for row, each in pairs]
+
+
 def score_requests(
     limits: Limits,
     token_ids: TokenIds,
@@ -110,23 +171,10 @@ def score_requests(
     *,
     in_one: bool,
 ) -> list[ReadRequest | ScoreRequest]:
-    """Return the requests whose results, ``joined``, are a continuation's score: one for all of its
-    tokens with ``in_one``, otherwise a read for each token, from the row after what comes before it. A
-    single token is read too: its row may be there, and others read from it.
-
-    Raises:
-        InvalidRequest: bad token ids in either.
-        ContextTooLong: context and continuation, less its last token, are too long together.
-    """
-    before = limits.token_ids(token_ids)
-    after = limits.token_ids(continuation, allow_empty=True, name="continuation")
-    computed = row_request(limits, (*before, *after[:-1]), adapter)
-    whole = computed.packed + array("I", after[-1:]).tobytes()
-    score = ScoreRequest(whole, len(before), adapter)
-    if in_one and len(after) > 1:
-        return [score]
-    pairs = zip(score.rows, after, strict=True)
-    return [ReadRequest(row, Candidates((each,))) for row, each in pairs]
+    """Return the requests of one score, as ``after_contexts`` does; raise as that does, and for bad token
+    ids in the context."""
+    context = id_words(token_ids, limits.vocab_size).tobytes()
+    return _score(limits, context, continuation, adapter, in_one)
 
 
 def batch_score_requests(
@@ -137,27 +185,51 @@ def batch_score_requests(
     *,
     in_one: bool,
 ) -> list[list[ReadRequest | ScoreRequest]]:
-    """Return ``score_requests`` of each continuation after its context. Raises InvalidRequest too if
-    there are not as many of one as of the other."""
-    pairs = check_contexts(contexts), check_contexts(continuations, "continuations")
-    if len(pairs[0]) != len(pairs[1]):
-        raise InvalidRequest(
-            f"{len(pairs[0])} contexts and {len(pairs[1])} continuations: give one for each"
-        )
-    return [
-        score_requests(limits, before, after, adapter, in_one=in_one)
-        for before, after in zip(*pairs, strict=True)
-    ]
+    """Return what ``after_contexts`` does; raise as that does, and InvalidRequest for bad contexts."""
+    given = check_contexts(contexts)
+    packed = [id_words(each, limits.vocab_size).tobytes() for each in given]
+    return after_contexts(limits, packed, continuations, adapter, in_one=in_one)
 
 
 def text_requests(
     limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
 ) -> list[ReadRequest | ScoreRequest]:
-    """Return ``score_requests`` of all tokens of a text after its first; raise as that does."""
-    text = limits.token_ids(token_ids)
-    return score_requests(limits, text[:1], text[1:], adapter, in_one=in_one)
+    """Return the requests of a score of a text's tokens after its first; raise as ``score_requests``."""
+    words = id_words(token_ids, limits.vocab_size)
+    return _score(limits, words[:1].tobytes(), words[1:].tolist(), adapter, in_one)
 
 
-def joined(scores: Sequence[Tensor]) -> Tensor:
-    """Return the log-probabilities of all tokens: float32 ``[len(continuation)]`` on the host."""
-    return torch.cat([torch.empty(0), *scores])
+def row_chunks(
+    limits: Limits,
+    token_ids: TokenIds,
+    start: int,
+    chunk: int | None,
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[list[LogprobsRequest] | list[ScoreRequest]]:
+    """Return questions whose answers are the rows before a text's tokens from number ``start`` on, in
+    order, at most ``chunk`` each: one request for all rows of one with ``in_one``, otherwise a row each,
+    to be stacked.
+
+    Raises:
+        InvalidRequest: bad token ids, or numbers that fit nothing; ContextTooLong.
+    """
+    words = id_words(token_ids, limits.vocab_size)
+    check_int("start", start, 1, len(words))
+    default = max(1, ENTRIES // limits.vocab_size)
+    most = default if chunk is None else check_int("chunk", chunk, 1)
+    check_length(limits, len(words) - 1)
+    chunks: list[list[LogprobsRequest] | list[ScoreRequest]] = []
+    for begin in range(start, len(words), most):
+        text = words[: begin + most].tobytes()
+        score = ScoreRequest(text, begin, adapter, whole=True)
+        chunks.append([score] if in_one and len(score) > 1 else score.rows)
+    return chunks
+
+
+def joined(results: Sequence[Tensor], requests: Sequence[Sequence[object]]) -> list[Tensor]:
+    """Return the log-probabilities of each continuation's tokens, float32 ``[len(continuation)]`` on the
+    host, given the results of all their requests in order."""
+    found = iter(results)
+    return [torch.cat([torch.empty(0), *islice(found, len(each))]) for each in requests]

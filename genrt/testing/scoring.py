@@ -16,8 +16,8 @@ __all__ = ["adapter_scores", "scores"]
 
 
 def scores(witness: Witness) -> None:
-    """Check that scores are what the rows before each token say, in company with rows and samples, of
-    texts that share prefixes, and that one that is cancelled is gone."""
+    """Check that scores are what the rows before each token say, and whole rows these, in company with
+    rows and samples, of texts that share prefixes, and that one that is cancelled is gone."""
     if not isinstance(witness.engine, Scoring) or not witness.engine.scores:
         return
     most = witness.longest_prompt
@@ -28,6 +28,7 @@ def scores(witness: Witness) -> None:
         for text in texts
         for start in sorted({1, len(text) // 2, len(text) - 1})
     ]
+    asked.append(ScoreRequest(LogprobsRequest(texts[1]).packed, 1, whole=True))
     company: list[Request] = [*witness.questions(2)]
     company.append(SampleRequest(texts[0], max_tokens=3, seed=8))
     before = witness.engine.statistics().scored_tokens

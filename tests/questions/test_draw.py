@@ -365,6 +365,28 @@ def test_scores_are_the_chain_rule(lm: AsyncLM) -> None:
     assert lm.statistics().engine.rows == 1
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 100])
+async def test_a_texts_rows_come_in_chunks(lm: AsyncLM, chunk: int | None) -> None:
+    text = [3, 4, 5, 6, 7, 8]
+    wanted = torch.stack([MODEL.row(text[:n]) for n in range(1, 6)])
+    for start in (1, 3, 6):
+        found = [rows async for rows in lm.prompt_rows(text, start, chunk=chunk)]
+        assert max(map(len, found), default=0) <= (chunk or 100)
+        assert sum(map(len, found)) == 6 - start
+        if found:
+            assert torch.allclose(torch.cat(found), wanted[start - 1 :], atol=1e-6)
+        again = [*lm.prompt_rows_sync(text, start, chunk=chunk)]
+        assert len(again) == len(found)
+        assert all(map(torch.equal, found, again))
+    before = lm.statistics()
+    async for rows in lm.prompt_rows([8, 7, 6, 5, 4], chunk=2):
+        rows.zero_()  # the caller's own
+        break
+    assert lm.statistics().since(before).engine.rows == 2  # the rest is not asked
+    row = await lm.next_token_logprobs([8])
+    assert torch.allclose(row, MODEL.row([8]), atol=1e-6)
+
+
 # -- wrong arguments --------------------------------------------------------------------------
 
 WRONG_MASKS: list[tuple[Any, str]] = [
@@ -419,6 +441,12 @@ WRONG: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda lm: lm.batch_score_sync([[1]], []), InvalidRequest, "1 contexts and 0 continuations"),
     (lambda lm: lm.batch_score_sync([[1]], [1]), InvalidRequest, "continuations must be a seq"),
     (lambda lm: lm.prompt_logprobs_sync([]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.prompt_rows([]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.prompt_rows([1, 2], 0), InvalidRequest, "start must be from 1 to 2"),
+    (lambda lm: lm.prompt_rows([1, 2], 3), InvalidRequest, "start must be from 1 to 2"),
+    (lambda lm: lm.prompt_rows([1, 2], chunk=0), InvalidRequest, "chunk must be at least 1"),
+    (lambda lm: lm.prompt_rows([1, 2], timeout=-1), InvalidRequest, "timeout"),
+    (lambda lm: lm.prompt_rows_sync([1] * (MAX_MODEL_LEN + 2)), ContextTooLong, "max_model_len"),
     (lambda lm: lm.score_sync([1] * MAX_MODEL_LEN, [1, 1]), ContextTooLong, "max_model_len"),
     (lambda lm: lm.next_token_logprobs_sync([1], device="cuda:7"), InvalidRequest, "give 'cpu'"),
     (lambda lm: lm.next_token_logprobs_sync([1], device="gpu"), InvalidRequest, "'cpu'"),

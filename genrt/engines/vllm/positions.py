@@ -1,9 +1,9 @@
-"""Scores: log-probabilities at many positions of a text, taken from the forwards that compute it.
+"""Scores: log-probabilities or rows at many positions of a text, taken from the forwards that compute it.
 
 A score is one vLLM request, whose prompt is the text less its last token. After a forward the runner has
 the hidden states of all positions that it computed; where it looks for vLLM's prompt logprobs, both
 runners do so in every step, the logits of the wanted ones are computed, a bounded number at a time, made
-log-probabilities as those of rows are, and one entry is kept of each.
+log-probabilities as those of rows are, and one entry is kept of each, or the row.
 
 Rules:
     A prefix that such a request finds in the cache ends before its first wanted position: the hidden
@@ -60,14 +60,18 @@ class _Score:
 
     Attributes:
         next: the first position that is not there yet, ``end`` once all are.
-        parts: log-probabilities on their way to the host, in order.
+        parts: log-probabilities on their way to the host, in order; of whole rows the first entries, by
+            which one that is not finite is known.
+        rows: on the device, in order, where whole ones are wanted.
     """
 
     targets: torch.Tensor  # int64, on the device: what follows each wanted position
     lora: LoRARequest | None
     first: int
     next: int
+    whole: bool
     parts: list[tuple[Leaving, slice]] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -126,7 +130,7 @@ class Positions:
         if self._device.type != "cpu":
             targets = targets.pin_memory().to(self._device, non_blocking=True)
         first = request.start - 1
-        self._scores[request_id] = _Score(targets, lora, first, first)
+        self._scores[request_id] = _Score(targets, lora, first, first, request.whole)
 
     def __bool__(self) -> bool:
         return bool(self._scores)
@@ -147,7 +151,14 @@ class Positions:
             end = min(span.computed + span.length, score.end)
             if end > score.next:
                 start = span.offset - span.computed
-                places.append(hidden_states[start + score.next : start + end])
+                found = hidden_states[start + score.next : start + end]
+                if score.whole:
+                    rows = _cat([rows for _, rows in self._rows(found, [score.lora] * len(found))])
+                    score.rows.append(rows)
+                    score.parts.append((Leaving(rows[:, 0]), slice(None)))
+                    score.next = end
+                    continue
+                places.append(found)
                 wanted.append((score, score.next, end))
         if not wanted:
             return
@@ -167,19 +178,28 @@ class Positions:
         loras: Sequence[LoRARequest | None],
     ) -> torch.Tensor:
         """Return the entry of each position's row for its target, float32 ``[n]``."""
-        found: list[torch.Tensor] = []
+        return _cat(
+            [
+                rows.gather(1, targets[part, None])[:, 0]
+                for part, rows in self._rows(hidden_states, loras)
+            ]
+        )
+
+    def _rows(
+        self, hidden_states: torch.Tensor, loras: Sequence[LoRARequest | None]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the rows of some positions at a time, and which these are."""
         compute_logits = cast("Logits", self._compute_logits)  # there are scores, so it is there
-        for start in range(0, len(targets), self._at_once):
+        for start in range(0, len(hidden_states), self._at_once):
             part = slice(start, start + self._at_once)
             if self._activate is not None:
                 self._activate(loras[part])
-            rows = log_probabilities(compute_logits(hidden_states[part]), may_overwrite=True)
-            found.append(rows.gather(1, targets[part, None])[:, 0])
-        return _cat(found)
+            logits = compute_logits(hidden_states[part])
+            yield part, log_probabilities(logits, may_overwrite=True)
 
     def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
-        """Return the answers of those of these requests that are scores, float32 on the host; ``None``
-        where a row was not finite. A score is taken once.
+        """Return the answers of those of these requests that are scores; ``None`` where a row was not
+        finite. A score is taken once.
 
         Raises:
             EngineUnsupported: one has ended without some of its positions: vLLM skipped them.
@@ -195,8 +215,15 @@ class Positions:
                     "version or configuration of vLLM is not supported"
                 )
             answer = torch.cat([leaving.arrived()[part] for leaving, part in score.parts])
-            taken[request_id] = None if bool(answer.isnan().any()) else answer
             self.scored_tokens += len(answer)
+            if bool(answer.isnan().any()):
+                taken[request_id] = None
+                continue
+            if score.whole:
+                answer = _cat(score.rows)
+                if answer.is_cuda:  # made on vLLM's stream, read on this one
+                    answer.record_stream(torch.cuda.current_stream(answer.device))
+            taken[request_id] = answer
         return taken
 
     def forget(self, request_ids: Collection[str]) -> None:

@@ -121,6 +121,73 @@ def test_scores_are_what_the_rows_say_in_every_company(
         assert left_over(lm) == [0, 0, 0, 0]
 
 
+def rows_of(lm: AsyncLM, text: Sequence[int], start: int = 1) -> torch.Tensor:
+    return lm.batch_next_token_logprobs_sync([text[:n] for n in range(start, len(text))])
+
+
+def test_a_texts_rows_are_computed_in_as_many_requests_as_there_are_chunks(
+    lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
+) -> None:
+    text = tokens(130, 61)
+    wanted = torch.stack([oracle(text[:n]) for n in range(1, 130)])
+    for start, chunk in ((1, None), (1, 50), (60, 7), (129, 5)):
+        before = lm.statistics().engine
+        found = [*lm.prompt_rows_sync(text, start, chunk=chunk)]
+        since = lm.statistics().engine
+        count = 130 - start
+        assert since.requests - before.requests == len(found) == -(-count // (chunk or count))
+        assert close(torch.cat(found), wanted[start - 1 :])
+    # What a chunk computed, the next one finds.
+    lm.clear_cache()
+    fresh = tokens(120, 62)
+    before = lm.statistics().engine
+    assert [len(each) for each in lm.prompt_rows_sync(fresh, chunk=40)] == [40, 40, 39]
+    assert lm.statistics().engine.computed_tokens - before.computed_tokens <= 119 + 2
+    assert left_over(lm) == [0, 0, 0, 0]
+
+
+def test_rows_of_many_texts_at_once_beside_scores_are_each_ones(lm: AsyncLM) -> None:
+    """In steps of 48 tokens, with more texts than slots; equal questions each get rows of their own."""
+    texts = [tokens(5 + 13 * n, n) for n in range(9)]
+
+    async def rows(text: list[int]) -> torch.Tensor:
+        return torch.cat([each.clone() async for each in lm.prompt_rows(text, chunk=60)])
+
+    async def ask() -> list[Any]:
+        left = asyncio.ensure_future(rows(tokens(200, 99)))
+        found = asyncio.gather(*map(rows, [*texts, texts[3]]), *map(lm.prompt_logprobs, texts))
+        await lm.next_token_logprobs([1])
+        left.cancel()
+        return list(await found)
+
+    found = asyncio.run(ask())
+    assert torch.equal(found[3], found[9])
+    for text, whole, scores in zip(texts, found, found[10:], strict=False):
+        assert close(whole, rows_of(lm, text))
+        entries = whole[torch.arange(len(text) - 1), torch.tensor(text[1:])]
+        assert close(scores, entries)
+    assert left_over(lm) == [0, 0, 0, 0]
+
+
+def test_scores_of_a_population_are_those_of_its_sequences(llama: Path, score_of: Oracle) -> None:
+    """Step after step, as an algorithm asks that looks ahead; its sequences go on as if nothing was
+    asked."""
+    with load(llama, num_gpu_blocks_override=60, max_num_seqs=12) as lm, load(llama) as other:
+        population, alone = lm.population(tokens(40, 1), 5), other.population(tokens(40, 1), 5)
+        for step in range(6):
+            continuations = [tokens((step + n) % 5, 10 * step + n) for n in range(5)]
+            for context, after, found in zip(
+                population, continuations, population.score_sync(continuations), strict=True
+            ):
+                assert close(found, score_of(context, after) if after else torch.empty(0))
+            draws = population.draw_sync(seed=10 * step)
+            assert torch.equal(draws.token_ids, alone.draw_sync(seed=10 * step).token_ids)
+            for each in (population, alone):
+                each.append(draws.token_ids)
+                each.resample([0, 0, 2, 3, 4])
+        assert left_over(lm) == [0, 0, 0, 0]
+
+
 def test_a_score_is_one_request_in_one_step(llama: Path, score_of: Oracle) -> None:
     with load(llama, max_num_batched_tokens=512, max_model_len=400) as lm:
         context, after = tokens(128, 1), tokens(256, 2)
