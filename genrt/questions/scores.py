@@ -3,11 +3,12 @@ before them."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,16 +20,23 @@ from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, 
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest, check_length, is_row
 from genrt.questions.token_ids import TokenIds, id_words
+from genrt.questions.tops import TopTokens
 
 __all__ = [
     "ScoreRequest",
     "after_contexts",
     "batch_score_requests",
+    "entries",
+    "greedy_joined",
+    "greedy_requests",
     "joined",
     "row_chunks",
     "score_requests",
     "text_requests",
 ]
+
+Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
+"""Wanted of a score's positions."""
 
 ENTRIES = 2**24
 """How many entries the rows have, 4 bytes each, that are answered at a time unless the caller says."""
@@ -38,26 +46,27 @@ ENTRIES = 2**24
 class ScoreRequest:
     """The log-probabilities of a text's tokens from number ``start`` on, at least one of them.
 
-    Its answer is a tensor ``[len(token_ids) - start]``, float32, on the host. Only an engine that is
-    ``Scoring`` is given one: it computes the text once, and takes every position as it comes by.
+    Its answer is a float32 tensor, for ``n = len(token_ids) - start`` tokens: on the host ``[n]``, or
+    ``[2, n]`` with ``wanted="greedy"``, which also says by 1 and 0 which of them are the likeliest ones;
+    with ``wanted="rows"`` on the engine's device, ``[n, vocab_size]``, the rows before these tokens. Only
+    an engine that is ``Scoring`` is given one: it computes the text once, and takes every position as it
+    comes by.
 
     Attributes:
         packed: the text, context and continuation, packed as in ``LogprobsRequest``.
         start: how many tokens of it are the context, at least one.
-        whole: whether the answer is the rows before these tokens: ``[len(token_ids) - start,
-            vocab_size]``, on the engine's device.
     """
 
     packed: bytes
     start: int
     adapter: Adapter | None = None
     weights_version: int = 0
-    whole: bool = False
+    wanted: Wanted = "logprobs"
     _hash: int = field(init=False, compare=False)
     weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        own = self.packed, self.start, self.adapter, self.weights_version, self.whole
+        own = self.packed, self.start, self.adapter, self.weights_version, self.wanted
         object.__setattr__(self, "_hash", hash(own))
 
     @property
@@ -105,10 +114,10 @@ class ScoreRequest:
 
     def answer(self, rows: Sequence[Tensor]) -> Tensor:
         """Return the answer, given the row before each token."""
-        if self.whole:
-            return torch.stack([*rows])
-        pairs = zip(rows, self.token_ids[self.start :], strict=True)
-        return torch.stack([row[token_id] for row, token_id in pairs]).cpu()
+        stacked, targets = torch.stack([*rows]), torch.tensor(self.token_ids[self.start :])
+        if self.wanted == "rows":
+            return stacked
+        return entries(stacked, targets.to(stacked.device), self.wanted).cpu()
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES - self.start
@@ -119,6 +128,14 @@ class ScoreRequest:
     def __repr__(self) -> str:
         text = abbreviated(self.token_ids)
         return f"ScoreRequest({text}, start={self.start}, adapter={self.adapter})"
+
+
+def entries(rows: Tensor, targets: Tensor, wanted: Wanted) -> Tensor:
+    """Return what is wanted of rows ``[n, vocab_size]``, whose tokens are the targets, int64 ``[n]``."""
+    found = rows.gather(1, targets[:, None])[:, 0]
+    if wanted != "greedy":
+        return found
+    return torch.stack([found, (rows.argmax(-1) == targets).float()])
 
 
 def after_contexts(
@@ -199,6 +216,35 @@ def text_requests(
     return _score(limits, words[:1].tobytes(), words[1:].tolist(), adapter, in_one)
 
 
+def greedy_requests(
+    limits: Limits,
+    token_ids: TokenIds,
+    continuation: TokenIds,
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[ReadRequest | ScoreRequest]:
+    """Return the requests of one score whose results, ``greedy_joined``, say too whether each token is
+    the likeliest; raise as ``score_requests``."""
+    own = limits, token_ids, continuation, adapter
+    requests = score_requests(*own, in_one=in_one)
+    scores = [replace(each, wanted="greedy") for each in requests if isinstance(each, ScoreRequest)]
+    reads = [each for each in requests if isinstance(each, ReadRequest)]
+    return [*scores, *reads, *(ReadRequest(each.row, TopTokens(1)) for each in reads)]
+
+
+def greedy_joined(results: Sequence[Any], continuation: Sequence[int]) -> tuple[float, bool]:
+    """Return the sum of the log-probabilities, and whether every token is the likeliest one, given the
+    results of ``greedy_requests``."""
+    if len(results) == 1:
+        logprobs, is_likeliest = results[0]
+        return float(logprobs.double().sum()), bool(is_likeliest.all())
+    entries, tops = results[: len(continuation)], results[len(continuation) :]
+    pairs = zip(tops, continuation, strict=True)
+    is_greedy = all(int(top.token_ids[0]) == token_id for top, token_id in pairs)
+    return math.fsum(float(each[0]) for each in entries), is_greedy
+
+
 def row_chunks(
     limits: Limits,
     token_ids: TokenIds,
@@ -223,7 +269,7 @@ def row_chunks(
     chunks: list[list[LogprobsRequest] | list[ScoreRequest]] = []
     for begin in range(start, len(words), most):
         text = words[: begin + most].tobytes()
-        score = ScoreRequest(text, begin, adapter, whole=True)
+        score = ScoreRequest(text, begin, adapter, wanted="rows")
         chunks.append([score] if in_one and len(score) > 1 else score.rows)
     return chunks
 

@@ -28,7 +28,8 @@ def scores(witness: Witness) -> None:
         for text in texts
         for start in sorted({1, len(text) // 2, len(text) - 1})
     ]
-    asked.append(ScoreRequest(LogprobsRequest(texts[1]).packed, 1, whole=True))
+    text = LogprobsRequest(texts[1]).packed
+    asked += [ScoreRequest(text, 1, wanted="rows"), ScoreRequest(text, 2, wanted="greedy")]
     company: list[Request] = [*witness.questions(2)]
     company.append(SampleRequest(texts[0], max_tokens=3, seed=8))
     before = witness.engine.statistics().scored_tokens

@@ -27,7 +27,7 @@ from vllm.lora.request import LoRARequest
 
 from genrt.engines.vllm.capture import log_probabilities
 from genrt.errors import EngineFailed, EngineUnsupported
-from genrt.questions.scores import ScoreRequest
+from genrt.questions.scores import ScoreRequest, Wanted, entries
 from genrt.tokens.rows import Leaving
 
 __all__ = ["FIRST", "Positions", "attach", "positions_of"]
@@ -69,7 +69,7 @@ class _Score:
     lora: LoRARequest | None
     first: int
     next: int
-    whole: bool
+    wanted: Wanted
     parts: list[tuple[Leaving, slice]] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ class Positions:
         if self._device.type != "cpu":
             targets = targets.pin_memory().to(self._device, non_blocking=True)
         first = request.start - 1
-        self._scores[request_id] = _Score(targets, lora, first, first, request.whole)
+        self._scores[request_id] = _Score(targets, lora, first, first, request.wanted)
 
     def __bool__(self) -> bool:
         return bool(self._scores)
@@ -152,7 +152,7 @@ class Positions:
             if end > score.next:
                 start = span.offset - span.computed
                 found = hidden_states[start + score.next : start + end]
-                if score.whole:
+                if score.wanted == "rows":
                     rows = _cat([rows for _, rows in self._rows(found, [score.lora] * len(found))])
                     score.rows.append(rows)
                     score.parts.append((Leaving(rows[:, 0]), slice(None)))
@@ -164,26 +164,25 @@ class Positions:
             return
         targets = [s.targets[begin - s.first : end - s.first] for s, begin, end in wanted]
         loras = [score.lora for score, begin, end in wanted for _ in range(begin, end)]
-        leaving = Leaving(self._logprobs(_cat(places), _cat(targets), loras))
+        greedy = any(score.wanted == "greedy" for score, _, _ in wanted)
+        wants: Wanted = "greedy" if greedy else "logprobs"
+        leaving = Leaving(self._entries(_cat(places), _cat(targets), loras, wants))
         at = 0
         for score, begin, end in wanted:
             score.parts.append((leaving, slice(at, at + end - begin)))
             score.next = end
             at += end - begin
 
-    def _logprobs(
+    def _entries(
         self,
         hidden_states: torch.Tensor,
         targets: torch.Tensor,
         loras: Sequence[LoRARequest | None],
+        wanted: Wanted,
     ) -> torch.Tensor:
-        """Return the entry of each position's row for its target, float32 ``[n]``."""
-        return _cat(
-            [
-                rows.gather(1, targets[part, None])[:, 0]
-                for part, rows in self._rows(hidden_states, loras)
-            ]
-        )
+        """Return what is wanted of each position's row, float32 ``[n]`` or ``[2, n]``."""
+        found = self._rows(hidden_states, loras)
+        return _cat([entries(rows, targets[part], wanted) for part, rows in found], dim=-1)
 
     def _rows(
         self, hidden_states: torch.Tensor, loras: Sequence[LoRARequest | None]
@@ -214,12 +213,15 @@ class Positions:
                     "vLLM finished a request without showing genrt all positions of its text; this "
                     "version or configuration of vLLM is not supported"
                 )
-            answer = torch.cat([leaving.arrived()[part] for leaving, part in score.parts])
-            self.scored_tokens += len(answer)
+            parts = [leaving.arrived()[..., part] for leaving, part in score.parts]
+            if score.wanted != "greedy":  # which others may have been in a step with
+                parts = [part if part.ndim == 1 else part[0] for part in parts]
+            answer = torch.cat(parts, dim=-1)
+            self.scored_tokens += len(score.targets)
             if bool(answer.isnan().any()):
                 taken[request_id] = None
                 continue
-            if score.whole:
+            if score.wanted == "rows":
                 answer = _cat(score.rows)
                 if answer.is_cuda:  # made on vLLM's stream, read on this one
                     answer.record_stream(torch.cuda.current_stream(answer.device))
@@ -232,8 +234,8 @@ class Positions:
             self._scores.pop(request_id, None)
 
 
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _cat(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def positions_of(
