@@ -5,8 +5,10 @@
 One JSON object. ``score_ms`` is the median time of ``lm.score``, ``rows_ms`` that of as many reads from
 rows, asked at once, ``prefill_ms`` that of a text of one token after the same tokens, which is vLLM's own
 loop; every text is new to the engine. ``score_by_prefill`` and ``rows_by_score`` are ratios of these,
-``worst`` is the largest difference between the two ways. ``whole_ms`` is ``lm.prompt_logprobs`` of a long
-text, and ``whole_gib``, on a GPU, the device memory that it took beside what was there.
+``worst`` is the largest difference between the two ways. ``items`` and ``items_by_rows`` are items a
+second of a benchmark's kind, four continuations of 8 to 24 tokens after a context, all asked at once.
+``whole_ms`` is ``lm.prompt_logprobs`` of a long text, and ``whole_gib``, on a GPU, the device memory that it
+took beside what was there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--whole", type=int, default=1024, help="the length of the long text")
+    parser.add_argument("--items", type=int, default=32, help="of four continuations each")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--options", default="{}", help="engine_options, as JSON")
     parser.add_argument("--quick", action="store_true", help="short texts, few repeats")
@@ -43,6 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.context, arguments.tokens, arguments.whole, arguments.repeats = 16, 24, 64, 2
+        arguments.items = 4
     with tempfile.TemporaryDirectory() as directory:
         model = checkpoint(arguments.model, Path(directory))
         given = json.loads(arguments.options)
@@ -84,6 +88,7 @@ async def measured(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, Any]
         whole = [*texts[2][0], *texts[2][1]]
         found["prefill_ms"].append(await ms(lm.sample(whole, max_tokens=1)))
     medians = {name: round(statistics.median(each), 2) for name, each in found.items()}
+    medians |= await items(lm, text, arguments)
     on_gpu = lm.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -98,6 +103,29 @@ async def measured(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, Any]
         "whole_gib": round(peak / 2**30, 3),
         "scores": lm.statistics().engine.scored_tokens,
     }
+
+
+async def items(
+    lm: AsyncLM, text: Callable[[int], list[int]], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Items a second, by scores and by rows; every item is new to the engine."""
+    taken: dict[str, float] = {}
+    for name in ("items", "items_by_rows"):
+        contexts = [each for _ in range(arguments.items) for each in [text(arguments.context)] * 4]
+        after = [text(8 + n * 5 % 17) for n in range(len(contexts))]
+        started = time.perf_counter()
+        if name == "items":
+            await lm.batch_score(contexts, after)
+        else:
+            await asyncio.gather(
+                *(
+                    lm.token_logprobs([*before, *tokens[:n]], [tokens[n]])
+                    for before, tokens in zip(contexts, after, strict=True)
+                    for n in range(len(tokens))
+                )
+            )
+        taken[name] = round(arguments.items / (time.perf_counter() - started), 2)
+    return taken | {"items_ratio": round(taken["items"] / taken["items_by_rows"], 2)}
 
 
 if __name__ == "__main__":

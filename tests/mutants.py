@@ -908,6 +908,29 @@ MUTANTS: tuple[Mutant, ...] = (
         only="long_prefix",
     ),
     *breaks(
+        "questions.scores",
+        "test_draw.py",
+        (
+            "row_chunks",
+            "a text's rows begin anew with every chunk",
+            Swap(
+                "ScoreRequest(text, begin, adapter, wanted='rows')",
+                "ScoreRequest(text, start, adapter, wanted='rows')",
+            ),
+        ),
+        only="chunks",
+    ),
+    *breaks(
+        "engines.vllm.engine",
+        "test_positions.py",
+        (
+            "VLLMEngine._decode",
+            "the row of a prompt's first parts is never let go",
+            Drop("self._store.forget"),
+        ),
+        only="comes_alone",
+    ),
+    *breaks(
         "engines.vllm.in_progress",
         "test_positions.py",
         (

@@ -24,6 +24,7 @@ from genrt.constraints import bitmasks, masks, regex
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
 from genrt.lm import AsyncLM
+from genrt.questions.scores import ScoreRequest, greedy_joined, greedy_requests
 from tests.scripted import passes
 
 VOCAB_SIZE = 41  # no multiple of 32, nor of 8
@@ -363,6 +364,27 @@ def test_scores_are_the_chain_rule(lm: AsyncLM) -> None:
     assert lm.score_sync([1], []).shape == (0,)
     assert lm.score_sync([1] * MAX_MODEL_LEN, [2]).shape == (1,)
     assert lm.statistics().engine.rows == 1
+
+
+@pytest.mark.parametrize("in_one", [False, True])
+def test_a_greedy_score_says_whether_each_token_is_the_likeliest(lm: AsyncLM, in_one: bool) -> None:
+    context, greedy = [3, 4], list[int]()
+    for _ in range(4):
+        greedy.append(int(MODEL.row([*context, *greedy]).argmax()))
+    other = [*greedy[:2], (greedy[2] + 1) % VOCAB_SIZE, greedy[3]]
+    for after, wanted in ((greedy, True), (other, False), (greedy[:1], True), ([], True)):
+        rows = [MODEL.row([*context, *after[:n]]) for n in range(len(after))]
+        requests = greedy_requests(lm._limits, context, after, None, in_one=in_one)
+        if in_one and len(after) > 1:
+            [request] = requests
+            assert isinstance(request, ScoreRequest)
+            score, is_greedy = greedy_joined([request.answer(rows)], after)
+        else:
+            assert len(requests) == 2 * len(after)
+            score, is_greedy = greedy_joined(lm._ask_sync(requests), after)
+        total = sum(float(row[token]) for row, token in zip(rows, after, strict=True))
+        assert score == pytest.approx(total, abs=1e-5)
+        assert is_greedy == wanted
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 2, 3, 100])
