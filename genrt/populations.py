@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Self, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from genrt.questions.masks import Masks
 from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import joined_draws, population_draw
 from genrt.questions.rows import check_length
+from genrt.questions.scores import after_contexts, joined
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
     Contexts,
@@ -47,10 +49,10 @@ LAST_INT64 = 2**63 - 1
 class Population:
     """Sequences that go on together, held as arrays: the particles of a sampler.
 
-    Made by ``AsyncLM.population``. ``draw`` and ``logprobs`` ask about all of them at once; ``append``,
-    ``resample`` and ``cut`` change them, and ask nobody. A question is about the sequences as they were
-    when it was asked. It is answered, cancelled, timed out and refused as any other, and a restart or an
-    eviction between two of them is not noticed: what the engine has lost is computed again.
+    Made by ``AsyncLM.population``. ``draw``, ``logprobs`` and ``score`` ask about all of them at once;
+    ``append``, ``resample`` and ``cut`` change them, and ask nobody. A question is about the sequences as
+    they were when it was asked. It is answered, cancelled, timed out and refused as any other, and a
+    restart or an eviction between two of them is not noticed: what the engine has lost is computed again.
 
     One task or thread at a time may change a population. It is a context manager: leaving it closes it.
     """
@@ -191,8 +193,24 @@ class Population:
         home = self._home
         return torch.empty(0, home.limits.vocab_size, device="cpu" if moves else home.device)
 
+    async def score(
+        self, continuations: Sequence[TokenIds], *, timeout: float | None = None
+    ) -> list[torch.Tensor]:
+        """Return what ``AsyncLM.batch_score`` does, of a continuation after each sequence; nothing is
+        appended. An empty one asks nothing.
+
+        Raises:
+            InvalidRequest: not as many continuations as sequences, or bad token ids; else as ``draw``.
+        """
+        home, bound = self._home, self._home.adapters.bound(self._adapter)
+        contexts = [row.packed for row in self._contexts(self._places(None)).rows(bound)]
+        own = home.limits, contexts, continuations, bound
+        requests = after_contexts(*own, in_one=home.scores)
+        return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
+
     draw_sync = blocking_question(draw)
     logprobs_sync = blocking_question(logprobs)
+    score_sync = blocking_question(score)
 
     # -- changes ------------------------------------------------------------------------------
 
@@ -345,6 +363,11 @@ class Populations:
     def device(self) -> torch.device:
         """Where rows are computed."""
         return self._thread.engine.device
+
+    @property
+    def scores(self) -> bool:
+        """True if the engine takes score requests."""
+        return self._thread.scores
 
     @property
     def most(self) -> int:

@@ -638,9 +638,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "questions.scores",
         "test_arguments.py test_draw.py",
         (
-            "score_requests",
+            "ScoreRequest.rows",
             "a score sees the token that it scores",
-            Swap("start + TOKEN_BYTES * count", "start + TOKEN_BYTES * (count + 1)"),
+            Swap(
+                "range(TOKEN_BYTES * self.start, most, TOKEN_BYTES)",
+                "range(TOKEN_BYTES * (self.start + 1), most + 1, TOKEN_BYTES)",
+            ),
         ),
     ),
     *breaks(
@@ -870,6 +873,72 @@ MUTANTS: tuple[Mutant, ...] = (
             "half-precision logits give half-precision rows",
             Swap("logits.log_softmax(dim=-1, dtype=torch.float32)", "logits.log_softmax(dim=-1)"),
         ),
+    ),
+    *breaks(
+        "engines.vllm.positions",
+        "test_positions.py",
+        (
+            "Positions.put",
+            "a span's positions are counted from the step's first token",
+            Swap("span.offset - span.computed", "span.offset"),
+        ),
+        (
+            "Positions.put",
+            "what comes again after a preemption is taken twice",
+            Swap(
+                "wanted.append((score, score.next, end))",
+                "wanted.append((score, span.computed, end))",
+            ),
+        ),
+        (
+            "Positions.take",
+            "a score lacks positions that vLLM did not show",
+            Swap("score.next < score.end", "False"),
+        ),
+        only="runner_v2 or missed",
+    ),
+    *breaks(
+        "engines.vllm.positions",
+        "test_positions.py",
+        (
+            "limit_hits",
+            "a prefix in the cache hides the first wanted position",
+            Swap("_Shortened(request, first + 1)", "_Shortened(request, first + 2)"),
+        ),
+        only="long_prefix",
+    ),
+    *breaks(
+        "questions.scores",
+        "test_draw.py",
+        (
+            "row_chunks",
+            "a text's rows begin anew with every chunk",
+            Swap(
+                "ScoreRequest(text, begin, adapter, wanted='rows')",
+                "ScoreRequest(text, start, adapter, wanted='rows')",
+            ),
+        ),
+        only="chunks",
+    ),
+    *breaks(
+        "engines.vllm.engine",
+        "test_positions.py",
+        (
+            "VLLMEngine._decode",
+            "the row of a prompt's first parts is never let go",
+            Drop("self._store.forget"),
+        ),
+        only="comes_alone",
+    ),
+    *breaks(
+        "engines.vllm.in_progress",
+        "test_positions.py",
+        (
+            "InProgress.end",
+            "a cancelled score is kept",
+            Drop("self._positions.forget"),
+        ),
+        only="cancelled",
     ),
     *breaks(
         "engines.vllm.self_check",

@@ -225,6 +225,32 @@ async def test_a_cancelled_question_leaves_the_population_as_it_was(lm: AsyncLM)
     assert (await population.draw(seed=1)).token_ids.shape == (3,)
 
 
+async def test_scores_are_those_of_the_sequences(lm: AsyncLM) -> None:
+    """Of continuations of any length, in one flush; sequences that are alike are asked about once."""
+    population = lm.population([[1, 2], [3], [1, 2], [4, 5, 6]])
+    continuations = [[3, 4], [], [3, 4], [2]]
+    before = lm.statistics()
+    found = await population.score(continuations)
+    since = lm.statistics().since(before)
+    assert (since.batcher.flushes, since.engine.requests) == (1, 3)
+    wanted = await lm.batch_score([*population], continuations)
+    assert all(map(torch.equal, found, wanted))
+    assert [len(each) for each in found] == [2, 0, 2, 1]
+    assert [*population] == [[1, 2], [3], [1, 2], [4, 5, 6]]
+    assert all(map(torch.equal, population.score_sync(continuations), wanted))
+    for wrong, message in (
+        ([[1]], "4 contexts and 1 continuations"),
+        ([[1], [2], [3], [999]], "continuation must be in the"),
+        ([1, 2, 3, 4], "continuations must be a sequence of"),
+        ("abcd", "continuations must be a sequence of"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            await population.score(wrong)  # type: ignore[arg-type]
+    population.close()
+    with pytest.raises(Closed):
+        await population.score(continuations)
+
+
 @pytest.mark.promise(number=36)
 def test_a_restart_is_not_seen() -> None:
     with genrt.load(MODEL, engine="exact") as lm:

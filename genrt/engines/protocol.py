@@ -28,6 +28,7 @@ __all__ = [
     "Keeping",
     "Populating",
     "Reading",
+    "Scoring",
     "Speculating",
     "failure",
     "survived",
@@ -56,6 +57,7 @@ class EngineStatistics:
         requests: requests that they were run for.
         rows: rows computed for logprobs requests.
         sampled_tokens: tokens drawn for sample requests.
+        scored_tokens: tokens whose log-probabilities were computed for score requests.
         computed_tokens: tokens put through the model.
         failed: requests that ended in an error.
         cancelled: requests that were withdrawn.
@@ -75,6 +77,7 @@ class EngineStatistics:
     requests: int = 0
     rows: int = 0
     sampled_tokens: int = 0
+    scored_tokens: int = 0
     computed_tokens: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -165,6 +168,16 @@ class Speculating(Protocol):
         """Expect questions about these contexts, all different, each with the token that was drawn from
         its row: float64 ``[n]``, -1 for none. The tokens are on the engine's device, which may still be
         drawing them; do not wait for it, and do not raise."""
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """An Engine that can also score texts, each by computing it once."""
+
+    @property
+    def scores(self) -> bool:
+        """True if ``submit`` takes score requests; otherwise rows are asked for in their place. Any
+        thread may ask."""
 
 
 @runtime_checkable

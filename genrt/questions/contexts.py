@@ -71,20 +71,20 @@ class Limits:
         return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
 
 
-def check_contexts(contexts: Sequence[TokenIds]) -> Sequence[TokenIds]:
-    """Return the contexts, each of which is still to be checked. Raises InvalidRequest if these are no
-    contexts in a sequence."""
+def check_contexts(contexts: Sequence[TokenIds], name: str = "contexts") -> Sequence[TokenIds]:
+    """Return the contexts, each of which is still to be checked. Raises InvalidRequest, whose message
+    calls them ``name``, if these are no contexts in a sequence."""
     given: object = contexts
     if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
-        contexts = given = list(host_array(given, "contexts"))
+        contexts = given = list(host_array(given, name))
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InvalidRequest(
-            "contexts must be a sequence of token-id sequences, "
+            f"{name} must be a sequence of token-id sequences, "
             f"got {type(contexts).__name__}{advice_for(given)}"
         )
     if len(given) and isinstance(given[0], int | np.number):
         raise InvalidRequest(
-            "contexts must be a sequence of token-id sequences, got one of them: give [token_ids]"
+            f"{name} must be a sequence of token-id sequences, got one of them: give [token_ids]"
         )
     return contexts
 

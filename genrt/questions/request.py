@@ -17,6 +17,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["Request", "Result", "Streamed", "Told"]
 
@@ -25,11 +26,12 @@ Request: TypeAlias = (
     | SampleRequest
     | CompletionRequest
     | NativeRequest
+    | ScoreRequest
     | ReadRequest
     | PopulationDraw
 )
-"""One question to the model. An engine computes rows, samples and texts; what is read from rows is
-answered beside it."""
+"""One question to the model. An engine computes rows, samples and texts, and scores if it is ``Scoring``;
+what is read from rows is answered beside it."""
 
 Result: TypeAlias = Any
 """What answers a request; the kinds say of what type."""

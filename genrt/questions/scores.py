@@ -1,41 +1,281 @@
-"""Scores: the log-probabilities of a continuation's tokens, each read from the row before it."""
+"""Scores: the log-probabilities of a continuation's tokens, each given those before it; and all the rows
+before them."""
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_int
 from genrt.questions.candidates import Candidates
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits
+from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_contexts
 from genrt.questions.reads import ReadRequest
-from genrt.questions.rows import LogprobsRequest, row_request
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.rows import LogprobsRequest, check_length, is_row
+from genrt.questions.token_ids import TokenIds, id_words
+from genrt.questions.tops import TopTokens
 
-__all__ = ["joined", "score_requests"]
+__all__ = [
+    "ScoreRequest",
+    "after_contexts",
+    "batch_score_requests",
+    "entries",
+    "greedy_joined",
+    "greedy_requests",
+    "joined",
+    "row_chunks",
+    "score_requests",
+    "text_requests",
+]
+
+Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
+"""Wanted of a score's positions."""
+
+ENTRIES = 2**24
+"""How many entries the rows have, 4 bytes each, that are answered at a time unless the caller says."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ScoreRequest:
+    """The log-probabilities of a text's tokens from number ``start`` on, at least one of them.
+
+    Its answer is a float32 tensor, for ``n = len(token_ids) - start`` tokens: on the host ``[n]``, or
+    ``[2, n]`` with ``wanted="greedy"``, which also says by 1 and 0 which of them are the likeliest ones;
+    with ``wanted="rows"`` on the engine's device, ``[n, vocab_size]``, the rows before these tokens. Only
+    an engine that is ``Scoring`` is given one: it computes the text once, and takes every position as it
+    comes by.
+
+    Attributes:
+        packed: the text, context and continuation, packed as in ``LogprobsRequest``.
+        start: how many tokens of it are the context, at least one.
+    """
+
+    packed: bytes
+    start: int
+    adapter: Adapter | None = None
+    weights_version: int = 0
+    wanted: Wanted = "logprobs"
+    _hash: int = field(init=False, compare=False)
+    weight: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        own = self.packed, self.start, self.adapter, self.weights_version, self.wanted
+        object.__setattr__(self, "_hash", hash(own))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The text; unpacked every time."""
+        return tuple(array("I", self.packed))
+
+    @property
+    def rows(self) -> list[LogprobsRequest]:
+        """The row before each token of the continuation."""
+        most = len(self.packed)
+        ends = range(TOKEN_BYTES * self.start, most, TOKEN_BYTES)
+        return [self._row(end) for end in ends]
+
+    @property
+    def computed(self) -> LogprobsRequest:
+        """The row after the longest context that the answer needs: all of the text but its last token."""
+        return self._row(-TOKEN_BYTES)
+
+    def _row(self, end: int) -> LogprobsRequest:
+        return LogprobsRequest(
+            packed=self.packed[:end], adapter=self.adapter, weights_version=self.weights_version
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the text takes."""
+        return len(self.packed)
+
+    def bound_to(self, adapter: Adapter | None) -> ScoreRequest:
+        """Return the same question to another adapter."""
+        return replace(self, adapter=adapter)
+
+    def of_weights(self, version: int) -> ScoreRequest:
+        """Return the same question to this version of the weights."""
+        return replace(self, weights_version=version)
+
+    def owned(self, result: object) -> object:
+        """Return a result for one caller alone; tensors are copied before, all at once."""
+        return result
+
+    def is_answer(self, rows: Sequence[Tensor], result: object, *, tolerance: float = 0.0) -> bool:
+        """Return whether this is the answer, given the row before each token."""
+        return is_row(self.answer(rows), result, tolerance=tolerance)
+
+    def answer(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the answer, given the row before each token."""
+        stacked, targets = torch.stack([*rows]), torch.tensor(self.token_ids[self.start :])
+        if self.wanted == "rows":
+            return stacked
+        return entries(stacked, targets.to(stacked.device), self.wanted).cpu()
+
+    def __len__(self) -> int:
+        return len(self.packed) // TOKEN_BYTES - self.start
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        text = abbreviated(self.token_ids)
+        return f"ScoreRequest({text}, start={self.start}, adapter={self.adapter})"
+
+
+def entries(rows: Tensor, targets: Tensor, wanted: Wanted) -> Tensor:
+    """Return what is wanted of rows ``[n, vocab_size]``, whose tokens are the targets, int64 ``[n]``."""
+    found = rows.gather(1, targets[:, None])[:, 0]
+    if wanted != "greedy":
+        return found
+    return torch.stack([found, (rows.argmax(-1) == targets).float()])
+
+
+def after_contexts(
+    limits: Limits,
+    contexts: Sequence[bytes],
+    continuations: Sequence[TokenIds],
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return the requests whose results, ``joined``, are the score of each continuation after its
+    context, packed and checked: one request for all tokens of one with ``in_one``, otherwise a read for
+    each, from the row after what comes before it. A single token is read too: its row may be there, and
+    others read from it.
+
+    Raises:
+        InvalidRequest: bad token ids in a continuation, or not as many continuations as contexts.
+        ContextTooLong: a context and its continuation, less the last token, are too long together.
+    """
+    given = check_contexts(continuations, "continuations")
+    if len(contexts) != len(given):
+        raise InvalidRequest(
+            f"{len(contexts)} contexts and {len(given)} continuations: give one for each"
+        )
+    return [
+        _score(limits, context, after, adapter, in_one)
+        for context, after in zip(contexts, given, strict=True)
+    ]
+
+
+def _score(
+    limits: Limits, context: bytes, continuation: TokenIds, adapter: Adapter | None, in_one: bool
+) -> list[ReadRequest | ScoreRequest]:
+    name = "continuation"
+    after = id_words(continuation, limits.vocab_size, allow_empty=True, name=name)
+    start = len(context) // TOKEN_BYTES
+    check_length(limits, start + max(len(after) - 1, 0))
+    score = ScoreRequest(context + after.tobytes(), start, adapter)
+    if in_one and len(after) > 1:
+        return [score]
+    pairs = zip(score.rows, after, strict=True)
+    return [ReadRequest(row, Candidates((each,))) for row, each in pairs]
 
 
 def score_requests(
-    limits: Limits, token_ids: TokenIds, continuation: TokenIds, adapter: Adapter | None
-) -> list[ReadRequest]:
-    """Return a request for each token of ``continuation``, after what comes before it.
+    limits: Limits,
+    token_ids: TokenIds,
+    continuation: TokenIds,
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[ReadRequest | ScoreRequest]:
+    """Return the requests of one score, as ``after_contexts`` does; raise as that does, and for bad token
+    ids in the context."""
+    context = id_words(token_ids, limits.vocab_size).tobytes()
+    return _score(limits, context, continuation, adapter, in_one)
+
+
+def batch_score_requests(
+    limits: Limits,
+    contexts: Sequence[TokenIds],
+    continuations: Sequence[TokenIds],
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[list[ReadRequest | ScoreRequest]]:
+    """Return what ``after_contexts`` does; raise as that does, and InvalidRequest for bad contexts."""
+    given = check_contexts(contexts)
+    packed = [id_words(each, limits.vocab_size).tobytes() for each in given]
+    return after_contexts(limits, packed, continuations, adapter, in_one=in_one)
+
+
+def text_requests(
+    limits: Limits, token_ids: TokenIds, adapter: Adapter | None, *, in_one: bool
+) -> list[ReadRequest | ScoreRequest]:
+    """Return the requests of a score of a text's tokens after its first; raise as ``score_requests``."""
+    words = id_words(token_ids, limits.vocab_size)
+    return _score(limits, words[:1].tobytes(), words[1:].tolist(), adapter, in_one)
+
+
+def greedy_requests(
+    limits: Limits,
+    token_ids: TokenIds,
+    continuation: TokenIds,
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[ReadRequest | ScoreRequest]:
+    """Return the requests of one score whose results, ``greedy_joined``, say too whether each token is
+    the likeliest; raise as ``score_requests``."""
+    own = limits, token_ids, continuation, adapter
+    requests = score_requests(*own, in_one=in_one)
+    scores = [replace(each, wanted="greedy") for each in requests if isinstance(each, ScoreRequest)]
+    reads = [each for each in requests if isinstance(each, ReadRequest)]
+    return [*scores, *reads, *(ReadRequest(each.row, TopTokens(1)) for each in reads)]
+
+
+def greedy_joined(results: Sequence[Any], continuation: Sequence[int]) -> tuple[float, bool]:
+    """Return the sum of the log-probabilities, and whether every token is the likeliest one, given the
+    results of ``greedy_requests``."""
+    if len(results) == 1:
+        logprobs, is_likeliest = results[0]
+        return float(logprobs.double().sum()), bool(is_likeliest.all())
+    entries, tops = results[: len(continuation)], results[len(continuation) :]
+    pairs = zip(tops, continuation, strict=True)
+    is_greedy = all(int(top.token_ids[0]) == token_id for top, token_id in pairs)
+    return math.fsum(float(each[0]) for each in entries), is_greedy
+
+
+def row_chunks(
+    limits: Limits,
+    token_ids: TokenIds,
+    start: int,
+    chunk: int | None,
+    adapter: Adapter | None,
+    *,
+    in_one: bool,
+) -> list[list[LogprobsRequest] | list[ScoreRequest]]:
+    """Return questions whose answers are the rows before a text's tokens from number ``start`` on, in
+    order, at most ``chunk`` each: one request for all rows of one with ``in_one``, otherwise a row each,
+    to be stacked.
 
     Raises:
-        InvalidRequest: bad token ids in either.
-        ContextTooLong: context and continuation, less its last token, are too long together.
+        InvalidRequest: bad token ids, or numbers that fit nothing; ContextTooLong.
     """
-    before = limits.token_ids(token_ids)
-    after = limits.token_ids(continuation, allow_empty=True, name="continuation")
-    whole = row_request(limits, (*before, *after[:-1]), adapter).packed
-    start = TOKEN_BYTES * len(before)
-    rows = (
-        LogprobsRequest(adapter=adapter, packed=whole[: start + TOKEN_BYTES * count])
-        for count in range(len(after))
-    )
-    return [ReadRequest(row, Candidates((each,))) for row, each in zip(rows, after, strict=True)]
+    words = id_words(token_ids, limits.vocab_size)
+    check_int("start", start, 1, len(words))
+    default = max(1, ENTRIES // limits.vocab_size)
+    most = default if chunk is None else check_int("chunk", chunk, 1)
+    check_length(limits, len(words) - 1)
+    chunks: list[list[LogprobsRequest] | list[ScoreRequest]] = []
+    for begin in range(start, len(words), most):
+        text = words[: begin + most].tobytes()
+        score = ScoreRequest(text, begin, adapter, wanted="rows")
+        chunks.append([score] if in_one and len(score) > 1 else score.rows)
+    return chunks
 
 
-def joined(scores: Sequence[Tensor]) -> Tensor:
-    """Return the log-probabilities of all tokens: float32 ``[len(continuation)]`` on the host."""
-    return torch.cat([torch.empty(0), *scores])
+def joined(results: Sequence[Tensor], requests: Sequence[Sequence[object]]) -> list[Tensor]:
+    """Return the log-probabilities of each continuation's tokens, float32 ``[len(continuation)]`` on the
+    host, given the results of all their requests in order."""
+    found = iter(results)
+    return [torch.cat([torch.empty(0), *islice(found, len(each))]) for each in requests]

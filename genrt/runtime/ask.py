@@ -9,26 +9,38 @@ import threading
 import time
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
     Generator,
+    Iterator,
     Sequence,
 )
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from torch import Tensor
 
 from genrt.errors import GenrtError, TimedOut, UnknownAdapter
 from genrt.numbers import check_timeout
 from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.native import NativeRequest
 from genrt.questions.request import Request, Result
+from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.passages import NativeFlow, Passage
 from genrt.runtime.streams import Flow, Stream, SyncStream
 from genrt.runtime.waiters import Waiter
 
-__all__ = ["MOST_AT_ONCE", "Asker", "blocking_question", "blocking_stream", "twin_of"]
+__all__ = [
+    "MOST_AT_ONCE",
+    "Asker",
+    "blocking_chunks",
+    "blocking_question",
+    "blocking_stream",
+    "twin_of",
+]
 
 MOST_AT_ONCE = 64
 """After so many requests in a row that nobody waited for, the loop goes round once."""
@@ -147,6 +159,30 @@ class Asker:
             if waiter.missing:
                 batcher.leave(waiter)
 
+    def chunks(
+        self, questions: Sequence[Sequence[Request]], *, timeout: float | None = None
+    ) -> AsyncGenerator[Tensor, None]:
+        """Return the rows of questions, one after the other, each asked when it is wanted: rows that are
+        stacked, or one request for all of them. The timeout is for each."""
+        check_timeout(timeout)
+        return self._asked_in_turn(questions, timeout)
+
+    async def _asked_in_turn(
+        self, questions: Sequence[Sequence[Request]], timeout: float | None
+    ) -> AsyncGenerator[Tensor, None]:
+        for requests in questions:
+            yield (await self.ask(requests, stacked=_are_rows(requests), timeout=timeout))[0]
+
+    def chunks_sync(
+        self, questions: Sequence[Sequence[Request]], *, timeout: float | None = None
+    ) -> Iterator[Tensor]:
+        """Return the rows as ``chunks`` does, for a thread that blocks."""
+        check_timeout(timeout)
+        return (
+            self.ask_sync(requests, stacked=_are_rows(requests), timeout=timeout)[0]
+            for requests in questions
+        )
+
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> Stream:
         """Return the deltas of a completion that is streamed, to be asked with the first of them; raises
         then, and withdraws, as ``ask``. The timeout is for all of it."""
@@ -264,6 +300,10 @@ async def _within(seconds: float, answer: Awaitable[T]) -> T:
         raise _timed_out(seconds) from None
 
 
+def _are_rows(requests: Sequence[Request]) -> bool:
+    return isinstance(requests[0], LogprobsRequest)
+
+
 def _timed_out(seconds: float) -> TimedOut:
     """Return the error that says that no answer came within these seconds."""
     return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")
@@ -317,6 +357,18 @@ def blocking_stream(
     return twin
 
 
+def blocking_chunks(
+    chunks: Callable[Concatenate[S, P], AsyncIterator[T]],
+) -> Callable[Concatenate[S, P], Iterator[T]]:
+    """Return the twin of a method that returns ``self._chunks(…)``: its iterator blocks its thread."""
+
+    @twin_of(chunks, interrupted="An interrupt withdraws the question that is asked.")
+    def twin(lm: S, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return cast("Iterator[T]", chunks(cast("S", _Blocking(lm)), *args, **kwargs))
+
+    return twin
+
+
 class _Blocking:
     """An AsyncLM as its ``_sync`` twins see it: what they await is answered already, so no event loop is
     needed, and a running one is not entered."""
@@ -330,6 +382,10 @@ class _Blocking:
     async def _ask(self, *args: Any, **kwargs: Any) -> list[Result]:
         answer: list[Result] = self._lm._ask_sync(*args, **kwargs)
         return answer
+
+    def _chunks(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        chunks: Iterator[Tensor] = self._lm._chunks_sync(*args, **kwargs)
+        return chunks
 
     def _stream(self, *args: Any, **kwargs: Any) -> SyncStream:
         stream: SyncStream = self._lm._stream_sync(*args, **kwargs)

@@ -174,6 +174,12 @@ class EngineThread:
         return self._loop.answering.engine
 
     @property
+    def scores(self) -> bool:
+        """True if the engine takes score requests."""
+        # Asking a runtime-checkable protocol takes as long as all the rest of a question.
+        return bool(getattr(self.engine, "scores", False))
+
+    @property
     def most_together(self) -> int:
         """How much one request may weigh: what fits a flush and the engine's memory, and the engine takes
         to a step."""

@@ -23,6 +23,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
+from genrt.testing.scoring import adapter_scores, scores
 from genrt.testing.witness import (
     Witness,
     bound_to,
@@ -346,6 +347,7 @@ def adapters(witness: Witness, paths: Sequence[Path]) -> None:
     mixed = [LogprobsRequest(context, adapter) for context in contexts for adapter in bound]
     for request, row in zip(mixed, witness.rows_of(mixed), strict=True):
         witness.expect_equal(row, alone[request], f"{request} among those of other adapters")
+    adapter_scores(witness, contexts[0], bound)
     greedy = [
         SampleRequest(contexts[0], max_tokens=4, temperature=0.0, adapter=adapter)
         for adapter in bound
@@ -401,5 +403,6 @@ CHECKS: tuple[Callable[[Witness], None], ...] = (
     counting,
     reads,
     prefixes,
+    scores,
 )
 """All but ``adapters``, which needs directories to load."""

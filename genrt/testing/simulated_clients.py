@@ -45,6 +45,8 @@ class Clients:
             lambda ids: lm.top_logprobs(ids, 3),
             lambda ids: lm.token_logprobs(ids, [1, 3]),
             lambda ids: lm.score(ids, [2, 4]),
+            lambda ids: lm.batch_score([ids, ids], [[1, 3, 2], self._any([[], [5], [1, 3]])]),
+            self._prompt_rows,
             lambda ids: lm.sample(ids, max_tokens=3),
             self._text,
             self._stream,
@@ -83,6 +85,13 @@ class Clients:
         """Ask for a row, and write to it: it is the caller's own."""
         timeout = self._any([None, None, None, 0.0, 0.01])
         (await self._lm.next_token_logprobs(context, timeout=timeout)).fill_(5.0)
+
+    async def _prompt_rows(self, text: list[int]) -> None:
+        """Read a text's rows, or leave them early, and write to them."""
+        async for rows in self._lm.prompt_rows([*text, 1, 2], chunk=self._any([None, 2])):
+            rows.fill_(5.0)
+            if self._random.random() < 0.2:
+                break
 
     async def _text(self, context: list[int]) -> None:
         """Ask for a completion, and change it: what can be changed of it is the caller's own."""

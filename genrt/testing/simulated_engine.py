@@ -31,10 +31,13 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.testing.record import Record
 from genrt.testing.simulated_model import Model
 
 MOST_PREEMPTIONS = 3
+TAKEN = LogprobsRequest | SampleRequest | CompletionRequest | ScoreRequest
+"""What an engine takes that is ``Scoring``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,7 @@ class SimulatedEngine:
         self.max_batch_size = random.choice([1, 2, 3, 8, 1000])
         self.device = torch.device("cpu")
         self.tokenizer = model.tokenizer
+        self.scores = True
         self.in_progress: dict[Request, _Progress] = {}
         self.adapters: dict[Adapter, None] = {}
         self.calls = {"submit": 0, "step": 0, "cancel": 0, "remove": 0, "load": 0}
@@ -153,7 +157,7 @@ class SimulatedEngine:
         self._echoes = random.choice([0.0, 0.0, 0.2])
         self._seconds = random.choice([0.0, 0.01])
         self._answered: list[Any] = []
-        self._requests = self._rows = self._failed = self._cancelled = 0
+        self._requests = self._rows = self._failed = self._cancelled = self._scored = 0
 
     def __repr__(self) -> str:
         return f"SimulatedEngine({len(self.in_progress)} in progress, {self.calls['step']} steps)"
@@ -163,7 +167,7 @@ class SimulatedEngine:
         if not requests or len(set(requests)) < len(requests):
             self._record.violated(f"an empty flush, or a request twice in it: {requests}")
         for request in requests:
-            if not isinstance(request, LogprobsRequest | SampleRequest | CompletionRequest):
+            if not isinstance(request, TAKEN):
                 self._record.violated(f"an engine cannot answer {request}")
             if request in self.in_progress:
                 self._record.violated(f"{request} is in progress already")
@@ -288,6 +292,7 @@ class SimulatedEngine:
             steps=self.calls["step"],
             requests=self._requests,
             rows=self._rows,
+            scored_tokens=self._scored,
             failed=self._failed,
             cancelled=self._cancelled,
         )
@@ -361,6 +366,9 @@ class SimulatedEngine:
                 block[place] = self.model.answer(request, self.weights.number)
                 ends.append(Finished(request, block[place]))
         self._rows += len(rows)
+        scored = [request for request in sound if isinstance(request, ScoreRequest)]
+        ends += [Finished(score, self._answer(score)) for score in scored]
+        self._scored += sum(map(len, scored))
         ends += [
             self._drawn(request)
             for request in sound
@@ -386,8 +394,16 @@ class SimulatedEngine:
         if request in self.in_progress or not is_bound:
             return []
         self.echoed.add(request)
-        return [Finished(request, copy.deepcopy(self.model.answer(request, self.weights.number)))]
+        return [Finished(request, copy.deepcopy(self._answer(request)))]
+
+    def _answer(self, request: Any) -> Any:
+        number = self.weights.number
+        if isinstance(request, ScoreRequest):
+            return request.answer([self.model.answer(row, number) for row in request.rows])
+        return self.model.answer(request, number)
 
     def _is_poisoned(self, request: Request) -> bool:
+        if isinstance(request, ScoreRequest):
+            return any(map(self._is_poisoned, request.rows))
         share = zlib.crc32(repr(request.token_ids).encode()) / 2**32
         return share < self._faults.not_finite

@@ -22,6 +22,7 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
 from genrt.questions.samples import SampleRequest
+from genrt.questions.scores import ScoreRequest
 
 VOCAB_SIZE = 8
 
@@ -105,7 +106,7 @@ def is_right(model: Model, request: Request, result: Result, weights: int = 0) -
         return False
     if isinstance(request, ReadRequest):
         return request.wanted.is_answer(model.answer(request.row, weights), result)
-    if isinstance(request, PopulationDraw):
+    if isinstance(request, PopulationDraw | ScoreRequest):
         return request.is_answer([model.answer(row, weights) for row in request.rows], result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request, weights), result)

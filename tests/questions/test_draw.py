@@ -24,6 +24,7 @@ from genrt.constraints import bitmasks, masks, regex
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
 from genrt.lm import AsyncLM
+from genrt.questions.scores import ScoreRequest, greedy_joined, greedy_requests
 from tests.scripted import passes
 
 VOCAB_SIZE = 41  # no multiple of 32, nor of 8
@@ -353,9 +354,59 @@ def test_scores_are_the_chain_rule(lm: AsyncLM) -> None:
             scores = small.score_sync([0, 1], text)
             assert scores.shape == (len(text),)
             assert float(scores.sum()) == pytest.approx(logprob, abs=1e-5)
+            assert torch.equal(small.prompt_logprobs_sync([0, 1, *text])[1:], scores)
+        pairs = [([0], [1, 2]), ([1, 2], []), ([0, 1], [2])]
+        found = small.batch_score_sync(*zip(*pairs, strict=True))
+        for pair, scores in zip(pairs, found, strict=True):
+            assert torch.equal(scores, small.score_sync(*pair))
+        assert small.batch_score_sync([], []) == []
+    assert lm.prompt_logprobs_sync([3]).shape == (0,)
     assert lm.score_sync([1], []).shape == (0,)
     assert lm.score_sync([1] * MAX_MODEL_LEN, [2]).shape == (1,)
     assert lm.statistics().engine.rows == 1
+
+
+@pytest.mark.parametrize("in_one", [False, True])
+def test_a_greedy_score_says_whether_each_token_is_the_likeliest(lm: AsyncLM, in_one: bool) -> None:
+    context, greedy = [3, 4], list[int]()
+    for _ in range(4):
+        greedy.append(int(MODEL.row([*context, *greedy]).argmax()))
+    other = [*greedy[:2], (greedy[2] + 1) % VOCAB_SIZE, greedy[3]]
+    for after, wanted in ((greedy, True), (other, False), (greedy[:1], True), ([], True)):
+        rows = [MODEL.row([*context, *after[:n]]) for n in range(len(after))]
+        requests = greedy_requests(lm._limits, context, after, None, in_one=in_one)
+        if in_one and len(after) > 1:
+            [request] = requests
+            assert isinstance(request, ScoreRequest)
+            score, is_greedy = greedy_joined([request.answer(rows)], after)
+        else:
+            assert len(requests) == 2 * len(after)
+            score, is_greedy = greedy_joined(lm._ask_sync(requests), after)
+        total = sum(float(row[token]) for row, token in zip(rows, after, strict=True))
+        assert score == pytest.approx(total, abs=1e-5)
+        assert is_greedy == wanted
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 100])
+async def test_a_texts_rows_come_in_chunks(lm: AsyncLM, chunk: int | None) -> None:
+    text = [3, 4, 5, 6, 7, 8]
+    wanted = torch.stack([MODEL.row(text[:n]) for n in range(1, 6)])
+    for start in (1, 3, 6):
+        found = [rows async for rows in lm.prompt_rows(text, start, chunk=chunk)]
+        assert max(map(len, found), default=0) <= (chunk or 100)
+        assert sum(map(len, found)) == 6 - start
+        if found:
+            assert torch.allclose(torch.cat(found), wanted[start - 1 :], atol=1e-6)
+        again = [*lm.prompt_rows_sync(text, start, chunk=chunk)]
+        assert len(again) == len(found)
+        assert all(map(torch.equal, found, again))
+    before = lm.statistics()
+    async for rows in lm.prompt_rows([8, 7, 6, 5, 4], chunk=2):
+        rows.zero_()  # the caller's own
+        break
+    assert lm.statistics().since(before).engine.rows == 2  # the rest is not asked
+    row = await lm.next_token_logprobs([8])
+    assert torch.allclose(row, MODEL.row([8]), atol=1e-6)
 
 
 # -- wrong arguments --------------------------------------------------------------------------
@@ -409,6 +460,15 @@ WRONG: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda lm: lm.token_logprobs_sync([], [1]), InvalidRequest, "at least one token id"),
     (lambda lm: lm.score_sync([1], [41]), InvalidRequest, "continuation must be in the"),
     (lambda lm: lm.score_sync([], [1]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.batch_score_sync([[1]], []), InvalidRequest, "1 contexts and 0 continuations"),
+    (lambda lm: lm.batch_score_sync([[1]], [1]), InvalidRequest, "continuations must be a seq"),
+    (lambda lm: lm.prompt_logprobs_sync([]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.prompt_rows([]), InvalidRequest, "at least one token id"),
+    (lambda lm: lm.prompt_rows([1, 2], 0), InvalidRequest, "start must be from 1 to 2"),
+    (lambda lm: lm.prompt_rows([1, 2], 3), InvalidRequest, "start must be from 1 to 2"),
+    (lambda lm: lm.prompt_rows([1, 2], chunk=0), InvalidRequest, "chunk must be at least 1"),
+    (lambda lm: lm.prompt_rows([1, 2], timeout=-1), InvalidRequest, "timeout"),
+    (lambda lm: lm.prompt_rows_sync([1] * (MAX_MODEL_LEN + 2)), ContextTooLong, "max_model_len"),
     (lambda lm: lm.score_sync([1] * MAX_MODEL_LEN, [1, 1]), ContextTooLong, "max_model_len"),
     (lambda lm: lm.next_token_logprobs_sync([1], device="cuda:7"), InvalidRequest, "give 'cpu'"),
     (lambda lm: lm.next_token_logprobs_sync([1], device="gpu"), InvalidRequest, "'cpu'"),
@@ -432,6 +492,8 @@ async def test_a_sync_twin_answers_as_its_twin_does(lm: AsyncLM) -> None:
         ("token_logprobs", ([1], [2, 3]), {}),
         ("top_logprobs", ([1], 3), {}),
         ("score", ([1], [2, 3]), {}),
+        ("batch_score", ([[1], [2]], [[2, 3], [4, 5]]), {}),
+        ("prompt_logprobs", ([1, 2, 3],), {}),
     ]
     for name, given_, options in calls:
         twin: Awaitable[Any] = getattr(lm, name)(*given_, **options)

@@ -90,7 +90,7 @@ def test_the_runs_come_to_every_corner() -> None:
             events.update(re.findall(r"^[A-Za-z ]+?(?= |$)", line))
             events.update(
                 re.findall(
-                    r"step failed|submit failed|SampleRequest|CompletionRequest|[A-Z]\w+(?=, \[)",
+                    r"step failed|submit failed|(?:Sample|Completion|Score)Request|[A-Z]\w+(?=, \[)",
                     line,
                 )
             )
@@ -105,6 +105,7 @@ def test_the_runs_come_to_every_corner() -> None:
         "HostRow",
         "SampleRequest",
         "CompletionRequest",
+        "ScoreRequest",
     }
     others = {"withdrawn", "closed", "restarted", "reopened", "step failed", "submit failed"}
     others |= {"streamed", "whole", "left", "dropped"}

@@ -25,6 +25,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.protocol import failure
 from genrt.engines.vllm.capture import TICKET, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
+from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.errors import (
     EngineDied,
@@ -200,11 +201,14 @@ LOGPROBS = SamplingParams(
 """How vLLM is asked for a row: for one greedy token, which nobody reads."""
 
 
-def row_params(ticket: int, *, open_for: int | None) -> SamplingParams:
+def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:
     """Return how vLLM is asked for the row of this ticket, by a request that stays open for at most so
-    many tokens, or that ends with the row if ``open_for`` is ``None``."""
+    many tokens, or that ends with the row if ``open_for`` is ``None``; and for all positions from
+    ``first`` on, if it is a score."""
     params = copy(LOGPROBS)
     params.extra_args = {TICKET: ticket}
+    if first is not None:
+        params.extra_args[FIRST] = first
     if open_for is not None:
         params.extra_args[OPEN] = True
         params.max_tokens = open_for

@@ -33,13 +33,12 @@ from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.open_requests import OpenRequests
+from genrt.engines.vllm.open_requests import OpenRequests, open_requests
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.populations import SeatedPopulations
+from genrt.engines.vllm.positions import positions_of
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
-from genrt.engines.vllm.runner_v1 import RunnerV1
-from genrt.engines.vllm.runner_v2 import RunnerV2
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.speculation import DecodedStep, DecodeSteps
@@ -51,6 +50,7 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.scores import ScoreRequest
 from genrt.tokens.rows import Leaving
 
 __all__ = ["VLLMEngine"]
@@ -86,6 +86,7 @@ class VLLMEngine:
             else:
                 model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
+        self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
         self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
         on_cpu, has_loras = self.device.type == "cpu", config.lora_config is not None
         self._adapters = VLLMAdapters(self._core, enabled=has_loras, base_needs_twin=on_cpu)
@@ -95,32 +96,26 @@ class VLLMEngine:
         is_open = config.scheduler_config.scheduler_cls is OpenScheduler
         self._steps = CoreSteps(self._core, core.scheduler if is_open else None, model_runner)
         if is_open:
-            steps = DecodeSteps(
-                core.scheduler,
-                (RunnerV2 if self.runner == "V2" else RunnerV1)(model_runner),
-                core.model_executor.execute_model,
-                enabled=not own_processors,
-                ahead=self.device.type == "cuda",
-                device=self.device,
-            )
-            self._open = OpenRequests(core.scheduler, steps)
+            self._open = open_requests(core, model_runner, config, own_processors, self.device)
             self._populations = SeatedPopulations(self._open, self._adapters)
             core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
         self._decoded: list[tuple[Purpose, str]] = []  # what the last decode step computed
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
-        self._in_progress = InProgress(self._adapters, self._samples)
-        room = self.max_model_len + 1 if is_open else None
-        self._sending = Sending(self._core, own, self._adapters, self._samples, room)
+        kept = self._adapters, self._samples, self._positions
+        self._in_progress = InProgress(*kept)
+        self._sending = Sending(self._core, own, *kept, self.max_model_len + 1 if is_open else None)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
-
-    # -- what it is ---------------------------------------------------------------------------
 
     @property
     def keeps_residents(self) -> bool:
         """True if answered sequences stay resident, to be extended and forked."""
         return self._open is not None
+
+    @property
+    def scores(self) -> bool:
+        return self._positions.are_taken
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -135,14 +130,12 @@ class VLLMEngine:
         return self._samples.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
-        now = {"kept_tokens": self.prefixes.tokens}
+        now = {"kept_tokens": self.prefixes.tokens} | self._positions.counts()
         now |= {} if self._open is None else self._open.counts()
         return EngineStatistics(**self._counted.copy() | now)
 
-    # -- submit, step, cancel -----------------------------------------------------------------
-
     def submit(self, requests: Sequence[Request]) -> None:
-        rows = [request for request in requests if isinstance(request, LogprobsRequest)]
+        rows = [each for each in requests if isinstance(each, LogprobsRequest | ScoreRequest)]
         matched = [None] * len(rows) if self._open is None else self._open.match(rows)
         request_ids: list[str] = []
         for row, request_id in zip(rows, matched, strict=True):
@@ -167,7 +160,7 @@ class VLLMEngine:
             self._ended.append(Finished(request, error=refused))
             self._count(failed=1)
             return None
-        if self._open is not None and isinstance(request, LogprobsRequest):
+        if self._open is not None and isinstance(request, LogprobsRequest | ScoreRequest):
             self._open.share(request_id, request)
         self._in_progress.begin(request_id, request)
         return request_id
@@ -220,6 +213,8 @@ class VLLMEngine:
         step = self._open.steps.run() if self._open is not None else None
         if self._open is None or step is None:
             return None
+        if isinstance(self._store, RowStore) and len(self._store):  # of prompts that came in parts
+            self._store.forget(map(int, step.request_ids))
         population = self._populations.whole(step.request_ids)
         if population is not None:
             return [self._drawn(population, step, self._open.steps)]
@@ -257,7 +252,7 @@ class VLLMEngine:
     def _answered(
         self, request_ids: Sequence[str], rows: Sequence[torch.Tensor | None]
     ) -> list[Finished]:
-        """Return what these rows end, ``None`` where one is not finite."""
+        """Return what these rows, or scores, end, ``None`` where one is not finite."""
         finished, kept, over = self._in_progress.answered(request_ids, rows, self._populations)
         if self._open is not None:
             self._open.keep(kept)
@@ -302,11 +297,17 @@ class VLLMEngine:
             error = result if isinstance(result, GenrtError) else None
             request = self._in_progress.end(request_id)
             finished.append(Finished(request, None if error else result, error))
+        scores = self._positions.take(answered)
+        if scores:  # of each there is the row after its text too
+            self._store.forget(map(int, scores))
+            answered = [each for each in answered if each not in scores]
         rows = self._store.take(map(int, answered)) if answered else []
         self._count(failed=sum(end.error is not None for end in finished))
         left = self._in_progress.left_by(finished)
         self._give_up([each for each in left if each not in answered])
         finished += self._answered(answered, rows)
+        finished += self._answered([*scores], [*scores.values()])
+        self._count(rows=-sum(score is not None for score in scores.values()))
         self._abort(over)
         if isinstance(self._store, RemoteStore):
             self._count(bytes_to_host=sum(row.nbytes for row in rows if row is not None))
@@ -362,8 +363,6 @@ class VLLMEngine:
         if not clean:
             raise EngineDied("vLLM still holds blocks of requests that were aborted")
 
-    # -- adapters -----------------------------------------------------------------------------
-
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
         if self._open is not None:  # from now on base sequences may be computed with the twin
@@ -388,18 +387,16 @@ class VLLMEngine:
         bound = self._open.bound_to(adapter) if self._open is not None else []
         return [request_id for request_id in bound if request_id not in self._in_progress]
 
-    # -- self-test, close ---------------------------------------------------------------------
-
     @property
     def probe(self) -> Probe:
         """Asks this engine for rows."""
-        asked, samples = self._in_progress, self._samples
-        in_progress = lambda: [*asked.values(), *samples.waiting]
+        in_progress = lambda: [*self._in_progress.values(), *self._samples.waiting]
         return Probe(self.submit, self.step, in_progress, lambda ends: self._ended.extend(ends))
 
     def start_counting(self) -> None:
         """Set the counters to 0: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
+        self._positions.start_counting()
         if self._open is not None:
             self._open.start_counting()
 
@@ -410,8 +407,7 @@ class VLLMEngine:
                 self._steps.settle()
             self._populations.clear()
         if self._open is not None:
-            resident = self._open.request_ids()
-            self._abort([each for each in resident if each not in self._in_progress])
+            self._abort([*set(self._open.request_ids()).difference(self._in_progress)])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
 
@@ -420,6 +416,10 @@ class VLLMEngine:
         self.forget_residents()
         self._open, self._populations = None, SeatedPopulations(None, self._adapters)
         self._sending.room = None
+
+    def stop_scoring(self) -> None:
+        """Have rows be asked for in place of scores from now on."""
+        self._positions.stop()
 
     def close(self) -> None:
         """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines
@@ -438,6 +438,7 @@ class VLLMEngine:
         self._adapters.close()
         self._samples.forget([*self._in_progress])
         self._in_progress.clear()
+        self._positions.stop()
         self._store = RowStore()
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace

@@ -11,14 +11,16 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from genrt.engines.protocol import Finished
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.populations import SeatedPopulations
+from genrt.engines.vllm.positions import Positions
 from genrt.engines.vllm.samples import Generated, Samples
 from genrt.errors import EngineFailed
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["Answered", "InProgress", "Purpose", "Sent"]
 
-Sent: TypeAlias = LogprobsRequest | Generated
+Sent: TypeAlias = LogprobsRequest | ScoreRequest | Generated
 """What vLLM is given one by one."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
@@ -39,11 +41,13 @@ class Answered(NamedTuple):
 
 
 class InProgress(dict[str, Purpose]):
-    """The purposes of vLLM requests, by id. Adapters and samples are held until these have ended."""
+    """The purposes of vLLM requests, by id. Adapters, samples and positions are held until these have
+    ended."""
 
-    def __init__(self, adapters: VLLMAdapters, samples: Samples) -> None:
+    def __init__(self, adapters: VLLMAdapters, samples: Samples, positions: Positions) -> None:
         super().__init__()
         self._adapters = adapters
+        self._positions = positions
         self._samples = samples
 
     def begin(self, request_id: str, request: Sent) -> None:
@@ -57,7 +61,9 @@ class InProgress(dict[str, Purpose]):
         request = self.pop(request_id)
         if isinstance(request, PopulationDraw):
             return request
-        if not isinstance(request, LogprobsRequest):
+        if isinstance(request, ScoreRequest):
+            self._positions.forget([request_id])
+        elif not isinstance(request, LogprobsRequest):
             self._samples.forget([request_id])
         if request.adapter is not None:
             self._adapters.release(request.adapter)
@@ -69,7 +75,7 @@ class InProgress(dict[str, Purpose]):
         rows: Sequence[torch.Tensor | None],
         populations: SeatedPopulations,
     ) -> Answered:
-        """End the vLLM requests whose rows these are, ``None`` where one is not finite."""
+        """End the vLLM requests whose rows, or scores, these are, ``None`` where one is not finite."""
         finished: list[Finished] = []
         kept: list[tuple[str, LogprobsRequest]] = []
         over: list[str] = []
@@ -84,6 +90,8 @@ class InProgress(dict[str, Purpose]):
                 end = Finished(request, row)
                 if isinstance(request, LogprobsRequest):
                     kept.append((request_id, request))
+                elif isinstance(request, ScoreRequest):
+                    kept.append((request_id, request.computed))
             if row is None:
                 over.append(request_id)
             if end is not None:

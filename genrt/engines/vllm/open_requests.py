@@ -15,14 +15,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, zip_longest
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
 
 from genrt.engines.residency import Packed, Residents
 from genrt.engines.vllm.open_scheduler import OpenScheduler
+from genrt.engines.vllm.runner_v1 import RunnerV1
+from genrt.engines.vllm.runner_v2 import RunnerV2
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 
-__all__ = ["OpenRequests"]
+__all__ = ["OpenRequests", "open_requests"]
 
 POPULATIONS = 64
 """How many flushes are remembered: the sequences of one flush are taken for one population."""
@@ -42,7 +49,7 @@ class OpenRequests:
         self._extended = 0
         self._evicted = 0
 
-    def match(self, requests: Sequence[LogprobsRequest]) -> list[str | None]:
+    def match(self, requests: Sequence[LogprobsRequest | ScoreRequest]) -> list[str | None]:
         """Extend or fork resident sequences to these contexts where one token is all that is missing.
 
         Return the id of the vLLM request that now goes on as each question; ``None`` for a question that
@@ -50,13 +57,16 @@ class OpenRequests:
         """
         self._flush += 1
         matched: list[str | None] = []
-        forks: list[tuple[int, str]] = []
+        forks: list[tuple[int, str, LogprobsRequest]] = []
         extended: dict[str, int] = {}
         parked, residents = self._scheduler.parked, self._residents
         # Sequences that go on step after step mostly come in the same order.
         guesses = self._populations.get(self._matched_in, ())[: len(requests)]
         self._matched_in = self._flush
         for request, guess in zip_longest(requests, guesses):
+            if isinstance(request, ScoreRequest):
+                matched.append(None)
+                continue
             adapter, context = request.adapter, request.packed
             is_free = guess in parked and guess not in extended
             if is_free and residents.is_parent(guess, adapter, context):
@@ -68,12 +78,12 @@ class OpenRequests:
                 matched.append(parent)
                 continue
             if parent is not None:
-                forks.append((len(matched), parent))
+                forks.append((len(matched), parent, request))
             matched.append(None)
         self._wake([*extended], [*extended.values()])
         self._extended += len(extended)
         if forks:
-            for place, request_id in self._fork(requests, forks).items():
+            for place, request_id in self._fork(forks).items():
                 matched[place] = request_id
         self._scheduler.admit()
         return matched
@@ -81,19 +91,17 @@ class OpenRequests:
     def _wake(self, request_ids: list[str], token_ids: list[int]) -> None:
         self.steps.extend(self._scheduler.wake(request_ids, token_ids))
 
-    def _fork(
-        self, requests: Sequence[LogprobsRequest], forks: Sequence[tuple[int, str]]
-    ) -> dict[int, str]:
+    def _fork(self, forks: Sequence[tuple[int, str, LogprobsRequest]]) -> dict[int, str]:
         """Give seats to forks of these parents while there are any; return these by place in the
         flush."""
         passed_over: dict[int, list[str]] = {}
-        parents = {parent for _, parent in forks}
+        parents = {parent for _, parent, _ in forks}
         seated: dict[int, str] = {}
-        for place, parent in forks:
+        for place, parent, request in forks:
             population = self._asked_in.get(parent, 0)
             if population not in passed_over:
                 passed_over[population] = self._passed_over(population, parents)
-            free, request = passed_over[population], requests[place]
+            free = passed_over[population]
             while free and place not in seated:
                 request_id = free.pop()
                 if self._reseat(request_id, parent, len(request) - 1):
@@ -188,8 +196,10 @@ class OpenRequests:
             and asked_in.get(request_id) == population
         ]
 
-    def share(self, request_id: str, request: LogprobsRequest) -> None:
+    def share(self, request_id: str, request: LogprobsRequest | ScoreRequest) -> None:
         """Have a request that was just added start from the nearest resident sequence."""
+        if isinstance(request, ScoreRequest):
+            request = request.computed
         parent = self._residents.parent(request.adapter, request.packed)
         if parent is not None:
             self._scheduler.share(request_id, parent, len(request) - 1)
@@ -289,6 +299,21 @@ class OpenRequests:
     def bound_to(self, adapter: Adapter | None) -> list[str]:
         """Return the ids of an adapter's resident sequences."""
         return self._residents.bound_to(adapter)
+
+
+def open_requests(
+    core: Any, model_runner: Any, config: VllmConfig, own_processors: bool, device: torch.device
+) -> OpenRequests:
+    """Return the open requests of an engine core, which runs ``model_runner`` in this process."""
+    steps = DecodeSteps(
+        core.scheduler,
+        (RunnerV2 if config.use_v2_model_runner else RunnerV1)(model_runner),
+        core.model_executor.execute_model,
+        enabled=not own_processors,
+        ahead=device.type == "cuda",
+        device=device,
+    )
+    return OpenRequests(core.scheduler, steps)
 
 
 def _repeated(request_ids: Sequence[str]) -> list[int]:

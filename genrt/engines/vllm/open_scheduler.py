@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from genrt.engines.vllm.decode_output import decode_output
+from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.runners import NextTokens, Seat, in_common
 
 if TYPE_CHECKING:
@@ -77,10 +78,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.ahead = False
         self.prefixes: Held | None = None
         self.parked: dict[str, Request] = {}
-        self.computed_tokens = 0
-        self.forked = 0
-        self.reseated = 0
+        self.computed_tokens = self.forked = self.reseated = 0
         self._open: set[str] = set()
+        self._unscored: set[str] = set()  # scores, of which a decode step would show no positions
         self._donors: dict[str, tuple[str, int]] = {}
         self._waking: dict[str, Request] = {}
         self._answered: list[str] = []
@@ -113,6 +113,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         extra = request.sampling_params.extra_args if request.sampling_params else None
         if extra is not None and OPEN in extra:
             self._open.add(request.request_id)
+            self._unscored.update([request.request_id] if FIRST in extra else ())
         super().add_request(request)
 
     def share(self, request_id: str, donor_id: str, tokens: int) -> None:
@@ -268,6 +269,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or self.waiting
             or self.kv_holding_waiting
             or not self._decodes_plainly
+            or self._unscored
             or requests[0].request_id not in self._open  # so that texts alone cost nothing here
             or len(requests) > min(self.max_num_scheduled_tokens, self.max_num_running_reqs)
             or self._pause_state != PauseState.UNPAUSED
@@ -369,14 +371,12 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
                 answered.add(request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if answered:
-            running: list[Request] = []
+            self._unscored -= answered
             for request in self.running:
                 if request.request_id in answered:
                     self.parked[request.request_id] = request
                     self._answered.append(request.request_id)
-                else:
-                    running.append(request)
-            self.running = running
+            self.running = [each for each in self.running if each.request_id not in answered]
         if self._waking:
             self.admit()
         return outputs
@@ -386,6 +386,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         for request in finished:
             self.parked.pop(request.request_id, None)
             self._open.discard(request.request_id)
+            self._unscored.discard(request.request_id)
             self._donors.pop(request.request_id, None)
             self._waking.pop(request.request_id, None)
         if self._waking:

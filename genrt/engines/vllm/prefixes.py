@@ -158,7 +158,7 @@ class KeptPrefixes:
         token_ids, found = request._all_token_ids, None
         for prefix, kept in self._kept.items():
             full = len(kept.blocks)
-            begin, end = full * self._block_size, min(len(prefix), len(token_ids) - 1)
+            begin, end = full * self._block_size, min(len(prefix), request.num_tokens - 1)
             if (
                 kept.tail
                 and kept.hashes is not None

@@ -1,4 +1,4 @@
-"""Rows that an engine asks for itself, whatever else is in progress."""
+"""Rows and scores that an engine asks for itself, whatever else is in progress."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from genrt.engines.protocol import Finished
 from genrt.errors import GenrtError
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["Probe"]
 
@@ -36,8 +37,10 @@ class Probe:
         self._in_progress = in_progress
         self._put_back = put_back
 
-    def __call__(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
-        """Return the rows. Raise the error of a row, or of the step.
+    def __call__(
+        self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]
+    ) -> list[torch.Tensor]:
+        """Return the rows, or scores. Raise the error of one, or of the step.
 
         Other requests that end meanwhile, also by a failing step, come with the next step.
         """

@@ -15,6 +15,7 @@ import torch
 from genrt.engines.protocol import EngineStatistics
 from genrt.errors import EngineUnsupported, GenrtError, NotFinite
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["self_test"]
 
@@ -38,7 +39,12 @@ class Tested(Protocol):
     @property
     def keeps_residents(self) -> bool: ...
 
-    def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]: ...
+    @property
+    def scores(self) -> bool: ...
+
+    def probe(
+        self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]
+    ) -> list[torch.Tensor]: ...
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None: ...
 
@@ -48,11 +54,15 @@ class Tested(Protocol):
 
     def stop_keeping(self) -> None: ...
 
+    def stop_scoring(self) -> None: ...
+
 
 def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
-    """Ask for a few rows, alone and in company; then by extending, forking and backtracking.
+    """Ask for a few rows, alone and in company; then by extending, forking and backtracking; then for
+    scores.
 
-    Where the second kind is not right, resident sequences are switched off with one warning.
+    Where the second kind is not right, resident sequences are switched off with one warning, and so are
+    scores of many tokens at once where they are not what the rows say.
 
     Args:
         rounding: the relative error of what the network computes with.
@@ -66,6 +76,8 @@ def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
         _test_rows(engine, noise)
         if engine.keeps_residents:
             _test_residents(engine, noise, block_size)
+        if engine.scores:
+            _test_scores(engine, noise, block_size)
     except NotFinite:  # a model with broken weights is the caller's to find
         engine.forget_residents()
 
@@ -158,6 +170,43 @@ def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
         )
         engine.stop_keeping()
         return
+    engine.forget_residents()
+
+
+def _test_scores(engine: Tested, noise: float, block_size: int) -> None:
+    """Compare scores with rows; take rows in their place if they differ by more than noise.
+
+    The text grows by the likeliest token and the second likeliest by turns, so that neighbours differ.
+    Two scores of it are asked together, from its second token on and of the last few, after rows have
+    filled the cache with it; none but those before a score's first position may be found there."""
+    length = min(block_size + 4, engine.max_model_len - 3)
+    if length < 2:
+        engine.stop_scoring()
+        return
+    text = tuple((5 * n + 2) % engine.vocab_size for n in range(length))
+    first = LogprobsRequest(text[:1])
+    before = [engine.probe([first])[0][text[1]]]
+    for step in range(4):
+        [row] = engine.probe([LogprobsRequest(text)])
+        token = int(row.topk(min(2, engine.vocab_size)).indices[step % 2 - 1])
+        before.append(row[token])
+        text = (*text, token)
+    packed = LogprobsRequest(text).packed
+    expected = torch.stack(before).cpu()
+    try:
+        whole, last = engine.probe([ScoreRequest(packed, 1), ScoreRequest(packed, length)])
+        if (len(whole), len(last)) != (length + 3, 4):
+            raise EngineUnsupported(f"a score of {length + 3} tokens has {len(whole)} entries")
+        moved = torch.cat([whole[:1], whole[-4:], last]) - torch.cat([expected, expected[1:]])
+        # Of a row that is all but sure of itself, anything else is noise.
+        likely = torch.cat([expected, expected[1:]]) > LIKELY
+        if not bool((moved[likely].abs() <= noise).all()):
+            raise EngineUnsupported(f"a score differs by {float(moved.abs().max()):.3g} from a row")
+    except NotFinite:
+        raise
+    except GenrtError as error:
+        warnings.warn(f"a score takes a row for each token: {error}", RuntimeWarning, stacklevel=2)
+        engine.stop_scoring()
     engine.forget_residents()
 
 

@@ -13,8 +13,10 @@ from genrt.engines.vllm.config import core_request, row_params, translated
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import Sent
 from genrt.engines.vllm.lora import VLLMAdapters
+from genrt.engines.vllm.positions import Positions
 from genrt.engines.vllm.samples import Samples
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["Sending"]
 
@@ -23,6 +25,7 @@ class Sending:
     """Gives requests to vLLM's core.
 
     Args:
+        positions: takes those of scores.
         room: how many tokens an open request may have; ``None`` where none stays open.
     """
 
@@ -32,6 +35,7 @@ class Sending:
         own: Globals,
         adapters: VLLMAdapters,
         samples: Samples,
+        positions: Positions,
         room: int | None,
     ) -> None:
         self.room = room
@@ -39,6 +43,7 @@ class Sending:
         self._globals = own
         self._adapters = adapters
         self._samples = samples
+        self._positions = positions
         self._tickets = itertools.count(1)
 
     def send(self, request: Sent) -> str:
@@ -54,6 +59,7 @@ class Sending:
                 self._core.add_request(self._made(ticket, request, lora))
         except Exception as error:
             self._samples.forget([str(ticket)])
+            self._positions.forget([str(ticket)])
             refused = translated(error, "vLLM does not take this request")
             raise refused from refused.__cause__  # it may be the error itself
         return str(ticket)
@@ -70,9 +76,14 @@ class Sending:
         return sent
 
     def _made(self, ticket: int, request: Sent, lora: LoRARequest | None) -> EngineCoreRequest:
-        if not isinstance(request, LogprobsRequest):
+        if not isinstance(request, LogprobsRequest | ScoreRequest):
             return self._samples.begin(str(ticket), request, lora)
+        row = request.computed if isinstance(request, ScoreRequest) else request
         # An open request ends with its last possible token, and never by itself before.
-        most = None if self.room is None else self.room - len(request)
-        params = row_params(ticket, open_for=most)
-        return core_request(str(ticket), request.token_ids, params, lora)
+        most = None if self.room is None else self.room - len(row)
+        first = None
+        if isinstance(request, ScoreRequest):
+            self._positions.begin(str(ticket), request, lora)
+            first = request.start - 1
+        params = row_params(ticket, open_for=most, first=first)
+        return core_request(str(ticket), row.token_ids, params, lora)

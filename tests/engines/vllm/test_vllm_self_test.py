@@ -13,6 +13,7 @@ from genrt.engines.protocol import EngineStatistics
 from genrt.engines.vllm.self_check import self_test
 from genrt.errors import EngineUnsupported
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 
 VOCAB_SIZE = 50
 FLOAT32, BFLOAT16 = 2.0**-23, 2.0**-7
@@ -29,6 +30,7 @@ class Engine:
         scale: about how many nats lie between the rows of two contexts.
         fault: what becomes of a context of which a part is resident.
         company: the order in which rows come back to who asked together.
+        scored: what becomes of the entries of a score.
         noise: so many nats lie between two rows of one context.
     """
 
@@ -41,6 +43,7 @@ class Engine:
         *,
         fault: Fault = lambda context, *_: context,
         company: slice = slice(None),
+        scored: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
         noise: float = 0.0,
         block_size: int = 16,
     ) -> None:
@@ -51,7 +54,8 @@ class Engine:
         self.generator, self.noise = generator, noise
         self.fault, self.company, self.block_size = fault, company, block_size
         self.residents: list[Ids] = []
-        self.keeps_residents = True
+        self.keeps_residents = self.scores = True
+        self.scored = scored
         self.extended = 0
 
     def row(self, context: Ids) -> torch.Tensor:
@@ -60,9 +64,16 @@ class Engine:
         noise = torch.rand(VOCAB_SIZE, generator=self.generator) * self.noise
         return (said.sum(dim=0) + noise).log_softmax(dim=-1)
 
-    def probe(self, requests: Sequence[LogprobsRequest]) -> list[torch.Tensor]:
+    def probe(
+        self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]
+    ) -> list[torch.Tensor]:
         rows = []
         for request in requests:
+            if isinstance(request, ScoreRequest):
+                ids = request.token_ids
+                pairs = [(self.row(ids[:n]), ids[n]) for n in range(request.start, len(ids))]
+                rows.append(self.scored(torch.stack([row[token] for row, token in pairs])))
+                continue
             context = tuple(request.token_ids)
             resident = max(self.residents, key=lambda each: shared(context, each), default=())
             known = shared(context, resident)
@@ -70,7 +81,7 @@ class Engine:
             taken = self.fault(context, resident, known, self.block_size) if known else context
             rows.append(self.row(taken))
         if self.keeps_residents:
-            self.residents += [tuple(request.token_ids) for request in requests]
+            self.residents += [tuple(each.token_ids) for each in requests]
         return rows[self.company] if len(rows) > 1 and requests[-1].token_ids == (0,) else rows
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None: ...
@@ -83,6 +94,9 @@ class Engine:
 
     def stop_keeping(self) -> None:
         self.keeps_residents = False
+
+    def stop_scoring(self) -> None:
+        self.scores = False
 
 
 def shared(context: tuple[int, ...], resident: tuple[int, ...]) -> int:
@@ -161,12 +175,36 @@ def test_a_row_that_goes_to_another_is_found_however_little_rows_differ(
             self_test(Engine(scale, company=company), rounding=rounding, block_size=16)
 
 
+@pytest.mark.promise(number=24)
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(("rounding", "scale"), [(FLOAT32, 0.2), (FLOAT32, 8.0), (BFLOAT16, 8.0)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda scores: scores.roll(1),
+        lambda scores: torch.cat([scores[:-1], scores[:1]]),
+        lambda scores: torch.cat([scores[1:2], scores[1:]]),
+        lambda scores: scores[1:],
+        lambda scores: torch.full_like(scores, torch.nan),
+    ],
+)
+def test_a_score_of_other_positions_is_found(
+    fault: Callable[[torch.Tensor], torch.Tensor], rounding: float, scale: float, block_size: int
+) -> None:
+    engine = Engine(scale, scored=fault, block_size=block_size)
+    kept, [warning] = examined(engine, rounding)
+    assert kept
+    assert not engine.scores
+    assert "a score takes a row for each token" in warning
+
+
 @pytest.mark.parametrize("block_size", [16, 128, 1024])
 @pytest.mark.parametrize("scale", [0.0, 0.01, 0.2, 2.0, 8.0])
 @pytest.mark.parametrize("rounding", [FLOAT32, 2.0**-10, BFLOAT16])
 def test_rounding_is_no_fault(rounding: float, scale: float, block_size: int) -> None:
     engine = Engine(scale, noise=30 * rounding, block_size=block_size)
     assert examined(engine, rounding) == (True, [])
+    assert engine.scores
 
 
 def test_a_model_of_short_contexts_keeps_no_residents_that_it_could_not_test() -> None:

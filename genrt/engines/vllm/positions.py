@@ -1,0 +1,336 @@
+"""Scores: log-probabilities or rows at many positions of a text, taken from the forwards that compute it.
+
+A score is one vLLM request, whose prompt is the text less its last token. After a forward the runner has
+the hidden states of all positions that it computed; where it looks for vLLM's prompt logprobs, both
+runners do so in every step, the logits of the wanted ones are computed, a bounded number at a time, made
+log-probabilities as those of rows are, and one entry is kept of each, or the row.
+
+Rules:
+    A prefix that such a request finds in the cache ends before its first wanted position: the hidden
+    states of what is found are not computed. Its own blocks serve whoever comes later.
+    Positions are taken by number, in order, over as many steps as the text takes. After a preemption they
+    come again, and those that are there are left out. A request that ends without some is an error.
+    A position whose row is not finite is NaN, and its request fails, alone.
+
+What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` compares scores with rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+
+from genrt.engines.vllm.capture import log_probabilities
+from genrt.errors import EngineFailed, EngineUnsupported
+from genrt.questions.scores import ScoreRequest, Wanted, entries
+from genrt.tokens.rows import Leaving
+
+__all__ = ["FIRST", "Positions", "attach", "positions_of"]
+
+FIRST = "genrt_first"
+"""The key in ``extra_args`` of the first position, counted from 0, whose hidden state is wanted."""
+
+ENTRIES = 2**25
+"""How many logits there are at a time: 256 MiB at most with their float32 copy, and enough positions for
+a matrix product that does not wait for the weights."""
+
+
+Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the logits ``[n, vocab_size]`` of hidden states ``[n, width]``."""
+
+
+class Span(NamedTuple):
+    """The part of a request that a step computes: ``length`` tokens from number ``computed`` on, whose
+    hidden states begin at ``offset``."""
+
+    request_id: str
+    computed: int
+    length: int
+    offset: int
+
+
+@dataclass(slots=True)
+class _Score:
+    """A score in progress.
+
+    Attributes:
+        next: the first position that is not there yet, ``end`` once all are.
+        parts: log-probabilities on their way to the host, in order; of whole rows the first entries, by
+            which one that is not finite is known.
+        rows: on the device, in order, where whole ones are wanted.
+    """
+
+    targets: torch.Tensor  # int64, on the device: what follows each wanted position
+    lora: LoRARequest | None
+    first: int
+    next: int
+    wanted: Wanted
+    parts: list[tuple[Leaving, slice]] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.targets)
+
+
+class Positions:
+    """The scores in progress of one engine, by the ids of their vLLM requests.
+
+    Args:
+        compute_logits: ``None`` where hidden states are not seen, and no positions taken.
+        activate: has these LoRA adapters, one for each hidden state, make the next logits; ``None`` where
+            there are none.
+    """
+
+    def __init__(
+        self,
+        compute_logits: Logits | None = None,
+        activate: Callable[[Sequence[LoRARequest | None]], None] | None = None,
+        *,
+        vocab_size: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        self._compute_logits = compute_logits
+        self._activate = activate
+        self._at_once = max(1, ENTRIES // vocab_size)
+        self._device = device or torch.device("cpu")
+        self._scores: dict[str, _Score] = {}
+        self.scored_tokens = 0
+
+    @property
+    def are_taken(self) -> bool:
+        """True if a request may be a score; otherwise rows are asked for in its place."""
+        return self._compute_logits is not None
+
+    def stop(self) -> None:
+        """Take none from now on, and let go of the model."""
+        self._compute_logits = self._activate = None
+        self._scores.clear()
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters that ``EngineStatistics`` has of scores; a token is 4 bytes on its way."""
+        moved = 0 if self._device.type == "cpu" else 4 * self.scored_tokens
+        return {"scored_tokens": self.scored_tokens, "bytes_to_host": moved}
+
+    def start_counting(self) -> None:
+        """Set the counters to 0."""
+        self.scored_tokens = 0
+
+    def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
+        """Take the positions of a request that vLLM is given next. Raises EngineFailed where none are
+        taken."""
+        if not self.are_taken:
+            raise EngineFailed("this engine takes a row for every token of a score")
+        targets = torch.tensor(request.token_ids[request.start :], dtype=torch.int64)
+        if self._device.type != "cpu":
+            targets = targets.pin_memory().to(self._device, non_blocking=True)
+        first = request.start - 1
+        self._scores[request_id] = _Score(targets, lora, first, first, request.wanted)
+
+    def __bool__(self) -> bool:
+        return bool(self._scores)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._scores
+
+    @torch.inference_mode()
+    def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
+        """Take the wanted positions among those that a step computed; spans of other requests are
+        ignored."""
+        wanted: list[tuple[_Score, int, int]] = []
+        places: list[torch.Tensor] = []
+        for span in spans:
+            score = self._scores.get(span.request_id)
+            if score is None or span.computed > score.next:  # a gap, which ``take`` finds
+                continue
+            end = min(span.computed + span.length, score.end)
+            if end > score.next:
+                start = span.offset - span.computed
+                found = hidden_states[start + score.next : start + end]
+                if score.wanted == "rows":
+                    rows = _cat([rows for _, rows in self._rows(found, [score.lora] * len(found))])
+                    score.rows.append(rows)
+                    score.parts.append((Leaving(rows[:, 0]), slice(None)))
+                    score.next = end
+                    continue
+                places.append(found)
+                wanted.append((score, score.next, end))
+        if not wanted:
+            return
+        targets = [s.targets[begin - s.first : end - s.first] for s, begin, end in wanted]
+        loras = [score.lora for score, begin, end in wanted for _ in range(begin, end)]
+        greedy = any(score.wanted == "greedy" for score, _, _ in wanted)
+        wants: Wanted = "greedy" if greedy else "logprobs"
+        leaving = Leaving(self._entries(_cat(places), _cat(targets), loras, wants))
+        at = 0
+        for score, begin, end in wanted:
+            score.parts.append((leaving, slice(at, at + end - begin)))
+            score.next = end
+            at += end - begin
+
+    def _entries(
+        self,
+        hidden_states: torch.Tensor,
+        targets: torch.Tensor,
+        loras: Sequence[LoRARequest | None],
+        wanted: Wanted,
+    ) -> torch.Tensor:
+        """Return what is wanted of each position's row, float32 ``[n]`` or ``[2, n]``."""
+        found = self._rows(hidden_states, loras)
+        return _cat([entries(rows, targets[part], wanted) for part, rows in found], dim=-1)
+
+    def _rows(
+        self, hidden_states: torch.Tensor, loras: Sequence[LoRARequest | None]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the rows of some positions at a time, and which these are."""
+        compute_logits = cast("Logits", self._compute_logits)  # there are scores, so it is there
+        for start in range(0, len(hidden_states), self._at_once):
+            part = slice(start, start + self._at_once)
+            if self._activate is not None:
+                self._activate(loras[part])
+            logits = compute_logits(hidden_states[part])
+            yield part, log_probabilities(logits, may_overwrite=True)
+
+    def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
+        """Return the answers of those of these requests that are scores; ``None`` where a row was not
+        finite. A score is taken once.
+
+        Raises:
+            EngineUnsupported: one has ended without some of its positions: vLLM skipped them.
+        """
+        taken: dict[str, torch.Tensor | None] = {}
+        for request_id in request_ids:
+            score = self._scores.pop(request_id, None)
+            if score is None:
+                continue
+            if score.next < score.end:
+                raise EngineUnsupported(
+                    "vLLM finished a request without showing genrt all positions of its text; this "
+                    "version or configuration of vLLM is not supported"
+                )
+            parts = [leaving.arrived()[..., part] for leaving, part in score.parts]
+            if score.wanted != "greedy":  # which others may have been in a step with
+                parts = [part if part.ndim == 1 else part[0] for part in parts]
+            answer = torch.cat(parts, dim=-1)
+            self.scored_tokens += len(score.targets)
+            if bool(answer.isnan().any()):
+                taken[request_id] = None
+                continue
+            if score.wanted == "rows":
+                answer = _cat(score.rows)
+                if answer.is_cuda:  # made on vLLM's stream, read on this one
+                    answer.record_stream(torch.cuda.current_stream(answer.device))
+            taken[request_id] = answer
+        return taken
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Forget scores that were cancelled; other requests are ignored."""
+        for request_id in request_ids:
+            self._scores.pop(request_id, None)
+
+
+def _cat(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def positions_of(
+    config: VllmConfig, runner: Any, scheduler: Any, own_processors: bool
+) -> Positions:
+    """Return the positions of an engine. None are taken where the runner is in another process, where the
+    hidden states of a prompt are not those of its rows, a prefix that is found may end anywhere, or the
+    user's logits processors make rows of logits that no hidden state has."""
+    if (
+        runner is None
+        or own_processors
+        or config.cache_config.kv_sharing_fast_prefill
+        or config.kv_transfer_config
+        or config.model_config.is_encoder_decoder
+    ):
+        return Positions()
+    limit_hits(scheduler)
+    return attach(runner, vocab_size=int(config.model_config.get_vocab_size()))
+
+
+def attach(runner: Any, *, vocab_size: int) -> Positions:
+    """Return positions that are taken in every step of a runner."""
+    compute_logits = lambda hidden_states: runner.model.compute_logits(hidden_states)
+    activate = None if runner.lora_config is None else lambda loras: _activate(runner, loras)
+    positions = Positions(
+        compute_logits, activate, vocab_size=vocab_size, device=torch.device(runner.device)
+    )
+    # On the instance, in front of the class's own.
+    if hasattr(runner, "input_batch"):
+        look = runner._get_prompt_logprobs_dict
+
+        def look_v1(hidden_states: torch.Tensor, scheduled: dict[str, int]) -> Any:
+            if positions:
+                positions.put(hidden_states, _spans_v1(runner, scheduled))
+            return look(hidden_states, scheduled)
+
+        runner._get_prompt_logprobs_dict = look_v1
+        return positions
+    worker = runner.prompt_logprobs_worker
+    compute = worker.compute_prompt_logprobs
+
+    def compute_v2(logits_of: Any, hidden_states: torch.Tensor, batch: Any, *rest: Any) -> Any:
+        if positions:
+            positions.put(hidden_states, _spans_v2(batch))
+        return compute(logits_of, hidden_states, batch, *rest)
+
+    worker.compute_prompt_logprobs = compute_v2
+    return positions
+
+
+def _spans_v1(runner: Any, scheduled: dict[str, int]) -> Iterator[Span]:
+    starts = runner.query_start_loc.np
+    for request_id, index in runner.input_batch.req_id_to_index.items():
+        if request_id in scheduled:
+            computed = runner.requests[request_id].num_computed_tokens
+            yield Span(request_id, computed, scheduled[request_id], int(starts[index]))
+
+
+def _spans_v2(batch: Any) -> Iterator[Span]:
+    columns = (
+        batch.num_computed_prefill_tokens_np,
+        batch.num_scheduled_tokens,
+        batch.query_start_loc_np,
+    )
+    # There is one more start than requests.
+    for request_id, *numbers in zip(batch.req_ids, *columns, strict=False):
+        yield Span(request_id, *map(int, numbers))
+
+
+def _activate(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
+    """Have each hidden state's adapter make its logits: vLLM has told the layers of one for each row. The
+    next step tells them anew."""
+    ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)
+    runner._set_active_loras(ids, ids, {lora for lora in loras if lora is not None})
+
+
+def limit_hits(scheduler: Any) -> None:
+    """Have a scheduler's requests for scores share no prefix beyond their first wanted position."""
+    find = scheduler._get_local_prefix_cache_hit
+
+    def found(request: Any) -> Any:
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+        first = (extra or {}).get(FIRST)
+        # vLLM leaves the last token of a request to be computed.
+        return find(request if first is None else _Shortened(request, first + 1))
+
+    scheduler._get_local_prefix_cache_hit = found
+
+
+class _Shortened:
+    """A vLLM request that looks as if it had fewer tokens."""
+
+    def __init__(self, request: Any, num_tokens: int) -> None:
+        self._request = request
+        self.num_tokens = num_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

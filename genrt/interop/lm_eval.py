@@ -1,0 +1,250 @@
+"""lm-evaluation-harness on a genrt runtime: its tasks run unchanged, many items at once.
+
+::
+
+    import lm_eval
+    from genrt.interop.lm_eval import as_lm_eval
+
+    with genrt.load("Qwen/Qwen2.5-0.5B-Instruct") as lm:
+        results = lm_eval.simple_evaluate(as_lm_eval(lm), tasks=["hellaswag", "gsm8k"])
+
+The interface is that of lm-evaluation-harness 0.4. A continuation is one request, whose context is
+computed once for all that share it; a text that is longer than the model's context is scored by windows,
+as the harness asks for. Importing this file imports the harness.
+
+Raises:
+    EngineNotInstalled: the harness is not installed (extra ``eval``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any, cast
+
+from genrt.errors import InvalidRequest
+from genrt.generation.many import Item, generate_many_sync
+from genrt.interop.foreign import importing
+from genrt.lm import AsyncLM
+from genrt.numbers import check_int, shown
+from genrt.questions.completions import GenerateOptions
+from genrt.questions.scores import greedy_joined, greedy_requests
+
+with importing("eval"):
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        has_bos_prefix,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+__all__ = ["GenrtEval", "as_lm_eval"]
+
+MOST_TOGETHER = 2**22
+"""How many token ids are asked about by one question at most."""
+
+
+def as_lm_eval(
+    lm: AsyncLM,
+    *,
+    adapter: str | None = None,
+    max_gen_toks: int = 256,
+    add_bos_token: bool | None = None,
+) -> GenrtEval:
+    """Return the runtime as a model of lm-evaluation-harness, for ``simple_evaluate`` and ``evaluate``.
+
+    Any number of them share the runtime; none closes it.
+
+    Args:
+        max_gen_toks: how many tokens a text has at most where a task does not say.
+        add_bos_token: whether special tokens are put around texts; by default as the tokenizer does.
+
+    Raises:
+        InvalidRequest: ``lm`` is not a runtime, has no tokenizer or none with an end-of-text token;
+            UnknownAdapter.
+    """
+    if not isinstance(lm, AsyncLM):
+        raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
+    if getattr(lm.tokenizer, "eos_token_id", None) is None:
+        raise InvalidRequest("lm-evaluation-harness needs a tokenizer with an end-of-text token")
+    if add_bos_token is not None and not isinstance(add_bos_token, bool):
+        raise InvalidRequest(
+            f"add_bos_token must be True, False or None, got {shown(add_bos_token)}"
+        )
+    lm._adapters.bound(adapter)
+    check_int("max_gen_toks", max_gen_toks, 1)
+    return GenrtEval(lm, adapter, int(max_gen_toks), add_bos_token)
+
+
+class GenrtEval(TemplateLM):  # type: ignore[misc]
+    """A genrt runtime with the methods of ``lm_eval.api.model.LM``. Made by ``as_lm_eval``.
+
+    Tokens are what the harness's ``hf`` backend makes of a text, so that results can be compared: they
+    differ by the engines' numerics. Errors are genrt's.
+    """
+
+    def __init__(
+        self, lm: AsyncLM, adapter: str | None, max_gen_toks: int, add_bos_token: bool | None
+    ) -> None:
+        super().__init__()
+        self._lm = lm
+        self._adapter = adapter
+        self.tokenizer = lm.tokenizer
+        self.max_gen_toks = max_gen_toks
+        self._add_bos_token = add_bos_token
+        self._device = lm.device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._lm!r})"
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-text token."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token after which a text without a context is scored."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens a context has at most."""
+        return self._lm.max_model_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name, by which the harness keeps what it cached apart."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return the token ids of a text, with the tokenizer's special tokens unless told otherwise, or
+        unless the text begins with one."""
+        if add_special_tokens is None and not has_bos_prefix(
+            string, self.tokenizer.decode(self.prefix_token_id)
+        ):
+            add_special_tokens = self._add_bos_token
+        elif add_special_tokens is None:
+            add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **options))
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as the tokenizer's chat template writes it."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    # -- scores -------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether greedy decoding gives it. Contexts
+        that are too long lose their first tokens."""
+        found: list[tuple[float, bool]] = []
+        for part in _parts(requests):
+            found += self._scored([(context, after) for _, context, after in part])
+            for (text, _, _), answer in zip(part, found[len(found) - len(part) :], strict=True):
+                if text is not None:
+                    self.cache_hook.add_partial("loglikelihood", text, answer)
+        return found
+
+    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        lm, most = self._lm, self.max_length
+        bound, in_one = lm._adapters.bound(self._adapter), lm._thread.scores
+        requests = []
+        for context, after in pairs:
+            # All but the last token are computed.
+            room = max(1, most + 1 - len(after))
+            own = lm._limits, context[-room:], after, bound
+            requests.append(greedy_requests(*own, in_one=in_one))
+        results = iter(lm._ask_sync([*chain(*requests)]))
+        return [
+            greedy_joined([*islice(results, len(each))], after)
+            for each, (_, after) in zip(requests, pairs, strict=True)
+        ]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of each text, by windows where it is too long for one."""
+        texts = [request.args[0] for request in requests]
+        windows = [
+            [
+                (None, *make_disjoint_window(window))
+                for window in get_rolling_token_windows(
+                    token_list=self.tok_encode(text),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for text in texts
+        ]
+        scores = iter(self._loglikelihood_tokens([*chain(*windows)]))
+        totals = [sum(score for score, _ in islice(scores, len(each))) for each in windows]
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    # -- texts --------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text after each context, up to the first of its stop sequences."""
+        end = self.tokenizer.decode(self.eot_token_id)
+        asked, stops = [], []
+        for request in requests:
+            context, given = request.args
+            options = normalize_gen_kwargs(given, self.max_gen_toks)
+            until = handle_stop_sequences(options.pop("until", None), eos=end)
+            asked.append(self._item(context, options, until))
+            stops.append(until)
+        texts: list[str] = []
+        found = generate_many_sync(self._lm, asked, adapter=self._adapter, in_order=True)
+        for request, until, (_, completion) in zip(requests, stops, found, strict=True):
+            # A text that ends inside a character has the replacement character there, as ``hf`` decodes.
+            ids = list(completion.token_ids)
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            texts.append(postprocess_generated_text(text, until, None))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    def _item(self, context: str, options: dict[str, Any], until: list[str]) -> Item:
+        most = options.pop("max_gen_toks")
+        options.pop("do_sample", None)
+        room = self.max_length - most
+        if room < 1:
+            raise InvalidRequest(
+                f"a text of max_gen_toks={most} tokens does not fit into {self.max_length}"
+            )
+        given = options | {"max_tokens": most, "stop": [each for each in until if each]}
+        prompt = self.tok_encode(context)[-room:]
+        return Item(prompt=prompt, options=cast("GenerateOptions", given))
+
+
+def _parts(requests: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the requests in parts, in order, each of which one question may ask."""
+    parts: list[list[Any]] = [[]]
+    size = 0
+    for request in requests:
+        size += len(request[1]) + len(request[2])
+        if parts[-1] and size > MOST_TOGETHER:
+            parts.append([])
+            size = len(request[1]) + len(request[2])
+        parts[-1].append(request)
+    return [part for part in parts if part]
