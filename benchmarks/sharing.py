@@ -66,7 +66,8 @@ async def drawn(lm: AsyncLM, particles: int, draws: int) -> Window:
 
 async def in_turns(lm: AsyncLM, given: argparse.Namespace) -> dict[str, list[Window]]:
     """Return windows with steps that wait and without; the first of each is left out."""
-    share, found = returning.SHARE, {"waiting": [], "not_waiting": []}
+    share = returning.SHARE
+    found: dict[str, list[Window]] = {"waiting": [], "not_waiting": []}
     try:
         for repeat in range(given.windows + 1):
             for kind in sorted(found, reverse=bool(repeat % 2)):

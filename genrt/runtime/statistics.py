@@ -73,7 +73,8 @@ class Statistics:
 
         Values that are no counters stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
         ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident`` and
-        ``kept_tokens``. The counters of an engine that a restart has opened since ``earlier`` are taken as they are.
+        ``kept_tokens``. The counters of an engine that a restart has opened since ``earlier`` are taken
+        as they are.
         """
         engine, but = self.engine, NO_COUNTERS
         if not _is_less(engine, earlier.engine, but=but["engine"]):

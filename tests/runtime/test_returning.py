@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
@@ -171,9 +171,7 @@ def test_an_idle_engine_waits_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("ended", ["closed loop", "closed batcher", "cancelled"])
-def test_who_is_gone_is_waited_for_once_at_most(
-    races: Callable[[float], Race], ended: str
-) -> None:
+def test_who_is_gone_is_waited_for_once_at_most(races: Callable[[float], Race], ended: str) -> None:
     race = races(0.05)
     other = VirtualLoop(race.clock)
     sampler = other.create_task(draws(race))
@@ -199,6 +197,7 @@ def test_who_is_gone_is_waited_for_once_at_most(
     race.loop = text_loop
 
 
+@settings(deadline=None)
 @given(
     delays=st.lists(st.floats(0.0, 0.4), min_size=1, max_size=60),
 )
