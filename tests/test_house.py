@@ -54,7 +54,7 @@ ROOMS = (
 Within a folder, which the folders in it belong to, no imports go in a circle."""
 
 LONGEST_FILE = 500
-STILL_LONG = {"lm.py": 634}
+STILL_LONG = {"lm.py": 633}
 MOST_MODULES = 60
 """How many modules ``import genrt`` may bring into a fresh interpreter."""
 

@@ -51,7 +51,8 @@ class Job:
     ``token_ids``.
 
     ``OUTPUT.job.json`` beside it says what the lines were made from. A run with another template, schema,
-    option or model is refused, and so is one whose input has changed in a row that is finished.
+    option, model or ``weights_version`` is refused, and so is one whose input has changed in a row that
+    is finished.
 
     With ``seed``, row ``i`` is drawn with seed ``seed + i``: a finished job is the same whatever
     interrupted it, as far as the engine computes the same in any batch.
@@ -186,7 +187,8 @@ class Job:
         on from there.
 
         Raises:
-            JobRefused: another job writes the output, or what it was made from has changed.
+            JobRefused: another job writes the output, or what it was made from has changed, if only
+                because the runtime takes new weights meanwhile: texts by those are not written.
             InvalidRequest: the input cannot be read, a column is unknown (UnknownColumn), or an option
                 is out of the model's range.
             OutputFailed: the output cannot be written.
@@ -196,7 +198,7 @@ class Job:
             raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
         running = JobRun(self._settings)
         try:
-            await aside(lambda: running.open(self._fingerprint(model_of(lm))))
+            await aside(lambda: running.open(self._fingerprint(model_of(lm), lm.weights_version)))
             return await running.run(lm)
         finally:
             try:
@@ -220,8 +222,8 @@ class Job:
             raise
         return running
 
-    def _fingerprint(self, model: str | None) -> Fingerprint:
-        parts = self._decided
+    def _fingerprint(self, model: str | None, weights_version: int = 0) -> Fingerprint:
+        parts = self._decided | {"weights_version": weights_version}
         if self._model_options is not None:
             parts = parts | {"model_options": self._model_options}
         found = fingerprint(parts)

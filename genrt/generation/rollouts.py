@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from typing import Any, Required, TypeAlias, Unpack, cast
+from typing import Any, Literal, Required, TypeAlias, Unpack, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from genrt.errors import ContextTooLong, EngineFailed, InvalidRequest
+from genrt.errors import ContextTooLong, EngineFailed, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, generate_many
 from genrt.generation.padding import check_pad_value, unpadded
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int, shown
+from genrt.numbers import check_int, named, shown
 from genrt.questions.completions import Completion, LogprobsMode
 from genrt.questions.contexts import LAST_SEED, check_seed, seed_at
 from genrt.questions.samples import DecodingOptions
@@ -43,6 +43,9 @@ StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None] | 
 
 StopTokenIds: TypeAlias = Collection[int] | Sequence[Collection[int] | None] | None
 """Tokens that end every sample, or a list of these, or ``None``, for each."""
+
+OnTimeout: TypeAlias = Literal["raise", "truncate"]
+"""What becomes of a sample that takes too long."""
 
 FOREIGN = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}
 """Options of completions that have another name here."""
@@ -68,7 +71,10 @@ class RolloutOptions(DecodingOptions, total=False):
         logprobs_mode: "raw_logprobs", the default, are the model's, as ``AsyncLM.score`` has them;
             "processed_logprobs" those of the law that tokens are drawn from.
         adapter: the name of the adapter to ask; by default the base model.
-        timeout: seconds for each sample, from when it is asked; then TimedOut is raised.
+        timeout: seconds for each sample, from when it is asked.
+        on_timeout: what then happens: "raise", the default, raises TimedOut and cancels the others;
+            "truncate" takes what was drawn by then, maybe nothing, as a text that is ``truncated``, whose
+            ``finish_reason`` is "abort".
         concurrency: how many samples are under way at once, as of ``generate_many``.
         progress: whether a bar shows how far it is.
     """
@@ -94,6 +100,7 @@ class RolloutOptions(DecodingOptions, total=False):
     choice: Sequence[str]
     adapter: str | None
     timeout: float | None
+    on_timeout: OnTimeout
     concurrency: int | None
     progress: bool
 
@@ -154,7 +161,8 @@ async def rollout(
         InvalidRequest: these are no such tensors (the message names row and position), or an option is
             wrong.
         ContextTooLong: a prompt is longer than the context.
-        TimedOut: a sample took longer than ``timeout``. Else as ``AsyncLM.generate``.
+        TimedOut: a sample took longer than ``timeout``, and ``on_timeout`` says so. Else as
+            ``AsyncLM.generate``.
     """
     batch = RolloutBatch(lm, input_ids, input_lengths, options, "rollout")
     async with contextlib.aclosing(batch.completions()) as ended:
@@ -230,6 +238,12 @@ class RolloutBatch:
         most = given.pop("max_new_tokens", None)
         self._most = None if most is None else check_int("max_new_tokens", most, 1)
         self._least = check_int("min_tokens", given.pop("min_tokens", 0), 0, self._most)
+        on_timeout = given.pop("on_timeout", "raise")
+        if not isinstance(on_timeout, str) or on_timeout not in get_args(OnTimeout):
+            raise InvalidRequest(
+                f"on_timeout must be 'raise' or 'truncate', got {named(on_timeout)}"
+            )
+        self._truncates = on_timeout == "truncate"
         self._given = given
 
     def _prompt(self, number: int, tokens: np.ndarray) -> list[int]:
@@ -264,6 +278,8 @@ class RolloutBatch:
         )
         async with contextlib.aclosing(texts):
             async for place, text in texts:
+                if isinstance(text, Failed) and isinstance(text.error, TimedOut):
+                    text = text.partial if self._truncates and text.partial else text
                 if isinstance(text, Failed):
                     text.error.add_note(f"sample {asked[place]} of {self._name}")
                     raise text.error

@@ -24,7 +24,7 @@ from genrt.errors import (
     JobRefused,
     OutputFailed,
 )
-from genrt.generation.journal import Journal
+from genrt.generation.journal import REMEDY, Journal
 from genrt.generation.many import AHEAD, Asked, Failed, Item
 from genrt.generation.prompts import Prompt, Prompts, value_of
 from genrt.generation.reports import Counting, JobReport, heartbeat
@@ -100,6 +100,8 @@ class JobRun:
         self._counting = Counting()
         self._opening = threading.Lock()
         self._closed = self._is_ready = False
+        self._weights_version = 0  # which all lines are made with
+        self._refused: JobRefused | None = None
         self._sorted: deque[_Asked] | None = None
         # Rows under way by their number in the stream of items, and those to be asked again.
         self._under_way: dict[int, _Asked] = {}
@@ -128,6 +130,7 @@ class JobRun:
                 raise InvalidRequest(f"{at.output} is the input: name another file for the output")
             self._journal.lock()
             most_rows = at.input.stat().st_size
+            self._weights_version = now["weights_version"]["value"]
             self._journal.recover(now, most_rows, at.retried, overwrite=at.overwrite)
             if not self._compare():
                 return
@@ -189,12 +192,15 @@ class JobRun:
         Raises:
             InvalidRequest: an option is wrong, or nothing the engine can do.
             OutputFailed: the output cannot be written.
+            JobRefused: the runtime has, or gets meanwhile, other weights than the lines were made with.
             EngineDied, Closed: the runtime is.
         """
         at = self._settings
         if not self._is_ready:
             raise InvalidRequest("a run runs once, and not when it is closed: begin another")
         self._is_ready = False
+        if lm.weights_version != self._weights_version:
+            self._refuse()
         self._counting.restart_clock()
         options: Any = {**at.options, "concurrency": at.concurrency}
         asked = Asked(lm, options)
@@ -233,8 +239,16 @@ class JobRun:
             await self._end(walk)
             raise
         await self._end(walk)
+        if self._refused is not None:
+            raise self._refused
         if not self._counting.stopped:
             self._write_held()
+
+    def _refuse(self) -> None:
+        """Stop: the runtime has other weights than the lines were made with."""
+        made = f"{self._journal.path} was made with version {self._weights_version} of them"
+        self._refused = JobRefused(f"the runtime has new weights, and {made}: {REMEDY}")
+        self._counting.stopped = str(self._refused)
 
     async def _judged(self, result: Completion | Failed) -> _Answer:
         judge, values, faults = self._settings.judge, list[Any](), list[Fault]()
@@ -291,6 +305,12 @@ class JobRun:
         asked, result, faults = self._under_way.pop(number), answer.result, answer.faults
         self._news.set()
         at, counting = self._settings, self._counting
+        text = result.partial if isinstance(result, Failed) else result
+        version = self._weights_version
+        # A text that nobody began has no version.
+        if text is not None and text.token_ids and text.weights_version != version:
+            self._refuse()
+            return
         if isinstance(result, Failed):
             self._fail(asked.row, result.error, result.partial, is_own_fault=False)
             return
@@ -312,12 +332,7 @@ class JobRun:
         counting.prompt_tokens += len(result.prompt_token_ids)
 
     def _fail(
-        self,
-        row: Row,
-        error: Exception,
-        partial: Completion | None = None,
-        *,
-        is_own_fault: bool,
+        self, row: Row, error: Exception, partial: Completion | None = None, *, is_own_fault: bool
     ) -> None:
         """Write a row's error, whatever its kind; hold it back if the next rows may fail too."""
         at, counting = self._settings, self._counting

@@ -8,7 +8,8 @@ and delivers what finished.
 Rules:
     All state changes under one lock, held for dictionary work on what changed, never on all there is but
     when the batcher is closed, fenced or goes on with another engine; ``turn`` alone talks to the engine.
-    A turn with something in flight always steps; what needs no forward is delivered before that.
+    A turn with something in flight always steps; what needs no forward is delivered before that. It
+    begins once those have asked who ask again as soon as they are answered.
     A request is in ``_entries`` from the question that queued it until it ends; it ends once.
     Requests that ran out of memory together are sent again, fewer at a time; one alone fails.
     A waiter that leaves is seen by nobody else; a request whose last waiter left is withdrawn: from
@@ -37,6 +38,7 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.runtime.fences import Fences
 from genrt.runtime.queue import Admission, Bindings, Entries, Flight, Ready
+from genrt.runtime.returning import Returning
 from genrt.runtime.statistics import BatcherStatistics
 from genrt.runtime.streams import Streams
 from genrt.runtime.waiters import (
@@ -88,7 +90,9 @@ class Batcher:
         self._flight = Flight(Streams(self._lock, clock, cpu_clock))
         self._on_loops, self._bindings = OnLoops(), Bindings()
         self._admission = Admission(max_queued_requests, max_queued_bytes)
-        self._gatherings = Gatherings(self._lock, self._make_ready, wake, most)
+        self._returning = Returning(clock)
+        asked = self._returning.asked
+        self._gatherings = Gatherings(self._lock, self._make_ready, wake, most, asked)
         self._left: deque[Waiter] = deque()
         self._closed: GenrtError | None = None
         self._last_told: list[tuple[Waiter, Outcome]] = []
@@ -224,10 +228,11 @@ class Batcher:
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``turn`` has something to do; ``None``: not before ``wake``."""
         with self._lock:
-            if self._flight or self._left or self._bindings.free() or self._admission.first():
+            has_work = self._left or self._bindings.free() or self._admission.first()
+            if has_work or (self.fences.is_watched and self.fences.is_passed):
                 return 0.0
-            if self.fences.is_watched and self.fences.is_passed:
-                return 0.0
+            if self._flight:  # behind a fence, what comes would not be in the next step
+                return 0.0 if self.fences.up else self._returning.seconds()
             return self._ready.seconds_until_due()
 
     def turn(self, engine: AnsweringEngine) -> None:
@@ -250,7 +255,9 @@ class Batcher:
         if flush:
             self._settle(self._sent(engine, flush))
         if self._flight:
-            self._settle(self._stepped(engine), stepped=True)
+            with self._returning.step():
+                finished = self._stepped(engine)
+            self._settle(finished, stepped=True)
             if self._flight.streams.by_loop:
                 self._flight.streams.tell(engine.progress)
         if self.fences.is_watched and self.fences.is_passed:
@@ -327,6 +334,8 @@ class Batcher:
                     if not waiter.missing:
                         self._on_loops.discard(waiter)
                         answered.append(waiter)
+            if stepped:
+                self._returning.told(answered)
             answered += self._admit()  # who failed may have left room in the queue
         deliver(failed)
         hand_out(answered)
@@ -398,6 +407,7 @@ class Batcher:
             if self._closed is None:
                 self._closed = reason or Closed(WAS_CLOSED)
                 self._last_told = [(waiter, self._closed.fresh()) for waiter in self._let_go()]
+            self._returning.clear()
             told, gone, fences = self._last_told, self._gatherings.clear(), self.fences.clear()
             reason = self._closed
         del gone

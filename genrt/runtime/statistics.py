@@ -15,7 +15,7 @@ Part = TypeVar("Part", bound=Any)
 NO_COUNTERS = {
     "batcher": {"largest_flush", "queued", "in_flight", "waiting"},
     "cache": {"rows", "bytes", "max_bytes"},
-    "engine": {"resident"},
+    "engine": {"resident", "kept_tokens"},
 }
 """The values of each part that may go down, and so are not subtracted."""
 
@@ -72,8 +72,9 @@ class Statistics:
         """Return what was done since ``earlier``, of the same runtime: the differences of the counters.
 
         Values that are no counters stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
-        ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident``. The
-        counters of an engine that a restart has opened since ``earlier`` are taken as they are.
+        ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident`` and
+        ``kept_tokens``. The counters of an engine that a restart has opened since ``earlier`` are taken
+        as they are.
         """
         engine, but = self.engine, NO_COUNTERS
         if not _is_less(engine, earlier.engine, but=but["engine"]):

@@ -162,6 +162,7 @@ class Gatherings:
             whether the engine thread must look.
         wake: has the engine thread look; called without the lock.
         most: entries of one loop that weigh so much are handed on at once.
+        asked: called under the lock once a loop that asked is quiet.
     """
 
     def __init__(
@@ -170,8 +171,10 @@ class Gatherings:
         hand_on: Callable[[Iterable[Entry]], bool],
         wake: Callable[[], None],
         most: int,
+        asked: Callable[[asyncio.AbstractEventLoop], None],
     ) -> None:
         self._lock = lock
+        self._asked = asked
         self._hand_on = hand_on
         self._wake = wake
         self._most = most
@@ -242,6 +245,7 @@ class Gatherings:
     def _end_for_good(self, loop: asyncio.AbstractEventLoop, gathering: _Gathering) -> bool:
         if self._by_loop.get(loop) is gathering:  # and not one begun since, after a restart
             del self._by_loop[loop]
+            self._asked(loop)
         return self._end(gathering)
 
 

@@ -35,7 +35,7 @@ from genrt.generation.outputs import Schema
 from genrt.generation.reports import heartbeat
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
-from tests.generation.job_cases import MODEL, job, lines_of, rows, write_rows
+from tests.generation.job_cases import MODEL, VOCABULARY, job, lines_of, rows, write_rows
 
 ROWS = rows(12)
 
@@ -1078,7 +1078,7 @@ def test_a_run_that_is_closed_while_it_is_opened_ends(
 
     monkeypatch.setattr(runs, "read_rows", read_rows)
     running = runs.JobRun(job(folder)._settings)
-    running.open({})
+    running.open(fingerprints.fingerprint({"weights_version": 0}))
     running.close()
     assert read == [0]
     job(folder).begin().close()
@@ -1156,3 +1156,48 @@ async def test_a_small_model_of_another_kind_is_only_compared_by_what_is_known(
     with genrt.load(NGram.random([b"a", b"b"], seed=3), engine="exact") as other:
         report = await job(folder).run(other)
     assert report.skipped == 3
+
+
+# -- new weights ----------------------------------------------------------------------------------
+
+OTHER = {"table": NGram.random([*VOCABULARY, b""], order=1, seed=2).table}
+
+
+def test_a_job_is_not_resumed_with_other_weights(folder: Path) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        job(folder, limit=3).run_sync(lm)
+        lm.update_weights_sync(OTHER)
+        before = (folder / "out.jsonl").read_bytes()
+        with pytest.raises(JobRefused, match=r"another weights_version \(was 0, is 1\)"):
+            job(folder).run_sync(lm)
+        assert (folder / "out.jsonl").read_bytes() == before
+        with (
+            job(folder).begin() as begun,
+            pytest.raises(JobRefused, match="made with version 0 of them"),
+        ):
+            begun.run_sync(lm)
+        assert job(folder, overwrite=True).run_sync(lm).complete
+
+
+async def test_texts_by_weights_that_came_meanwhile_are_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await genrt.aload(MODEL, engine="exact") as lm:
+        generate, asked = AsyncLM.generate, 0
+
+        async def renewing(lm: AsyncLM, prompt: Any, **options: Any) -> Completion:
+            nonlocal asked
+            asked += 1
+            if asked == 4:
+                await lm.update_weights(OTHER)
+            return await generate(lm, prompt, **options)
+
+        monkeypatch.setattr(AsyncLM, "generate", renewing)
+        with pytest.raises(JobRefused, match="has new weights"):
+            await job(folder, concurrency=1).run(lm)
+        monkeypatch.undo()
+        written = lines_of(folder)
+        assert [line["index"] for line in written] == [0, 1, 2]
+    with genrt.load(MODEL, engine="exact") as lm:
+        job(folder).run_sync(lm)
+        assert lines_of(folder)[:3] == written

@@ -20,8 +20,10 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import Closed, ContextTooLong, EngineFailed, InvalidRequest, TimedOut
 from genrt.generation import (
+    Failed,
     PolicyGeneration,
     Rollout,
+    many,
     rollout,
     rollout_samples,
     rollout_sync,
@@ -391,6 +393,54 @@ async def test_an_error_names_its_sample_and_cancels_the_others(
         await rollout(held, ids, lengths, pad_value=0, timeout=0)
     assert raised.value.__notes__ == ["sample 0 of rollout"]
     await nothing_left(held, engine)
+
+
+async def test_samples_that_take_too_long_are_truncated_if_that_is_wanted(
+    held: AsyncLM, engine: Engine
+) -> None:
+    ids, lengths = padded([[0, 1], [1] * ROOM, [2]])
+    options: Any = {"pad_value": 0, "timeout": 0, "on_timeout": "truncate"}
+    found = await rollout(held, ids, lengths, **options)
+    assert found.truncated.tolist() == [True] * 3
+    assert found.generation_lengths.tolist() == [0] * 3
+    assert [each.finish_reason for each in found.completions] == ["abort", "length", "abort"]
+    assert torch.equal(found.output_ids, ids)
+    assert not found.logprobs.any()
+    await nothing_left(held, engine)
+
+
+async def test_what_was_drawn_in_time_is_kept_beside_texts_that_are_whole(
+    held: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, lengths = padded([[0, 1], [1], [2]])
+    options: Any = {"pad_value": 0, "seed": 5, "max_new_tokens": 6, "ignore_eos": True}
+    whole = await rollout(held, ids, lengths, **options)
+    [_, late, _] = whole.completions
+    partial = dataclasses.replace(
+        late, token_ids=late.token_ids[:2], logprobs=late.logprobs[:2], finish_reason="abort"
+    )
+    ask = many.Asked.ask
+
+    async def late_for_one(asked: Any, number: int, item: Any) -> Any:
+        return Failed(TimedOut("late"), partial) if number == 1 else await ask(asked, number, item)
+
+    monkeypatch.setattr(many.Asked, "ask", late_for_one)
+    found = await rollout(held, ids, lengths, **options, on_timeout="truncate", timeout=60)
+    assert found.generation_lengths.tolist() == [6, 2, 6]
+    assert found.truncated.tolist() == [True] * 3
+    assert torch.equal(found.output_ids[[0, 2]], whole.output_ids[[0, 2]])
+    assert found.output_ids[1].tolist() == [1, *late.token_ids[:2], 0, 0, 0, 0, 0]
+    assert torch.equal(found.logprobs[1, 1:3], whole.logprobs[1, 1:3])
+    assert not found.logprobs[1, 3:].any()
+    with pytest.raises(TimedOut):
+        await rollout(held, ids, lengths, **options, timeout=60)
+
+
+@pytest.mark.parametrize("wrong", ["cut", None, 1, ["raise"]])
+async def test_what_becomes_of_late_samples_is_one_of_two(held: AsyncLM, wrong: Any) -> None:
+    ids, lengths = padded([[0]])
+    with pytest.raises(InvalidRequest, match="on_timeout must be 'raise' or 'truncate'"):
+        await rollout(held, ids, lengths, pad_value=0, on_timeout=wrong)
 
 
 async def test_log_probabilities_that_are_missing_are_an_error_and_no_zeros(

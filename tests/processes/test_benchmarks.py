@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import genrt
-from benchmarks import fidelity, overheads, plots, pressure, step, two_runtimes
+from benchmarks import fidelity, overheads, plots, pressure, sharing, step, two_runtimes
 from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packed_masks
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
@@ -102,6 +102,19 @@ def test_two_runtimes_answer_as_each_does_alone(
     for phase in result["phases"].values():
         assert phase["worst_row"] < 1e-4
         assert phase["other_draws"] == phase["other_samples"] == 0.0
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+def test_a_samplers_share_is_measured_beside_streams(
+    step_run: object, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ["--model", str(llama), "--options", '{"enforce_eager": true}', "--tokens", "400"]
+    [result] = results_of(sharing, tmp_path / "sharing.json", monkeypatch, *small)
+    assert (result["streams"], result["draws"]) == (8, 10)
+    assert all(0.0 < number < math.inf for number in numbers_in(result))
+    for kind in ("waiting", "not_waiting"):
+        assert all(0.3 < share <= 1.0 for share in result[kind]["share"])
 
 
 @pytest.mark.proof

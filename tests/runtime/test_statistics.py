@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import genrt
 from genrt.engines.exact import NGram
@@ -22,6 +24,7 @@ MOMENTARY = {
     "bytes",
     "max_bytes",
     "resident",
+    "kept_tokens",
 }
 
 
@@ -58,7 +61,7 @@ def test_nothing_lies_between_a_moment_and_itself() -> None:
     done = statistics.since(statistics)
     assert done.batcher == BatcherStatistics(largest_flush=7, queued=7, in_flight=7, waiting=7)
     assert done.cache == CacheStatistics(rows=107, bytes=107, max_bytes=107)
-    assert done.engine == EngineStatistics(resident=207)
+    assert done.engine == EngineStatistics(resident=207, kept_tokens=207)
 
 
 def test_an_engine_that_was_opened_in_between_counts_from_then() -> None:
@@ -73,11 +76,13 @@ def test_an_engine_that_was_opened_in_between_counts_from_then() -> None:
     assert done.engine == later.engine
 
 
-def test_fewer_residents_are_no_restart() -> None:
-    earlier, later = EngineStatistics(steps=2, resident=9), EngineStatistics(steps=3, resident=4)
+@pytest.mark.parametrize("name", ["resident", "kept_tokens"])
+def test_fewer_of_what_is_held_are_no_restart(name: str) -> None:
+    earlier = replace(EngineStatistics(steps=2), **{name: 9})
+    later = replace(EngineStatistics(steps=3), **{name: 4})
     parts = (BatcherStatistics(), CacheStatistics())
     done = Statistics(*parts, later).since(Statistics(*parts, earlier))
-    assert done.engine == EngineStatistics(steps=1, resident=4)
+    assert done.engine == replace(EngineStatistics(steps=1), **{name: 4})
 
 
 def test_a_runtime_counts_what_was_asked_in_between(tmp_path: Path) -> None:
