@@ -102,8 +102,7 @@ class VLLMEngine:
         self._decoded: list[tuple[Purpose, str]] = []  # what the last decode step computed
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
-        kept = self._adapters, self._samples, self._positions
-        self._in_progress = InProgress(*kept)
+        self._in_progress = InProgress(*(kept := (self._adapters, self._samples, self._positions)))
         self._sending = Sending(self._core, own, *kept, self.max_model_len + 1 if is_open else None)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
         self._counted: dict[str, Any] = asdict(EngineStatistics())
