@@ -148,6 +148,7 @@ def asked_of(operation: Any, url: str) -> int:
     return asked
 
 
+@pytest.mark.proof
 def test_bodies_that_no_schema_admits_are_refused_on_every_route(
     client: httpx.Client, schema: Any, alive: None
 ) -> None:
