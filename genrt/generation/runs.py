@@ -306,9 +306,8 @@ class JobRun:
         self._news.set()
         at, counting = self._settings, self._counting
         text = result.partial if isinstance(result, Failed) else result
-        version = self._weights_version
-        # A text that nobody began has no version.
-        if text is not None and text.token_ids and text.weights_version != version:
+        was = self._weights_version  # a text that nobody began has none
+        if text is not None and text.token_ids and text.weights_version != was:
             self._refuse()
             return
         if isinstance(result, Failed):

@@ -87,8 +87,11 @@ class Body:
             raise InvalidRequest(f"unknown member {named(name[:80])}")
 
 
-def contexts_of(lm: AsyncLM, given: Sequence[Any], name: str) -> list[list[int]]:
-    """Return contexts, which are texts or lists of token ids, as token ids, still to be checked.
+def contexts_of(
+    lm: AsyncLM, given: Sequence[Any], name: str, *, begins: bool = True
+) -> list[list[int]]:
+    """Return contexts, which are texts or lists of token ids, as token ids, still to be checked. A
+    text that ``begins`` a context has what the tokenizer puts there.
 
     Raises:
         InvalidRequest: one is neither, or the tokenizer would lose some of it; ContextTooLong.
@@ -101,7 +104,7 @@ def contexts_of(lm: AsyncLM, given: Sequence[Any], name: str) -> list[list[int]]
                     f"{name}: a text of {len(each)} characters is longer than any context of "
                     f"max_model_len={lm.max_model_len}"
                 )
-            contexts.append(encode_prompt(lm.tokenizer, each))
+            contexts.append(encode_prompt(lm.tokenizer, each) if begins else lm.encode(each))
         elif isinstance(each, list) and all(type(token) is int for token in each):
             contexts.append(each)
         else:

@@ -8,11 +8,14 @@ import dataclasses
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from genrt.errors import EngineNotInstalled, InvalidRequest
 from genrt.loading import load
+from genrt.numbers import check_float, check_int, named
+from genrt.questions.contexts import check_seed
 from genrt.server.gate import ServerLimits, check_key
 from genrt.server.server import serving
 
@@ -81,8 +84,14 @@ def run(options: argparse.Namespace) -> int:
     given = {each.name: getattr(options, each.name) for each in dataclasses.fields(ServerLimits)}
     limits = ServerLimits(**given)
     adapters = [_adapter(each) for each in options.adapter]
-    # Before the model is loaded, which may take minutes.
+    # All of this before the model is loaded, which may take minutes.
     api_key = check_key(options.api_key or os.environ.get(KEY_VARIABLE) or None, options.host)
+    check_int("port", options.port, 0, 65535)
+    check_float("shutdown_seconds", options.shutdown_seconds, 0.0, 1e6)
+    check_seed(options.seed)
+    names = Counter(name for name, _ in adapters)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise InvalidRequest(f"--adapter: {named(twice[0])} is given twice")
     engine_options, front_end = ({}, {}) if not options.vllm else _of_vllm(options)
     if adapters and options.engine == "vllm":
         engine_options = {"enable_lora": True, "max_loras": len(adapters)} | engine_options

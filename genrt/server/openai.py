@@ -6,11 +6,15 @@ Routes that would change the engine for its other users, or the process, are clo
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -23,14 +27,16 @@ from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import named
 from genrt.server.asgi import Application
+from genrt.server.bodies import json_bytes
 from genrt.server.client import TASKS, RuntimeClient
+from genrt.server.routes import JSON
 
 __all__ = ["CLOSED", "front_end_options", "openai_application", "options_of"]
 
 CLOSED = frozenset(
-    {"/scale_elastic_ep", "/is_scaling_elastic_ep", "/start_profile", "/stop_profile"}
+    "/scale_elastic_ep /is_scaling_elastic_ep /start_profile /stop_profile /v1/systemone".split()  # noqa: SIM905
 )
-"""Paths of vLLM's that are for who owns the engine."""
+"""Paths of vLLM's that are for who owns the engine, or of which no runtime can do anything."""
 
 GIVEN_ELSEWHERE = {"host", "port", "uds", "api_key", "model", "model_tag", "config", "middleware"}
 """Arguments of ``vllm serve`` that a front end's options do not have: the server has its own."""
@@ -103,7 +109,22 @@ async def openai_application(
     except Exception as error:
         raise EngineFailed(f"vLLM's front end cannot be set up: {error}") from error
     application.state.openai_serving_models.lora_requests = _Adapters(lm)
+    if application.openapi_url is not None:
+        application.router.routes.insert(0, _schema_route(application))
     return application, client
+
+
+def _schema_route(application: Any) -> Route:
+    """Return the route of the application's OpenAPI schema. It takes a second to make, once: what the
+    application would do on the event loop, every stream waiting, this does in a thread."""
+    made: list[bytes] = []
+
+    async def schema(_: Request) -> Response:
+        if not made:
+            made.append(await asyncio.to_thread(lambda: json_bytes(application.openapi())))
+        return Response(made[0], media_type=JSON)
+
+    return Route(application.openapi_url, schema, include_in_schema=False)
 
 
 class _Adapters(MutableMapping[str, LoRARequest]):

@@ -6,7 +6,7 @@ A prompt is a text or a list of token ids. In JSON, null stands for a log-probab
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -25,6 +25,9 @@ __all__ = ["BYTES", "JSON", "answering", "body_of", "question_routes", "while_co
 T = TypeVar("T")
 
 JSON, BYTES = "application/json", "application/octet-stream"
+
+SHORT = 2**13
+"""So many characters are tokenized in a few milliseconds."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -78,7 +81,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
 
     async def rows(request: Request) -> Response:
         body = Body(await body_of(request))
-        contexts = contexts_of(lm, body.listed("prompts", limits.contexts), "prompts")
+        contexts = await _tokenized(lm, body.listed("prompts", limits.contexts), "prompts")
         k = body.integer("top", 1, lm.vocab_size, None)
         adapter = body.text("adapter", None)
         body.end()
@@ -102,7 +105,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
 
     async def draws(request: Request) -> Response:
         body = Body(await body_of(request))
-        contexts = contexts_of(lm, body.listed("prompts", limits.contexts), "prompts")
+        contexts = await _tokenized(lm, body.listed("prompts", limits.contexts), "prompts")
         masks = body.listed("masks", limits.contexts) if "masks" in body else None
         for mask in masks or ():
             if mask is not None and not (
@@ -124,7 +127,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
 
     async def scores(request: Request) -> Response:
         body = Body(await body_of(request))
-        prompts = contexts_of(lm, body.listed("prompts", limits.contexts), "prompts")
+        prompts = await _tokenized(lm, body.listed("prompts", limits.contexts), "prompts")
         given = body.listed("continuations", limits.contexts)
         adapter = body.text("adapter", None)
         body.end()
@@ -132,12 +135,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
             raise InvalidRequest(
                 f"{len(given)} continuations for {len(prompts)} prompts: give one for each"
             )
-        continuations = [
-            lm.encode(each)
-            if isinstance(each, str)
-            else contexts_of(lm, [each], "continuations")[0]
-            for each in given
-        ]
+        continuations = await _tokenized(lm, given, "continuations", begins=False)
         if (count := sum(map(len, continuations))) > limits.contexts:
             raise InvalidRequest(
                 f"continuations have {count} tokens together: {limits.contexts} at most, or ask again"
@@ -152,6 +150,15 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
 
     own = {"/v1/next_token_logprobs": rows, "/v1/draw": draws, "/v1/score": scores}
     return [Route(path, answering(each), methods=["POST"]) for path, each in own.items()]
+
+
+async def _tokenized(
+    lm: AsyncLM, given: Sequence[Any], name: str, *, begins: bool = True
+) -> list[list[int]]:
+    """Return contexts as ``contexts_of`` does: off the event loop if the texts take long to tokenize."""
+    if sum(len(each) for each in given if isinstance(each, str)) <= SHORT:
+        return contexts_of(lm, given, name, begins=begins)
+    return await asyncio.to_thread(contexts_of, lm, given, name, begins=begins)
 
 
 def _answer(value: object) -> Response:

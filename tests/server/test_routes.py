@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -18,7 +19,7 @@ import genrt
 from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.inference import SMC, TextModel
-from genrt.server import Server, ServerLimits, serving
+from genrt.server import Server, ServerLimits, routes, serving
 from tests.scripted import Gate, ScriptedEngine
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
@@ -293,3 +294,16 @@ def test_two_servers_of_one_runtime_and_a_loop_of_its_own_are_right_at_once(
     assert all(
         torch.equal(torch.frombuffer(bytearray(row), dtype=torch.float32), own) for row in rows
     )
+
+
+async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def tokenized(lm: Any, given: list[str], name: str, *, begins: bool) -> list[list[int]]:
+        threads.append(threading.get_ident())
+        return [[1] for _ in given]
+
+    monkeypatch.setattr(routes, "contexts_of", tokenized)
+    for text in ("short", "long " * routes.SHORT):
+        assert await routes._tokenized(cast("Any", None), [text], "prompts") == [[1]]
+    assert threads[0] == threading.get_ident() != threads[1]

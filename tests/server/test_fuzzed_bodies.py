@@ -1,0 +1,176 @@
+"""vLLM's routes as genrt serves them, asked what their own OpenAPI schema admits, and what it does not:
+nothing but 2xx and 4xx, nothing that hangs, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("schemathesis")
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+
+import genrt
+from genrt.lm import AsyncLM
+from genrt.server import Server, serving
+from genrt.server.openai import _schema_route
+from tests.server.test_openai import TEMPLATE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
+
+OPTIONS = {"chat_template": TEMPLATE, "enable_scale_out": True}
+ASKED = [{"role": "user", "content": "Paris is a city."}]
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Paris is", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": ASKED, "max_tokens": 4},
+    "/v1/responses": {"input": "Paris", "max_output_tokens": 4, "store": False},
+    "/v1/messages": {"messages": ASKED, "max_tokens": 4},
+    "/tokenize": {"prompt": "Paris is"},
+    "/detokenize": {"tokens": [5, 6]},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}},
+    "/v1/completions/render": {"prompt": "Paris is", "max_tokens": 4},
+}
+"""Bodies that are right. Others differ from them in a few members: of a body in which all are drawn
+something is wrong at the first look."""
+
+SETTINGS = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[*HealthCheck],
+)
+SECONDS = 60
+"""After which an answer that has not come is one that never does."""
+
+
+@pytest.fixture(scope="module")
+def lm(llama: Path) -> Iterator[AsyncLM]:
+    options = {"enforce_eager": True, "max_num_seqs": 16, "max_model_len": 64}
+    with genrt.load(str(llama), engine_options=options, seed=7) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def server(lm: AsyncLM) -> Iterator[Server]:
+    with serving(lm, model="tiny", options=OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=str(server.url), timeout=SECONDS) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def schema(client: httpx.Client) -> Any:
+    return client.get("/openapi.json").json()
+
+
+@pytest.fixture
+def alive(lm: AsyncLM, server: Server, client: httpx.Client) -> Iterator[None]:
+    """What is answered before is answered afterwards, and nothing else is under way."""
+    asked = {"model": "tiny", "prompt": "Paris is", "max_tokens": 5, "seed": 1}
+    before = client.post("/v1/completions", json=asked).json()["choices"]
+    yield
+    assert client.post("/v1/completions", json=asked).json()["choices"] == before
+    assert lm.statistics().batcher.in_flight == 0
+    assert server.gate is not None
+    assert server.gate.held_bytes == 0
+
+
+def members(schema: Any, found: Any) -> set[str]:
+    """The names of the members that a body may have."""
+    if "$ref" in found:
+        found = schema["components"]["schemas"][found["$ref"].rpartition("/")[2]]
+    names = set(found.get("properties", ()))
+    for each in (*found.get("anyOf", ()), *found.get("oneOf", ()), *found.get("allOf", ())):
+        names |= members(schema, each)
+    return names
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_members_of_any_values_are_answered_or_refused(
+    path: str, client: httpx.Client, schema: Any, alive: None
+) -> None:
+    right = {"model": "tiny"} | BODIES[path]
+    assert client.post(path, json=right).status_code == 200
+    body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    names = members(schema, body)
+    operation = schemathesis.openapi.from_dict(schema)[path]["POST"]
+    bodies = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+    statuses: set[int] = set()
+
+    @SETTINGS
+    @given(data=st.data())
+    def ask(data: st.DataObject) -> None:
+        drawn: Any = data.draw(bodies).body
+        known = sorted(names & set(drawn)) if isinstance(drawn, dict) else []
+        for name in data.draw(st.permutations(known))[:4]:
+            text = json.dumps(right | {name: drawn[name]}).encode(errors="surrogatepass")
+            headers = {"content-type": "application/json"}
+            answer = client.post(path, content=text, headers=headers)
+            statuses.add(answer.status_code)
+            assert 200 <= answer.status_code < 500, (name, drawn[name], answer.text)
+
+    ask()
+    assert 200 in statuses
+    assert statuses & {400, 404, 422} or path in ("/tokenize", "/v1/completions/render")
+
+
+def asked_of(operation: Any, url: str) -> int:
+    """How often a route was asked what its schema does not admit; without a body, what it does."""
+    mode = GenerationMode.NEGATIVE if operation.body else GenerationMode.POSITIVE
+    asked = 0
+
+    @settings(SETTINGS, max_examples=4)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        nonlocal asked
+        asked += 1
+        answer = case.call(base_url=url, timeout=SECONDS)
+        assert answer.status_code < 500, (case, answer.text)
+
+    ask()
+    return asked
+
+
+@pytest.mark.proof
+def test_bodies_that_no_schema_admits_are_refused_on_every_route(
+    client: httpx.Client, schema: Any, alive: None
+) -> None:
+    whole = schemathesis.openapi.from_dict(schema)
+    for path, methods in schema["paths"].items():
+        for method in methods:
+            assert asked_of(whole[path][method.upper()], str(client.base_url)) > 0
+
+
+async def test_the_schema_is_made_once_and_off_the_event_loop() -> None:
+    """Made there, all streams would wait for it."""
+    made: list[int] = []
+
+    class Front:
+        openapi_url = "/openapi.json"
+
+        def openapi(self) -> dict[str, int]:
+            made.append(threading.get_ident())
+            return {"paths": 1}
+
+    endpoint = _schema_route(Front()).endpoint
+    for _ in range(2):
+        assert (await endpoint(None)).body == b'{"paths":1}'
+    assert len(made) == 1
+    assert made[0] != threading.get_ident()
