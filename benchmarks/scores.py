@@ -7,8 +7,8 @@ rows, asked at once, ``prefill_ms`` that of a text of one token after the same t
 loop; every text is new to the engine. ``score_by_prefill`` and ``rows_by_score`` are ratios of these,
 ``worst`` is the largest difference between the two ways. ``items`` and ``items_by_rows`` are items a
 second of a benchmark's kind, four continuations of 8 to 24 tokens after a context, all asked at once.
-``whole_ms`` is ``lm.prompt_logprobs`` of a long text, and ``whole_gib``, on a GPU, the device memory that it
-took beside what was there.
+``whole_ms`` is ``lm.prompt_logprobs`` of a long text, and ``whole_gib``, on a GPU, the device memory that
+it took beside what was there.
 """
 
 from __future__ import annotations
