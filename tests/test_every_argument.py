@@ -148,6 +148,8 @@ async def test_what_is_awaited_refuses_what_its_blocking_twin_refuses(
         for value in (None, "text", 1.5, torch.tensor([1], device="meta"), {"input_ids": [1]}):
             if value is None and parameter == "max_tokens" and "sample" not in name:
                 continue  # as many as there is room for
+            if value is None and parameter == "chunk":
+                continue  # as many as 64 MiB have
             arguments = {**RIGHT[name], parameter: value}
             with pytest.raises(InvalidRequest) as blocking:
                 asked(exact, name, arguments)()
