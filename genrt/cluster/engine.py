@@ -236,8 +236,8 @@ class ReplicaEngine:
             self._until(lambda: bool(self.fleet.serving))
 
     def renew(self) -> None:
-        """Give every replica new weights, which ``self.weights`` has. Returns once one has them; others are
-        asked again when they do. Raises EngineFailed if all refuse them."""
+        """Give every replica new weights, which ``self.weights`` has. Returns once one has them; others
+        are asked again when they do. Raises EngineFailed if all refuse them."""
         served = [(each, each.life) for each in self.fleet.serving]
         self._refusals.clear()
         self.fleet.change(self._clock())
@@ -266,7 +266,7 @@ class ReplicaEngine:
         self._until(lambda: self._calls.keys().isdisjoint(calls))
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Go on until something holds, which the bounds of the replicas' health see to. Raises EngineDied
+        """Wait until something holds, which the bounds of the replicas' health see to. Raises EngineDied
         once no replica is left."""
         while not is_over():
             self._pump(self._limits.probe_seconds)

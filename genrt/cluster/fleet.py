@@ -1,4 +1,4 @@
-"""The replicas of one runtime, and which questions each has. No clock, no process: data in, decisions out.
+"""The replicas of a runtime, and which questions each has. No clock, no process: data in, decisions out.
 
 ``ReplicaEngine`` tells a ``Fleet`` what happens, and does what it says: whom to send which questions,
 what has ended, whom to kill, start, probe and renew. A simulation does the same without processes.

@@ -90,6 +90,8 @@ class Router:
             margin = POPULATION_MARGIN * max(work, MARGIN)
         elif self._contexts.get(known, -1) in usable:
             home = self._contexts[known]
+            if isinstance(request, PopulationDraw) and self._is_full(home, usable, len(request)):
+                home = None
         if home is None or self._is_beyond(home, usable, margin):
             is_new = isinstance(request, PopulationDraw)
             work += PREFILL * length
@@ -132,6 +134,11 @@ class Router:
 
     def _is_beyond(self, home: int, usable: Sequence[int], margin: float) -> bool:
         return self._work[home] > min(self._work[each] for each in usable) + margin
+
+    def _is_full(self, home: int, usable: Sequence[int], count: int) -> bool:
+        """Return whether others have room for a population of so many, which nobody keeps yet."""
+        loads = [self._work[each] + self._kept[each] for each in usable]
+        return self._work[home] + self._kept[home] > min(loads) + count
 
     def _least(self, usable: Sequence[int], *, new_population: bool) -> int:
         loads = [

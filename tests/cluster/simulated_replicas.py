@@ -1,8 +1,8 @@
 """Replicas without processes: real workers over exact engines, on a clock of their own, with every fault.
 
-``SimulatedReplicas`` is a Transport whose replicas die, hang, wedge, fail and start slowly, as a test says.
-``Simulation`` asks an engine over them, and keeps account: what was asked ends once, right by the weights
-and adapters that there are, or with the error that tells of too many deaths.
+``SimulatedReplicas`` is a Transport whose replicas die, hang, wedge, fail and start slowly, as a test
+says. ``Simulation`` asks an engine over them, and keeps account: what was asked ends once, right by the
+weights and adapters that there are, or with the error that tells of too many deaths.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class SimulatedReplicas:
             return came
         freed: deque[int] = deque()
         if replica.worker is None:
-            replica.worker = FailingWorker(self._make(), lambda *m: replica.outbox.append(dumped(m)))
+            replica.worker = FailingWorker(
+                self._make(), lambda *m: replica.outbox.append(dumped(m))
+            )
             came.append(Came(number, life, ("opened", replica.worker.facts())))
         replica.worker.is_failing = replica.fails  # type: ignore[attr-defined]
         while replica.inbox:
@@ -207,7 +209,9 @@ class Simulation:
             self.engine.tend()
             return
         for end in self.engine.step():
-            assert end.request in self.waiting, "it ended twice, or was never asked, or was withdrawn"
+            assert end.request in self.waiting, (
+                "it ended twice, or was never asked, or was withdrawn"
+            )
             self.waiting.remove(end.request)
             self.ended += 1
             if end.error is not None:

@@ -66,7 +66,7 @@ class FleetMachine(RuleBasedStateMachine):
 
 TestFleetMachine = FleetMachine.TestCase
 TestFleetMachine.settings = settings(
-    max_examples=50,
+    max_examples=20,
     stateful_step_count=100,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -95,9 +95,9 @@ def walk(folder: Path, operations: int, seed: int) -> Simulation:
 
 @pytest.mark.promise(number=39)
 def test_a_walk_through_every_fault_loses_nothing(tmp_path: Path) -> None:
-    simulation = walk(tmp_path, 2_000, seed=1)
+    simulation = walk(tmp_path, 3_000, seed=1)
     assert simulation.ended > 500
-    assert simulation.engine.fleet.moved > 0
+    assert simulation.engine.fleet.moved > 10
     simulation.close()
 
 
