@@ -218,10 +218,15 @@ MUTANTS: tuple[Mutant, ...] = (
             "replicas with old settings are asked",
             Drop("each.health.outdated"),
         ),
+        only="walk",
+    ),
+    *breaks(
+        "cluster.engine",
+        "test_fleet_machine.py",
         (
-            "Fleet.ended",
-            "what a replica answers late counts twice",
-            Swap("end.request in replica.work", "True"),
+            "ReplicaEngine._on_answers",
+            "an answer to what was withdrawn ends the engine",
+            Swap("ticket in self._asked", "True"),
         ),
         only="walk",
     ),

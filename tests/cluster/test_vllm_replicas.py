@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,7 @@ def test_two_replicas_answer_as_one_engine_does(
         two.update_weights_sync(load_file(other / "model.safetensors"))
         for mine, theirs in zip(answers(two), renewed, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
-        os.kill(processes(two)[0], signal.SIGKILL)
+        processes(two)[0].kill()
         for mine, theirs in zip(answers(two), renewed, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
         until(two, "healthy", restarts=1)
