@@ -37,6 +37,7 @@ from genrt.errors import (
 )
 
 if TYPE_CHECKING:
+    from genrt.cluster.health import ReplicaLimits
     from genrt.lm import AsyncLM
     from genrt.loading import aload, load
     from genrt.populations import Population
@@ -65,6 +66,7 @@ __all__ = [
     "OutOfMemory",
     "OutputFailed",
     "Population",
+    "ReplicaLimits",
     "Statistics",
     "TimedOut",
     "UnknownAdapter",
@@ -82,6 +84,7 @@ _MODULES = frozenset({"constraints", "inference", "testing"})
 _FROM = {
     "AsyncLM": "genrt.lm",
     "Population": "genrt.populations",
+    "ReplicaLimits": "genrt.cluster.health",
     "Statistics": "genrt.runtime.statistics",
     "aload": "genrt.loading",
     "load": "genrt.loading",

@@ -582,7 +582,8 @@ class AsyncLM:
         """Return the counters at this moment, as a frozen value; ``later.since(earlier)`` has what was
         done in between."""
         batcher, cache = self._thread.batcher.statistics(), self._cache.statistics()
-        return Statistics(batcher=batcher, cache=cache, engine=self._thread.statistics())
+        engine, replicas = self._thread.statistics(), self._thread.replicas()
+        return Statistics(batcher, cache, engine, replicas)
 
     def close(self) -> None:
         """End every waiter with ``Closed`` and free the engine; return when the step in progress has

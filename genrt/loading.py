@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from genrt import models
+from genrt.cluster.health import ReplicaLimits
+from genrt.cluster.opening import check_replicas, gpus_of, open_replicas
 from genrt.engines import check_choice, open_engine
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
@@ -38,6 +40,8 @@ def load(
     residency: bool = True,
     restart: Literal["auto"] | None = None,
     seed: int | None = None,
+    replicas: int | None = None,
+    replica_limits: ReplicaLimits | None = None,
 ) -> AsyncLM:
     """Open a model and return the runtime over it, ready to be asked.
 
@@ -66,6 +70,12 @@ def load(
             are batched. Two runtimes of one seed give equal answers to equal questions. ``None`` takes a
             seed from the system. The process's own generators, of ``random``, numpy and torch, are
             neither set nor used.
+        replicas: how many engines there are, each in a process of its own on this host; ``None`` is one
+            in this process. A population, and texts that begin alike, stay with one of them. One that
+            dies, hangs or fails is started again, and no question notices but in time; with none left,
+            the engine is dead. GPUs are dealt out evenly. The row cache is in the host's memory. An
+            engine that is a function must be one that can be pickled.
+        replica_limits: when a replica is given up, and how often it is started again.
 
     Blocks until the engine is open. An interrupt abandons the loading.
 
@@ -81,6 +91,8 @@ def load(
         residency,
         restart,
         seed,
+        replicas,
+        replica_limits,
         max_batch_size=max_batch_size,
         max_wait_seconds=max_wait_seconds,
         max_queued_requests=max_queued_requests,
@@ -106,6 +118,8 @@ async def aload(
     residency: bool = True,
     restart: Literal["auto"] | None = None,
     seed: int | None = None,
+    replicas: int | None = None,
+    replica_limits: ReplicaLimits | None = None,
 ) -> AsyncLM:
     """Open a model as ``load`` does, while the running event loop goes on. Cancelling abandons the
     loading."""
@@ -117,6 +131,8 @@ async def aload(
         residency,
         restart,
         seed,
+        replicas,
+        replica_limits,
         max_batch_size=max_batch_size,
         max_wait_seconds=max_wait_seconds,
         max_queued_requests=max_queued_requests,
@@ -147,6 +163,8 @@ def _start(
     residency: bool,
     restart: str | None,
     seed: int | None,
+    replicas: int | None,
+    replica_limits: ReplicaLimits | None,
     **flow: Unpack[_Flow],
 ) -> tuple[EngineThread, RowCache]:
     check_int("cache_bytes", cache_bytes, 0)
@@ -158,6 +176,7 @@ def _start(
     if seed is not None:
         check_int("seed", seed, 0)
     check_bool("residency", residency)
+    check_replicas(replicas, replica_limits)
     if restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     if not isinstance(engine_options, Mapping | None):
@@ -175,16 +194,26 @@ def _start(
 
     def opened() -> Engine:
         if callable(engine):
-            return _checked(engine())
-        found = model if engine == "exact" else models.resolve(cast("Any", model))
-        return open_engine(engine, found, options, reserve_bytes=cache_bytes, residency=residency)
+            make: Callable[[], Engine] = partial(_made, engine)
+        else:
+            found = model if engine == "exact" else models.resolve(cast("Any", model))
+            # The cache is on the engine's device, unless that is another process's.
+            reserved = cache_bytes if replicas is None else 0
+            make = partial(
+                open_engine, engine, found, options, reserve_bytes=reserved, residency=residency
+            )
+        if replicas is None:
+            return make()
+        each = 1 if callable(engine) else gpus_of(options)
+        return open_replicas(make, replicas, replica_limits, gpus=each)
 
     cache = RowCache(cache_bytes)
     return EngineThread(opened, cache, restarts=restart == "auto", **flow), cache
 
 
-def _checked(engine: object) -> Engine:
-    """Return the engine that a user's function made. Raises InvalidRequest if it is no Engine."""
+def _made(function: Callable[[], object]) -> Engine:
+    """Return the engine that a user's function makes. Raises InvalidRequest if it is no Engine."""
+    engine = function()
     missing = [name for name in dir(Engine) if name[0] != "_" and not hasattr(engine, name)]
     if missing:
         raise InvalidRequest(

@@ -153,6 +153,102 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
+        "cluster.health",
+        "test_health.py",
+        (
+            "Health.probed",
+            "a replica that answers no probe is asked for ever",
+            Swap("self._silent >= self._limits.most_silent", "False"),
+        ),
+        (
+            "Health._recover",
+            "an answered probe ends a streak of failures",
+            Swap("not self._failures", "True"),
+        ),
+        (
+            "Health.renewed",
+            "a stale replica is healthy",
+            Swap("settings == current", "True"),
+        ),
+        (
+            "Health.tick",
+            "a step may take for ever",
+            Swap("busy and now - self._worked > limits.stall_seconds", "False"),
+        ),
+        (
+            "Health.restart",
+            "a replica is restarted without end",
+            Swap("self._budget < 1.0", "False"),
+        ),
+    ),
+    *breaks(
+        "cluster.routing",
+        "test_routing.py",
+        (
+            "Router._home",
+            "populations do not stay where they are",
+            Instead("return -1"),
+        ),
+        (
+            "Router._is_full",
+            "populations of one prompt are not spread",
+            Instead("return False"),
+        ),
+        (
+            "Router._is_beyond",
+            "what begins alike floods a replica",
+            Instead("return False"),
+        ),
+        (
+            "Router._least",
+            "ties go to the first",
+            Swap("load == least", "each == usable[loads.index(least)]"),
+        ),
+    ),
+    *breaks(
+        "cluster.fleet",
+        "test_fleet_machine.py",
+        (
+            "Fleet.died",
+            "the questions of a dead replica are lost",
+            Swap("self._moves.get(request, 0) < MOST_MOVES", "self._moves.get(request, 0) > 99"),
+        ),
+        (
+            "Fleet.change",
+            "replicas with old settings are asked",
+            Drop("each.health.outdated"),
+        ),
+        only="walk",
+    ),
+    *breaks(
+        "cluster.engine",
+        "test_fleet_machine.py",
+        (
+            "ReplicaEngine._on_answers",
+            "an answer to what was withdrawn ends the engine",
+            Swap("ticket in self._asked", "True"),
+        ),
+        only="walk",
+    ),
+    *breaks(
+        "cluster.messages",
+        "test_messages.py",
+        (
+            "_Loading._known",
+            "a population's question is another one at each message",
+            Swap("number not in self._asked", "True"),
+        ),
+    ),
+    *breaks(
+        "cluster.segments",
+        "test_messages.py",
+        (
+            "Segments._taken",
+            "rows are written over others that somebody reads",
+            Swap("self._free.pop(place)", "mapped"),
+        ),
+    ),
+    *breaks(
         "runtime.fences",
         "test_new_weights.py test_simulating.py",
         (

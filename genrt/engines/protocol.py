@@ -28,6 +28,8 @@ __all__ = [
     "Keeping",
     "Populating",
     "Reading",
+    "ReplicaStatistics",
+    "Replicated",
     "Scoring",
     "Speculating",
     "failure",
@@ -91,6 +93,23 @@ class EngineStatistics:
     prepared: int = 0
     speculated: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatistics:
+    """One replica of an engine: what it is at this moment, and has done.
+
+    Attributes:
+        state: ``"healthy"``, ``"suspect"``, ``"stale"``, ``"restarting"``, ``"dead"`` or ``"retired"``.
+        restarts: how often it was started again.
+        in_flight: requests that it has not answered.
+        engine: its engine's counters since it was last started.
+    """
+
+    state: str
+    restarts: int
+    in_flight: int
+    engine: EngineStatistics
 
 
 class Engine(Protocol):
@@ -226,6 +245,25 @@ class Reading(Protocol):
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters that it has without being given them, by their names."""
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """An Engine that waits for others, elsewhere, in its ``step``."""
+
+    def interrupt(self) -> None:
+        """Have ``step`` return soon, since there is something new; any thread may call it, also a
+        finalizer that holds locks."""
+
+    def tend(self) -> float:
+        """See after the others while nothing is in progress; return in how many seconds to do so again.
+
+        Raises:
+            EngineDied: none is left.
+        """
+
+    def replicas(self) -> tuple[ReplicaStatistics, ...]:
+        """Return what each of them is and has done; any thread may ask."""
 
 
 class Prefixes(Protocol):

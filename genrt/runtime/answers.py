@@ -30,6 +30,7 @@ from genrt.engines.protocol import (
     Finished,
     Keeping,
     Reading,
+    Replicated,
     Speculating,
     survived,
 )
@@ -74,6 +75,7 @@ class AnsweringEngine:
         self._speculating = engine if isinstance(engine, Speculating) else None
         self._completing = engine if isinstance(engine, Completing) else None
         self._read_there = engine.reads if isinstance(engine, Reading) else frozenset()
+        self.replicated = engine if isinstance(engine, Replicated) else None
         self._cache = cache
         self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
@@ -354,7 +356,7 @@ class AnsweringEngine:
         counted = self.engine.statistics()
         return replace(
             counted,
-            reads=self._reads + self._populations.reads,
+            reads=counted.reads + self._reads + self._populations.reads,
             bytes_to_host=counted.bytes_to_host
             + self._bytes_to_host
             + self._populations.bytes_to_host,

@@ -105,6 +105,11 @@ class EngineLoop:
                 future.set_exception(self._ended.fresh())
         return future
 
+    def interrupt(self) -> None:
+        """Have a step that waits for engines elsewhere return soon; from any thread, taking no lock."""
+        if self._answering is not None and self._answering.replicated is not None:
+            self._answering.replicated.interrupt()
+
     def be_alone(self, owner: object) -> None:
         """Have only this owner's calls run from now on; with ``None``, all that wait. For a round."""
         self._alone = owner
@@ -194,7 +199,8 @@ class EngineLoop:
             self._batcher.turn(answering)
         elif self._is_over or self._calls:
             return 0.0  # a call closed this, or lets others run: nobody wakes the thread it runs on
-        return math.inf if seconds is None else seconds
+        idle = math.inf if answering.replicated is None else answering.replicated.tend()
+        return min(math.inf if seconds is None else seconds, idle)
 
     def _may_restart(self) -> bool:
         """Return whether another engine may be opened: something was answered since this one was, or a

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from genrt.engines.protocol import EngineStatistics
+from genrt.engines.protocol import EngineStatistics, ReplicaStatistics
 from genrt.runtime.cache import CacheStatistics
 
 __all__ = ["NO_COUNTERS", "BatcherStatistics", "Statistics"]
@@ -61,20 +61,22 @@ class Statistics:
     Attributes:
         batcher: the questions asked, and what became of them.
         cache: the row cache.
-        engine: what the engine computed since it was opened.
+        engine: what the engine computed since it was opened; of replicas, all of them together.
+        replicas: what each replica is at this moment and has done, with ``load(…, replicas=…)``.
     """
 
     batcher: BatcherStatistics
     cache: CacheStatistics
     engine: EngineStatistics
+    replicas: tuple[ReplicaStatistics, ...] = ()
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return what was done since ``earlier``, of the same runtime: the differences of the counters.
 
         Values that are no counters stay as they are here: ``largest_flush``, ``queued``, ``in_flight``,
         ``waiting``, the cache's ``rows``, ``bytes`` and ``max_bytes``, the engine's ``resident`` and
-        ``kept_tokens``. The counters of an engine that a restart has opened since ``earlier`` are taken
-        as they are.
+        ``kept_tokens``, and the ``replicas``. The counters of an engine that a restart has opened since
+        ``earlier`` are taken as they are.
         """
         engine, but = self.engine, NO_COUNTERS
         if not _is_less(engine, earlier.engine, but=but["engine"]):
@@ -83,6 +85,7 @@ class Statistics:
             batcher=_difference(self.batcher, earlier.batcher, but=but["batcher"]),
             cache=_difference(self.cache, earlier.cache, but=but["cache"]),
             engine=engine,
+            replicas=self.replicas,
         )
 
 

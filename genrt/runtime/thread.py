@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from genrt.engines.adapters import Adapters
-from genrt.engines.protocol import Engine, EngineStatistics
+from genrt.engines.protocol import Engine, EngineStatistics, ReplicaStatistics
 from genrt.engines.weights import KeptWeights
 from genrt.errors import Closed, EngineFailed
 from genrt.questions.origins import Asked
@@ -190,6 +190,11 @@ class EngineThread:
         """Return the counters of the engine and of its rows' reading, once ``opened`` has resolved."""
         return self._loop.answering.statistics()
 
+    def replicas(self) -> tuple[ReplicaStatistics, ...]:
+        """Return what each replica of the engine is and has done, if it has any."""
+        replicated = self._loop.answering.replicated
+        return () if replicated is None else replicated.replicas()
+
     @property
     def alive(self) -> bool:
         """True while the thread runs, in this process, and has not been told to end."""
@@ -311,6 +316,7 @@ class EngineThread:
 
     def _wake(self) -> None:
         self._thread.wake()
+        self._loop.interrupt()
 
 
 async def aside(function: Callable[[], T]) -> T:

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import genrt
-from benchmarks import fidelity, overheads, plots, pressure, sharing, step, two_runtimes
+from benchmarks import fidelity, overheads, plots, pressure, replicas, sharing, step, two_runtimes
 from benchmarks.step_modes import GENRT_MODES, MODES, Measured, Particles, packed_masks
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
@@ -511,6 +511,18 @@ def test_bad_arguments_end_pressure_before_anything_is_opened(
     with pytest.raises(SystemExit, match="2"):
         pressure.parsed()
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.proof
+def test_what_replicas_cost_and_give_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [result] = results_of(replicas, tmp_path / "replicas.json", monkeypatch)
+    assert [*result["flush"]] == ["1 draw", "64 draws", "64 rows"]
+    for each in result["flush"].values():
+        assert each["adds"] == each["one"] - each["alone"]
+        assert min(each["one"], each["alone"]) > 0
+    assert result["draws"]["ratio"] == result["draws"]["several"] / result["draws"]["alone"] > 0
 
 
 @pytest.mark.proof

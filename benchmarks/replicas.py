@@ -1,0 +1,131 @@
+"""What do replicas on one host cost, and what do they give? Added latency of a flush, draws a second.
+
+    python -m benchmarks.replicas --json replicas.json                        # exact engines, on CPUs
+    python -m benchmarks.replicas --model 8b/ --replicas 2 --json replicas.json   # a checkpoint, on GPUs
+
+A runtime in this process and ones over replicas are asked the same, one after the other. One JSON
+object: ``flush`` has, for 1 and 64 draws and for 64 rows, the median milliseconds of a call ``alone``,
+over ``one`` replica, and what that ``adds``; ``draws`` has the draws a second of so many populations at
+once, alone and over ``several`` replicas, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import genrt
+from genrt.engines.exact import NGram
+from genrt.lm import AsyncLM
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="a checkpoint for vLLM; without one, exact engines")
+    parser.add_argument("--options", type=json.loads, default={}, help="engine_options, as JSON")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--populations", type=int, default=8)
+    parser.add_argument("--size", type=int, default=64, help="sequences of a population")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="few repeats")
+    parser.add_argument("--json", type=Path, help="append the result to this file")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.repeats, arguments.populations = 5, 10, 2
+        arguments.context, arguments.size = 16, 8
+    result = measure(arguments)
+    print(json.dumps(result))
+    if arguments.json is not None:
+        with arguments.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def opened(arguments: argparse.Namespace, replicas: int | None) -> AsyncLM:
+    """Open a runtime whose every answer is computed."""
+    more: dict[str, Any] = {"cache_bytes": 0, "seed": 1, "replicas": replicas}
+    if arguments.model:
+        return genrt.load(arguments.model, engine_options=arguments.options, **more)
+    model = NGram.random(256, order=1, seed=0)
+    options = {"max_batch_size": 512, **arguments.options}
+    return genrt.load(model, engine="exact", engine_options=options, **more)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one after the other: replicas and this process's engine are never open at once on a GPU."""
+    result: dict[str, Any] = {
+        "model": arguments.model or "exact",
+        "torch": torch.__version__,
+        "cpus": os.cpu_count(),
+        "replicas": arguments.replicas,
+    }
+    found: dict[str, dict[str, float]] = {}
+    draws: dict[str, float] = {}
+    for name, replicas in (("alone", None), ("one", 1), ("several", arguments.replicas)):
+        with opened(arguments, replicas) as lm:
+            if name != "several":
+                for kind, milliseconds in flushes(lm, arguments).items():
+                    found.setdefault(kind, {})[name] = milliseconds
+            if name != "one":
+                draws[name] = asyncio.run(draws_a_second(lm, arguments))
+    for each in found.values():
+        each["adds"] = each["one"] - each["alone"]
+    draws["ratio"] = draws["several"] / draws["alone"]
+    return result | {"flush": found, "draws": draws}
+
+
+def flushes(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the median milliseconds of a call, by what is asked."""
+    vocab_size = lm.vocab_size
+
+    def contexts(number: int, count: int) -> list[list[int]]:
+        return [[(number * 7 + each) % vocab_size, each] for each in range(count)]
+
+    asked: dict[str, Callable[[int], Any]] = {
+        "1 draw": lambda number: lm.batch_draw_sync(contexts(number, 1)),
+        "64 draws": lambda number: lm.batch_draw_sync(contexts(number, 64)),
+        "64 rows": lambda number: lm.batch_next_token_logprobs_sync(contexts(number, 64)),
+    }
+    medians = {}
+    for kind, ask in asked.items():
+        times = []
+        for number in range(arguments.repeats + 5):
+            began = time.perf_counter()
+            ask(number)
+            times.append(1000 * (time.perf_counter() - began))
+        medians[kind] = statistics.median(times[5:])
+    return medians
+
+
+async def draws_a_second(lm: AsyncLM, arguments: argparse.Namespace) -> float:
+    """Return how many tokens populations draw, each going on by itself, the first steps left out."""
+    prompts = [
+        [(number * 31 + place) % lm.vocab_size for place in range(arguments.context)]
+        for number in range(arguments.populations)
+    ]
+    populations = [lm.population(prompt, arguments.size) for prompt in prompts]
+
+    async def go_on(population: genrt.Population, steps: int) -> None:
+        for _ in range(steps):
+            population.append((await population.draw()).token_ids)
+
+    await asyncio.gather(*(go_on(each, 3) for each in populations))
+    began = time.perf_counter()
+    await asyncio.gather(*(go_on(each, arguments.steps) for each in populations))
+    seconds = time.perf_counter() - began
+    drawn: int = arguments.populations * arguments.size * arguments.steps
+    return drawn / seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Messages between a runtime and the replicas that it started: values as bytes, in frames.
+
+They are pickled, as nowhere else in genrt: what travels here goes between a process and those that it
+has started, over sockets of which nobody else holds an end. Nothing from a file or a network is read.
+
+Rules:
+    A context's hash is made anew at the other end: every process hashes bytes in its own way.
+    Questions of populations, which stand for their sequences, travel as numbers; each end has a table.
+    Rows of any size travel in segments of shared memory; see ``segments.py``.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.questions.draws import DrawToken
+from genrt.questions.origins import Asked
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.sequences import Contexts
+
+__all__ = ["AskedNumbers", "Frames", "dumped", "flat", "framed", "loaded", "unflattened"]
+
+LENGTH_BYTES = 8
+
+
+class AskedNumbers:
+    """The questions of populations by number, at the end where they are asked.
+
+    ``gone`` has the numbers of those that nobody goes on from any more. The collector adds to it, from
+    any thread.
+    """
+
+    def __init__(self) -> None:
+        self.gone: deque[int] = deque()
+        self._numbers: dict[weakref.ref[Asked], int] = {}
+        self._last = 0
+
+    def of(self, asked: Any) -> int:
+        """Return the number of a question, a new one the first time."""
+        known = weakref.ref(asked, self._forget)
+        number = self._numbers.get(known)
+        if number is None:
+            self._last += 1
+            number = self._numbers[known] = self._last
+        return number
+
+    def _forget(self, asked: weakref.ref[Asked]) -> None:
+        self.gone.append(self._numbers.pop(asked))
+
+
+def dumped(value: object, numbers: Callable[[Asked], int] | None = None) -> bytes:
+    """Return a value as bytes; ``numbers`` gives those of populations' questions."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=5)
+    pickler.dispatch_table = copyreg.dispatch_table.copy() | _TABLE
+    if numbers is not None:
+        pickler.dispatch_table[Asked] = lambda asked: (_asked, (numbers(asked), asked.count))
+    pickler.dump(value)
+    return out.getvalue()
+
+
+def loaded(data: bytes | memoryview, asked: dict[int, Asked] | None = None) -> Any:
+    """Return the value that ``dumped`` has made of; ``asked`` has the questions of populations that came
+    before, and gets those that are new."""
+    return _Loading(io.BytesIO(data), {} if asked is None else asked).load()
+
+
+class _Loading(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, asked: dict[int, Asked]) -> None:
+        super().__init__(data)
+        self._asked = asked
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == _asked.__name__ and module == __name__:
+            return self._known
+        return super().find_class(module, name)
+
+    def _known(self, number: int, count: int) -> Asked:
+        if number not in self._asked:
+            self._asked[number] = Asked(count)
+        return self._asked[number]
+
+
+def _asked(number: int, count: int) -> Asked:
+    """Raise NotImplementedError: this names a population's question in bytes, for ``_Loading``."""
+    raise NotImplementedError
+
+
+def _row(packed: bytes, adapter: Any, version: int) -> LogprobsRequest:
+    return LogprobsRequest(packed=packed, adapter=adapter, weights_version=version)
+
+
+def _population(asked: Asked, *fields: Any) -> PopulationDraw:
+    draw = PopulationDraw(*fields)
+    object.__setattr__(draw, "asked", asked)
+    return draw
+
+
+def _contexts(table: np.ndarray, lengths: np.ndarray) -> Contexts:
+    return Contexts(table, np.arange(len(lengths)), lengths)
+
+
+def _tensor(numbers: np.ndarray) -> Tensor:
+    # What was read from bytes cannot be written to, and belongs to nobody else.
+    return torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
+
+
+def _needed(contexts: Contexts) -> tuple[Any, ...]:
+    longest = int(contexts.lengths.max(initial=0))
+    return _contexts, (contexts.table[contexts.places, :longest], contexts.lengths)
+
+
+_TABLE: dict[type, Callable[[Any], Any]] = {
+    LogprobsRequest: lambda row: (_row, (row.packed, row.adapter, row.weights_version)),
+    ReadRequest: lambda read: (ReadRequest, (read.row, read.wanted)),
+    Contexts: _needed,
+    PopulationDraw: lambda draw: (
+        _population,
+        (
+            draw.asked,
+            draw.contexts,
+            draw.adapter,
+            draw.masks,
+            draw.temperature,
+            draw.seeds,
+            draw.origins,
+            draw.weights_version,
+        ),
+    ),
+    Tensor: lambda tensor: (_tensor, (tensor.detach().cpu().numpy(),)),
+}
+
+
+def flat(asked: Sequence[tuple[int, Request]]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return tickets and questions as rows, draws and all others: the first two as tuples of plain
+    values, which take a fraction of the time."""
+    rows: list[Any] = []
+    draws: list[Any] = []
+    others: list[Any] = []
+    for ticket, request in asked:
+        if type(request) is LogprobsRequest:
+            rows.append((ticket, request.packed, request.adapter, request.weights_version))
+        elif type(request) is ReadRequest and type(request.wanted) is DrawToken:
+            row, draw = request.row, request.wanted
+            where = ticket, row.packed, row.adapter, row.weights_version
+            draws.append((*where, draw.mask, draw.temperature, draw.seed, draw.nonce))
+        else:
+            others.append((ticket, request))
+    return rows, draws, others
+
+
+def unflattened(
+    rows: Sequence[Any], draws: Sequence[Any], others: Sequence[Any]
+) -> list[tuple[int, Request]]:
+    """Return the tickets and questions that ``flat`` has taken apart."""
+    asked: list[tuple[int, Request]] = [(each[0], _row(*each[1:])) for each in rows]
+    asked += [(each[0], ReadRequest(_row(*each[1:4]), DrawToken(*each[4:]))) for each in draws]
+    return [*asked, *others]
+
+
+def framed(data: bytes) -> bytes:
+    """Return bytes with their length in front."""
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+class Frames:
+    """Puts together the frames of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> list[bytes]:
+        """Take what has come; return the frames that are whole."""
+        self._data += data
+        frames: list[bytes] = []
+        at = 0
+        while len(self._data) - at >= LENGTH_BYTES:
+            start = at + LENGTH_BYTES
+            end = start + int.from_bytes(self._data[at:start], "little")
+            if end > len(self._data):
+                break
+            frames.append(bytes(self._data[start:end]))
+            at = end
+        del self._data[:at]
+        return frames

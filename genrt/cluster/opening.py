@@ -1,0 +1,76 @@
+"""Replicas of an engine on this host, opened: who gets which GPU, and what is checked before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from genrt.cluster.engine import ReplicaEngine
+from genrt.cluster.health import ReplicaLimits
+from genrt.cluster.messages import AskedNumbers
+from genrt.cluster.processes import Processes
+from genrt.engines.protocol import Engine
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_int, shown
+
+__all__ = ["check_replicas", "environments", "gpus_of", "open_replicas"]
+
+MOST_REPLICAS = 1024
+
+
+def check_replicas(replicas: object, limits: object) -> None:
+    """Raise InvalidRequest unless these are a number of replicas, or none, and their limits."""
+    if replicas is not None:
+        check_int("replicas", replicas, 1, MOST_REPLICAS)
+    if not isinstance(limits, ReplicaLimits | None):
+        raise InvalidRequest(f"replica_limits must be ReplicaLimits, got {shown(limits)}")
+    if limits is not None and replicas is None:
+        raise InvalidRequest("replica_limits are for replicas: say how many with replicas=…")
+
+
+def gpus_of(options: Mapping[str, Any]) -> int:
+    """Return how many GPUs one engine with these options takes."""
+    sizes = [options.get(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline")]
+    return max(1, int(sizes[0]) * int(sizes[1]))
+
+
+def environments(replicas: int, visible: list[str], gpus: int) -> list[dict[str, str]]:
+    """Return what each replica has in its environment: so many of the visible GPUs, others than its
+    neighbours have while there are others. Without any, nothing."""
+    if not visible:
+        return [{} for _ in range(replicas)]
+    dealt = [
+        [visible[(number * gpus + place) % len(visible)] for place in range(gpus)]
+        for number in range(replicas)
+    ]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(each)} for each in dealt]
+
+
+def open_replicas(
+    open_engine: Callable[[], Engine], replicas: int, limits: ReplicaLimits | None, *, gpus: int
+) -> ReplicaEngine:
+    """Return an engine made of so many, each in a process of its own with so many GPUs.
+
+    Raises:
+        InvalidRequest: the function that makes an engine cannot be pickled; else as ``ReplicaEngine``.
+    """
+    numbers = AskedNumbers()
+    try:
+        transport = Processes(open_engine, numbers, environments(replicas, _visible(), gpus))
+    except (TypeError, AttributeError, ValueError, RecursionError, ImportError) as error:
+        raise InvalidRequest(
+            f"the engine cannot be sent to other processes ({error}): give a function of a module, or "
+            "functools.partial of one, with arguments that can be pickled"
+        ) from error
+    return ReplicaEngine(transport, replicas, limits=limits, numbers=numbers)
+
+
+def _visible() -> list[str]:
+    """Return the names of the GPUs that this process may use, without using one."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [each for each in chosen.split(",") if each]
+    return [str(number) for number in range(torch.cuda.device_count())]

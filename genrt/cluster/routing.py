@@ -1,0 +1,173 @@
+"""Which replica is asked: where the sequence is, else where few are waited for. Data in, decisions out.
+
+Rules:
+    A wrong route costs recomputation, never a wrong answer.
+    A question goes where the context that it goes on from was asked about; else where contexts that begin
+    alike were; a population, where its sequences are.
+    That is left once the replica has more work than the least loaded one by a margin. It is wider for a
+    population, whose sequences would all be computed again.
+    New populations are spread by how many sequences of others a replica keeps, beside its work.
+    Of equally loaded replicas one is taken at random, by a generator of the router's own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from genrt.questions.completions import CompletionRequest
+from genrt.questions.contexts import TOKEN_BYTES
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
+
+__all__ = ["Router", "work_of"]
+
+FAMILY_TOKENS = 16
+"""How many tokens two contexts share that are one family: a block of vLLM's KV cache."""
+
+MOST_KNOWN = 2**16
+"""How many contexts, and families, are remembered: the last that were asked about."""
+
+MARGIN = 64.0
+"""By how much work a replica may exceed the least loaded one and still be asked for what it has."""
+
+POPULATION_MARGIN = 8.0
+"""The same for a population that goes on, in steps of its own: sixteen times the work of one at least."""
+
+PREFILL = 1 / 64
+"""The work of a token of a context that is not resident; that of a drawn token is 1."""
+
+
+def work_of(request: Request) -> float:
+    """Return about how much work a question is, in tokens drawn one after another."""
+    if isinstance(request, PopulationDraw):
+        return float(len(request))
+    if isinstance(request, SampleRequest):
+        return float(request.max_tokens)
+    if isinstance(request, CompletionRequest):
+        return float(request.decoding.max_tokens)
+    return 1.0
+
+
+class Router:
+    """Remembers what each of ``count`` replicas was asked about.
+
+    Args:
+        seed: of the generator that breaks ties; with ``None`` one of the system's.
+    """
+
+    def __init__(self, count: int, *, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._work = [0.0] * count
+        self._kept = [0] * count  # sequences of populations that a replica keeps
+        self._contexts: OrderedDict[int, int] = OrderedDict()
+        self._families: OrderedDict[int, int] = OrderedDict()
+        self._populations: dict[int, tuple[int, int]] = {}
+
+    def route(
+        self, request: Request, usable: Sequence[int], *, goes_on: Sequence[int] = ()
+    ) -> tuple[int, float]:
+        """Return which of the usable replicas is asked, and how much work that is, which is the replica's
+        until ``done``.
+
+        Args:
+            usable: at least one.
+            goes_on: the numbers of the populations that one goes on from.
+        """
+        if len(usable) == 1:  # whoever comes later computes anew what it is asked about
+            work = work_of(request)
+            self._work[usable[0]] += work
+            return usable[0], work
+        known, own, family, length = self._places(request)
+        home = next((place for place in map(self._home, goes_on) if place in usable), None)
+        margin = MARGIN
+        work = work_of(request)
+        if home is not None:
+            margin = POPULATION_MARGIN * max(work, MARGIN)
+        elif self._contexts.get(known, -1) in usable:
+            home = self._contexts[known]
+            if isinstance(request, PopulationDraw) and self._is_full(home, usable, len(request)):
+                home = None
+        if home is None or self._is_beyond(home, usable, margin):
+            is_new = isinstance(request, PopulationDraw)
+            work += PREFILL * length
+            home = self._families.get(family, -1)
+            if home not in usable or is_new or self._is_beyond(home, usable, MARGIN):
+                home = self._least(usable, new_population=is_new)
+        _remember(self._contexts, own, home)
+        _remember(self._families, family, home)
+        self._work[home] += work
+        return home, work
+
+    def done(self, replica: int, work: float) -> None:
+        """Take a question's work off a replica: it is answered, withdrawn, or was lost."""
+        self._work[replica] = max(0.0, self._work[replica] - work)
+
+    def stays(self, population: int, replica: int, count: int) -> None:
+        """Note where the sequences of a population are, by the number of its question."""
+        self.left([population])
+        self._populations[population] = replica, count
+        self._kept[replica] += count
+
+    def left(self, populations: Sequence[int]) -> None:
+        """Forget populations that nobody goes on from."""
+        for each in populations:
+            if (known := self._populations.pop(each, None)) is not None:
+                self._kept[known[0]] -= known[1]
+
+    def lost(self, replica: int) -> None:
+        """Forget what a replica kept: it is another one now."""
+        for each in [n for n, (place, _) in self._populations.items() if place == replica]:
+            del self._populations[each]
+        self._work[replica], self._kept[replica] = 0.0, 0
+
+    def work(self, replica: int) -> float:
+        """Return how much a replica has to do."""
+        return self._work[replica]
+
+    def _home(self, population: int) -> int:
+        return self._populations.get(population, (-1, 0))[0]
+
+    def _is_beyond(self, home: int, usable: Sequence[int], margin: float) -> bool:
+        return self._work[home] > min(self._work[each] for each in usable) + margin
+
+    def _is_full(self, home: int, usable: Sequence[int], count: int) -> bool:
+        """Return whether others have room for a population of so many, which nobody keeps yet."""
+        loads = [self._work[each] + self._kept[each] for each in usable]
+        return self._work[home] + self._kept[home] > min(loads) + count
+
+    def _least(self, usable: Sequence[int], *, new_population: bool) -> int:
+        loads = [
+            self._work[each] + (self._kept[each] if new_population else 0.0) for each in usable
+        ]
+        least = min(loads)
+        return self._random.choice(
+            [each for each, load in zip(usable, loads, strict=True) if load == least]
+        )
+
+    def _places(self, request: Request) -> tuple[int, int, int, int]:
+        """Return keys of the context that a request goes on from, of its own and of its family, and how
+        many tokens it has. Keys that are equal by chance cost a wrong route."""
+        adapter = request.adapter
+        if isinstance(request, PopulationDraw):
+            packed, length = request.contexts.packed(0), request.nbytes
+        else:
+            row = request.row if isinstance(request, ReadRequest) else request
+            if not isinstance(row, LogprobsRequest):
+                row = LogprobsRequest(row.token_ids, row.adapter)
+            packed, length = row.packed, row.nbytes
+        own = hash((packed, adapter))
+        known = own if own in self._contexts else hash((packed[:-TOKEN_BYTES], adapter))
+        family = hash((packed[: FAMILY_TOKENS * TOKEN_BYTES], adapter))
+        return known, own, family, length // TOKEN_BYTES
+
+
+def _remember(known: OrderedDict[int, int], key: int, replica: int) -> None:
+    known[key] = replica
+    known.move_to_end(key)
+    if len(known) > MOST_KNOWN:
+        known.popitem(last=False)

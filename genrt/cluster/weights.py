@@ -1,0 +1,126 @@
+"""New weights for replicas: written to files first, then given to all of them at once.
+
+Rules:
+    No replica is told before all tensors are there: what fails until then has changed nothing.
+    Once they are told, none is asked until it has said that it has them all. One that fails is started
+    again, and given these before it is asked.
+    The files stay until there are others, or the engine is closed: for replicas that are started later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from genrt.engines.weights import (
+    SLEEPING_PARTS,
+    Copying,
+    KeptWeights,
+    Layout,
+    NamedTensors,
+    SleepingPart,
+)
+from genrt.errors import EngineFailed, EngineUnsupported
+
+__all__ = ["ReplicaWeights"]
+
+
+class Sharing(Protocol):
+    """An engine with replicas, as its weights need it."""
+
+    sleep_refused: str | None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if something is in progress."""
+
+    def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:
+        """Return what every replica returns, errors among them."""
+        ...
+
+    def anyone(self, name: str) -> Any:
+        """Return what a replica returns, or raise what it raises."""
+        ...
+
+    def renew(self) -> None:
+        """Give every replica the present weights."""
+
+
+class ReplicaWeights:
+    """The weights of an engine with replicas, which can sleep where their engines can.
+
+    Attributes:
+        version: how often they were replaced.
+        files: the present ones, unless they are those that the replicas were opened with.
+        asleep: the parts of the replicas' memory that are given back.
+    """
+
+    def __init__(self, engine: Sharing) -> None:
+        self.version = 0
+        self.files: tuple[str, ...] = ()
+        self.asleep: frozenset[SleepingPart] = frozenset()
+        self._engine = engine
+        self._kept = KeptWeights()
+        self._coming: Copying | None = None
+
+    def layout(self) -> Layout:
+        """Return what one of the replicas' engines has."""
+        return cast("Layout", self._engine.anyone("layout"))
+
+    def checkpoint(self) -> list[Path]:
+        """Return the files that one of the replicas was opened with."""
+        return cast("list[Path]", self._engine.anyone("checkpoint"))
+
+    def begin(self) -> None:
+        """Have a place for new weights. Raises EngineFailed while something is in progress."""
+        if self._engine.is_busy:
+            raise EngineFailed("not all questions have ended yet")
+        self._drop()
+        self._coming = self._kept.begin()
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Write some to files. Raises InvalidWeights if there is no room."""
+        if self._coming is not None:
+            self._coming.add(tensors)
+
+    def finish(self) -> None:
+        """Give them to all replicas; raises as ``ReplicaEngine.renew``."""
+        if self._coming is None:
+            return
+        coming, self._coming = self._coming, None
+        self.version += 1
+        self.files = tuple(map(str, sorted(coming.directory.iterdir())))
+        self._engine.renew()
+        self._kept.replace(self.version, coming)
+
+    def check_sleep(self) -> None:
+        """Raise EngineUnsupported unless the replicas' engines can sleep."""
+        if (reason := self._engine.sleep_refused) is not None:
+            raise EngineUnsupported(f"the engines of these replicas cannot sleep: {reason}")
+
+    def sleep(self, level: int) -> int:
+        """Have all of them sleep; return how many bytes became free together."""
+        found = self._engine.everyone("sleep", level)
+        refused = [each for each in found.values() if isinstance(each, Exception)]
+        if refused:
+            self.wake_up(SLEEPING_PARTS)
+            raise refused[0]
+        self.asleep = SLEEPING_PARTS
+        return sum(found.values())
+
+    def wake_up(self, parts: frozenset[SleepingPart]) -> None:
+        """Have these parts of all of them awake."""
+        self.asleep -= parts
+        for each in self._engine.everyone("wake_up", parts).values():
+            if isinstance(each, Exception):
+                raise each
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._drop()
+        self._kept.replace(self.version, None)
+
+    def _drop(self) -> None:
+        if self._coming is not None:
+            self._coming.drop()
+            self._coming = None

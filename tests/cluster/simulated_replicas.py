@@ -1,0 +1,289 @@
+"""Replicas without processes: real workers over exact engines, on a clock of their own, with every fault.
+
+``SimulatedReplicas`` is a Transport whose replicas die, hang, wedge, fail and start slowly, as a test
+says. ``Simulation`` asks an engine over them, and keeps account: what was asked ends once, right by the
+weights and adapters that there are, or with the error that tells of too many deaths.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genrt.cluster.engine import ReplicaEngine
+from genrt.cluster.health import ReplicaLimits
+from genrt.cluster.messages import AskedNumbers, dumped, loaded
+from genrt.cluster.processes import _in_place
+from genrt.cluster.transport import Came, Gone, Pulsed
+from genrt.cluster.worker import Worker
+from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import EngineFailed
+from genrt.questions.contexts import Adapter
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest, is_row
+
+LIMITS = ReplicaLimits(
+    probe_seconds=1.0,
+    most_silent=3,
+    stall_seconds=20.0,
+    most_failures=2,
+    open_seconds=30.0,
+    most_restarts=1000,
+    refill_seconds=1.0,
+)
+
+
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class Simulated:
+    """One life of a replica. ``state`` is running, hung or wedged; it is open from ``opens`` on."""
+
+    life: int
+    opens: float
+    worker: Worker | None = None
+    state: str = "running"
+    fails: bool = False
+    inbox: deque[bytes] = field(default_factory=deque)
+    outbox: deque[Any] = field(default_factory=deque)
+    pulses: int = 0
+
+
+class FailingWorker(Worker):
+    """A worker whose engine's steps fail while ``is_failing``."""
+
+    is_failing = False
+
+    def _stepped(self) -> Any:
+        if self.is_failing:
+            self._answering.engine.step = _fail  # type: ignore[method-assign]
+        else:
+            vars(self._answering.engine).pop("step", None)
+        return super()._stepped()
+
+
+def _fail() -> Any:
+    raise RuntimeError("the device fell off")
+
+
+class SimulatedReplicas:
+    """A Transport to replicas in this process."""
+
+    def __init__(self, make: Callable[[], Any], clock: Clock, *, seed: int = 0) -> None:
+        self.numbers = AskedNumbers()
+        self.alive: dict[int, Simulated] = {}
+        self.opening_seconds = 0.5
+        self.started: list[tuple[int, int]] = []
+        self.asked: list[int] = []
+        self._make = make
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._came: list[Any] = []
+
+    def start(self, number: int, life: int) -> None:
+        self.started.append((number, life))
+        self.alive[number] = Simulated(life, self._clock() + self.opening_seconds)
+
+    def send(self, number: int, message: Sequence[Any]) -> None:
+        if number in self.alive:
+            self.alive[number].inbox.append(dumped(message, self.numbers.of))
+            if message[0] == "ask":
+                self.asked.append(number)
+
+    def probe(self, number: int) -> None:
+        if number in self.alive:
+            self.alive[number].pulses += 1
+
+    def kill(self, number: int) -> None:
+        self.alive.pop(number, None)
+
+    def die(self, number: int) -> None:
+        """Have a replica be gone, with what it has not told."""
+        if (dead := self.alive.pop(number, None)) is not None:
+            self._came.append(Gone(number, dead.life, "killed"))
+
+    def wait(self, seconds: float) -> list[Any]:
+        came, self._came = self._came, []
+        for number in self._random.sample([*self.alive], len(self.alive)):
+            came += self._turn(number, self.alive[number])
+        self._clock.now += 0.001 if came else min(max(seconds, 0.001), 60.0)
+        return came
+
+    def _turn(self, number: int, replica: Simulated) -> list[Any]:
+        came: list[Any] = []
+        life = replica.life
+        if replica.state == "hung":
+            return came
+        if replica.pulses:
+            replica.pulses = 0
+            rounds = 0 if replica.worker is None else replica.worker.rounds
+            came.append(Pulsed(number, life, rounds))
+        if replica.state == "wedged" or self._clock() < replica.opens:
+            return came
+        freed: deque[int] = deque()
+        if replica.worker is None:
+            replica.worker = FailingWorker(
+                self._make(), lambda *m: replica.outbox.append(dumped(m))
+            )
+            came.append(Came(number, life, ("opened", replica.worker.facts())))
+        replica.worker.is_failing = replica.fails  # type: ignore[attr-defined]
+        while replica.inbox:
+            replica.worker.take(*loaded(replica.inbox.popleft(), replica.worker.asked))
+        replica.worker.turn()
+        while replica.outbox:
+            message = _in_place(loaded(replica.outbox.popleft()), freed)
+            came.append(Came(number, life, message))
+        return came
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.alive.clear()
+
+
+class Simulation:
+    """An engine over simulated replicas, with an account of what it was asked.
+
+    Attributes:
+        given_up: how many questions ended with too many deaths.
+    """
+
+    def __init__(self, folder: Path, count: int = 4, *, seed: int = 0, **options: Any) -> None:
+        self.folder = folder
+        self.clock = Clock()
+        self.model = NGram.random(5, order=1, seed=seed)
+        opened = self.model  # as every replica finds it, whatever has been loaded since
+        self.transport = SimulatedReplicas(lambda: ExactEngine(opened), self.clock, seed=seed)
+        self.engine = ReplicaEngine(
+            self.transport,
+            count,
+            limits=LIMITS,
+            numbers=self.transport.numbers,
+            seed=seed,
+            clock=self.clock,
+            **options,
+        )
+        self.adapters: dict[Adapter, NGram] = {}
+        self.waiting: set[Request] = set()
+        self.given_up = self.ended = 0
+        self._version = self._adapter = 0
+        self._random = random.Random(seed)
+
+    def ask(self, count: int) -> None:
+        """Ask for rows that are not asked for yet."""
+        chosen: dict[Request, None] = {}
+        for _ in range(count):
+            ids = [self._random.randrange(5) for _ in range(self._random.randrange(1, 20))]
+            adapter = self._random.choice([None, *self.adapters])
+            request = LogprobsRequest(ids, adapter, weights_version=self._version)
+            if request not in self.waiting:
+                chosen[request] = None
+        self.engine.submit([*chosen])
+        self.waiting |= chosen.keys()
+
+    def cancel(self) -> None:
+        """Withdraw some of what is asked."""
+        gone = [each for each in sorted(self.waiting, key=repr) if self._random.random() < 0.3]
+        self.engine.cancel(gone)
+        self.waiting -= set(gone)
+
+    def step(self) -> None:
+        """Step, and check what has ended."""
+        if not self.waiting:
+            self.engine.tend()
+            return
+        for end in self.engine.step():
+            assert end.request in self.waiting, (
+                "it ended twice, or was never asked, or was withdrawn"
+            )
+            self.waiting.remove(end.request)
+            self.ended += 1
+            if end.error is not None:
+                assert type(end.error) is EngineFailed, end.error
+                self.given_up += 1
+                continue
+            model = self.model
+            if end.request.adapter is not None:
+                model = self.adapters[end.request.adapter]
+            assert is_row(model.row(end.request.token_ids), end.result, tolerance=1e-5), "stale"
+
+    def settle(self) -> None:
+        """Step until all is answered, with no fault that lasts."""
+        self.transport.opening_seconds = 0.5
+        for replica in self.transport.alive.values():
+            replica.state, replica.fails = "running", False
+        for _ in range(10_000):
+            if not self.waiting:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.waiting)} questions are lost")
+
+    def refit(self) -> None:
+        """Give all replicas new weights, once nothing is asked; some may die meanwhile."""
+        self.settle()
+        self._version += 1
+        table = 2 * torch.randn(5, 5, dtype=torch.float64)
+        weights = self.engine.weights
+        weights.begin()
+        weights.load([("table", table)])
+        if self._random.random() < 0.5:
+            self.disturb()
+        weights.finish()
+        self.model = self.model.with_table(table)
+
+    def add_adapter(self) -> None:
+        """Load another adapter, and remove the oldest of three."""
+        from safetensors.torch import save_file
+
+        self.settle()
+        self._adapter += 1
+        adapter = Adapter("a", self._adapter)
+        path = self.folder / str(self._adapter)
+        path.mkdir()
+        table = torch.randn(5, 5)
+        save_file({"table": table}, path / WEIGHTS_NAME)
+        (path / CONFIG_NAME).write_text("{}")
+        self.engine.add_adapter(adapter, path)
+        self.adapters[adapter] = NGram(self.model.vocabulary, table)
+        if len(self.adapters) > 2:
+            oldest = next(iter(self.adapters))
+            del self.adapters[oldest]
+            self.engine.remove_adapter(oldest)
+
+    def disturb(self) -> None:
+        """Have something happen to a replica: its death, hang, wedge, failures, or their end."""
+        if not self.transport.alive:
+            return
+        number = self._random.choice([*self.transport.alive])
+        replica = self.transport.alive[number]
+        what = self._random.choice(["die", "hung", "wedged", "running", "fails", "slow", "time"])
+        if what == "die":
+            self.transport.die(number)
+        elif what == "fails":
+            replica.fails = True
+        elif what == "slow":
+            self.transport.opening_seconds = self._random.choice([0.1, 5.0, 40.0])
+        elif what == "time":
+            self.clock.now += self._random.choice([0.1, 1.0, 10.0])
+        else:
+            replica.state, replica.fails = what, False
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()

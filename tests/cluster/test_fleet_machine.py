@@ -1,0 +1,111 @@
+"""Replicas that die, hang, fail and start slowly, while they are asked and refitted: nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.cluster.simulated_replicas import Simulation
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Any order of questions, faults and changes; ``Simulation`` judges every answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        self.simulation = Simulation(Path(self._folder.name), 3)
+
+    @rule(count=st.integers(1, 8))
+    def ask(self, count: int) -> None:
+        self.simulation.ask(count)
+
+    @rule()
+    def cancel(self) -> None:
+        self.simulation.cancel()
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.simulation.step()
+
+    @rule(times=st.integers(1, 3))
+    def disturb(self, times: int) -> None:
+        for _ in range(times):
+            self.simulation.disturb()
+
+    @rule()
+    def refit(self) -> None:
+        self.simulation.refit()
+
+    @rule()
+    def add_adapter(self) -> None:
+        self.simulation.add_adapter()
+
+    @invariant()
+    def what_waits_is_in_the_fleet(self) -> None:
+        waiting, fleet = self.simulation.waiting, self.simulation.engine.fleet
+        at = [request for replica in fleet.replicas for request in replica.work]
+        assert len(at) == len(set(at)), "a question is with two replicas"
+        ended = {end.request for end in self.simulation.engine._ends}
+        assert {each for each in waiting if each not in fleet} <= ended
+
+    def teardown(self) -> None:
+        try:
+            self.simulation.settle()
+        finally:
+            self.simulation.close()
+            self._folder.cleanup()
+
+
+TestFleetMachine = FleetMachine.TestCase
+TestFleetMachine.settings = settings(
+    max_examples=20,
+    stateful_step_count=100,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestFleetMachine.pytestmark = [pytest.mark.promise(number=39)]  # type: ignore[attr-defined]
+
+
+def walk(folder: Path, operations: int, seed: int) -> Simulation:
+    """Take so many operations at random."""
+    chosen = random.Random(seed)
+    simulation = Simulation(folder, 6, seed=seed)
+    for _ in range(operations):
+        operation = chosen.choices(
+            [simulation.step, simulation.cancel, simulation.disturb, simulation.refit],
+            [50, 5, 10, 0.5],
+        )[0]
+        if chosen.random() < 0.3:
+            simulation.ask(chosen.randrange(1, 12))
+        elif chosen.random() < 0.005:
+            simulation.add_adapter()
+        else:
+            operation()
+    simulation.settle()
+    return simulation
+
+
+@pytest.mark.promise(number=39)
+def test_a_walk_through_every_fault_loses_nothing(tmp_path: Path) -> None:
+    simulation = walk(tmp_path, 3_000, seed=1)
+    assert simulation.ended > 500
+    assert simulation.engine.fleet.moved > 10
+    simulation.close()
+
+
+@pytest.mark.proof
+@pytest.mark.promise(number=39)
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_twenty_thousand_operations_each_lose_nothing(tmp_path: Path, seed: int) -> None:
+    simulation = walk(tmp_path, 20_000, seed)
+    assert simulation.ended > 5_000
+    assert simulation.engine.fleet.moved > 100
+    simulation.close()

@@ -1,0 +1,116 @@
+"""Messages between processes: values come out as they went in, and rows in memory that both see."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt.cluster.messages import AskedNumbers, Frames, dumped, flat, framed, loaded, unflattened
+from genrt.cluster.opening import environments, gpus_of
+from genrt.cluster.segments import Segments, rows_in
+from genrt.questions.contexts import Adapter, Limits
+from genrt.questions.draws import DrawToken
+from genrt.questions.origins import Origins
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
+from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.samples import SampleRequest
+from genrt.questions.sequences import Sequences
+from genrt.questions.tops import TopTokens
+
+ROW = LogprobsRequest([1, 2, 3], Adapter("a", 2), weights_version=5)
+REQUESTS: list[Request] = [
+    ROW,
+    LogprobsRequest([7]),
+    ReadRequest(ROW, DrawToken(b"\x0f" * 4, 0.5, seed=3)),
+    ReadRequest(ROW, DrawToken(nonce=8)),
+    ReadRequest(ROW, TopTokens(3)),
+    SampleRequest((1, 2), 3, seed=1),
+]
+
+
+def population(origins: Origins | None = None) -> PopulationDraw:
+    contexts = Sequences.of(Limits(100, 100), [[1, 2], [3], [4, 5, 6]]).contexts(
+        np.array([2, 0, 2])
+    )
+    return PopulationDraw(contexts, None, None, 1.0, np.arange(3, dtype=np.uint64), origins, 4)
+
+
+def test_requests_come_out_equal_whatever_their_kind() -> None:
+    pairs = list(enumerate(REQUESTS))
+    found = dict(unflattened(*loaded(dumped(flat(pairs)))))
+    assert found == dict(pairs)
+    assert loaded(dumped(REQUESTS)) == REQUESTS
+    assert [each.weights_version for each in found.values()] == [
+        each.weights_version for each in REQUESTS
+    ]
+
+
+def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None:
+    numbers, table = AskedNumbers(), dict[int, Any]()
+    first = population()
+    one = loaded(dumped(first, numbers.of), table)
+    goes_on = population(Origins((first.asked,), np.arange(3), first.contexts.lengths))
+    two = loaded(dumped(goes_on, numbers.of), table)
+    assert two.origins.asked == (one.asked,)
+    assert two.asked is not one.asked
+    assert [two.contexts.packed(n) for n in range(3)] == [
+        goes_on.contexts.packed(n) for n in range(3)
+    ]
+    assert two.weights_version == 4
+    number = numbers.of(first.asked)
+    del first, goes_on
+    gc.collect()
+    assert number in numbers.gone
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=40)), st.data())
+def test_frames_are_put_together_however_they_come_apart(
+    messages: list[bytes], data: st.DataObject
+) -> None:
+    stream, frames, found = b"".join(map(framed, messages)), Frames(), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        found += frames.add(stream[:size])
+        stream = stream[size:]
+    assert found == messages
+
+
+def test_rows_are_read_in_place_and_their_memory_is_used_again_once_they_are_gone() -> None:
+    segments, freed = Segments(), deque[int]()
+    rows = [torch.randn(5000) for _ in range(3)]
+    segment = segments.write(rows)
+    files = len(os.listdir("/proc/self/fd"))
+    found = rows_in(segment, freed)
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
+    assert torch.equal(found, torch.stack(rows))
+    last = found[2]
+    del found
+    gc.collect()
+    assert not freed
+    again = segments.write(rows[:1])
+    assert torch.equal(last, rows[2])
+    del last
+    gc.collect()
+    assert [*freed] == [segment.number]
+    segments.free(freed)
+    reused = segments.write([each + 1 for each in rows])
+    assert reused.file == segment.file != again.file
+    assert torch.equal(rows_in(reused, freed), torch.stack(rows) + 1)
+
+
+def test_gpus_are_dealt_out_evenly() -> None:
+    assert environments(3, [], 1) == [{}, {}, {}]
+    dealt = environments(3, ["0", "1", "GPU-x", "3"], 2)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in dealt] == ["0,1", "GPU-x,3", "0,1"]
+    assert gpus_of({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}) == 6
+    assert gpus_of({}) == 1

@@ -1,0 +1,315 @@
+"""A runtime over replicas in processes: the same answers, whatever becomes of the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import genrt
+from genrt.cluster.health import ReplicaLimits
+from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
+from genrt.lm import AsyncLM
+
+MODEL = NGram.random(11, order=2, seed=5)
+QUICK = ReplicaLimits(probe_seconds=0.2, most_silent=5, most_restarts=100)
+
+
+def processes(lm: AsyncLM) -> list[subprocess.Popen[bytes]]:
+    """The replicas' processes, which take signals as long as they live."""
+    engine: Any = lm._thread.engine
+    return [each.child for each in [*engine._transport._processes.values()]]
+
+
+def until(lm: AsyncLM, states: str, restarts: int = 0) -> None:
+    """Ask until all replicas are in this state, and were restarted so often altogether."""
+    end = time.monotonic() + 400
+    while True:
+        lm.clear_cache()
+        lm.next_token_logprobs_sync([1])
+        found = lm.statistics().replicas
+        restarted = sum(each.restarts for each in found)
+        if {each.state for each in found} == {states} and restarted >= restarts:
+            return
+        assert time.monotonic() < end, found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", seed=7) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[AsyncLM]:
+    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+        yield lm
+
+
+def adapter_in(folder: Path, table: torch.Tensor) -> Path:
+    folder.mkdir()
+    save_file({"table": table}, folder / WEIGHTS_NAME)
+    (folder / CONFIG_NAME).write_text("{}")
+    return folder
+
+
+@pytest.mark.promise(number=40)
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_seed_has_the_same_results_with_any_number_of_replicas(
+    replicas: int, alone: AsyncLM
+) -> None:
+    with (
+        genrt.load(MODEL, engine="exact", seed=7) as one,
+        genrt.load(MODEL, engine="exact", seed=7, replicas=replicas) as several,
+    ):
+        contexts = [[each, 1] for each in range(11)]
+        for _ in range(3):  # without seeds of their own
+            a, b = one.batch_draw_sync(contexts), several.batch_draw_sync(contexts)
+            assert all(map(torch.equal, a, b))
+        assert one.sample_sync([1], max_tokens=9) == several.sample_sync([1], max_tokens=9)
+        assert torch.equal(
+            one.batch_next_token_logprobs_sync(contexts),
+            several.batch_next_token_logprobs_sync(contexts),
+        )
+        for mine, theirs in [(one.population([1], 8), several.population([1], 8))]:
+            for step in range(6):
+                a, b = mine.draw_sync(seed=step * 8), theirs.draw_sync(seed=step * 8)
+                assert all(map(torch.equal, a, b))
+                for each, draws in ((mine, a), (theirs, b)):
+                    each.append(draws.token_ids)
+                    each.resample([0, 0, 1, 2, 3, 4, 5, 6])
+        texts = [each.generate_sync([1], max_tokens=5) for each in (one, several)]
+        assert texts[0].token_ids == texts[1].token_ids
+
+
+def test_a_stream_is_told_while_it_is_drawn(two: AsyncLM, alone: AsyncLM) -> None:
+    options: Any = {"max_tokens": 20, "seed": 3}
+    deltas = list(two.stream_sync([1], **options))
+    completion = alone.generate_sync([1], **options)
+    assert sum((each.token_ids for each in deltas), ()) == completion.token_ids
+    assert "".join(each.text for each in deltas) == completion.text
+
+
+async def test_cancelling_a_question_disturbs_no_other(two: AsyncLM, alone: AsyncLM) -> None:
+    async def long() -> list[int]:
+        return await two.sample([1], max_tokens=900, seed=1)
+
+    tasks = [asyncio.create_task(long()) for _ in range(3)]
+    other = asyncio.create_task(two.sample([1], max_tokens=300, seed=2))
+    await asyncio.sleep(0)
+    for each in tasks:
+        each.cancel()
+    assert await other == alone.sample_sync([1], max_tokens=300, seed=2)
+    assert {type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)} == {
+        asyncio.CancelledError
+    }
+    assert all(each.in_flight == 0 for each in two.statistics().replicas)
+
+
+def test_statistics_are_a_sum_and_survive_a_death(two: AsyncLM) -> None:
+    until(two, "healthy")
+    before = two.statistics()
+    assert before.engine.rows >= sum(each.engine.rows for each in before.replicas)
+    processes(two)[0].kill()
+    until(two, "healthy", restarts=sum(each.restarts for each in before.replicas) + 1)
+    after = two.statistics()
+    assert after.engine.rows > before.engine.rows
+    assert after.since(before).replicas == after.replicas
+
+
+def test_what_is_wrong_with_a_question_is_told_to_its_caller_alone(
+    two: AsyncLM, alone: AsyncLM
+) -> None:
+    for lm in (alone, two):
+        with pytest.raises(InvalidRequest):
+            lm.generate_sync([1], max_tokens=3, regex="[")
+    assert len(two.sample_sync([1], max_tokens=3)) == 3
+
+
+@pytest.mark.promise(number=34)
+def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
+    table = 2 * torch.randn(11, 11, 11, generator=torch.Generator().manual_seed(1))
+    new = MODEL.with_table(table)
+    contexts = [[a, b] for a in range(11) for b in range(11)]
+    expected = torch.stack([new.row(each) for each in contexts])
+    with genrt.load(MODEL, engine="exact", replicas=3, replica_limits=QUICK) as lm:
+        old = lm.batch_next_token_logprobs_sync(contexts)
+        assert lm.update_weights_sync({"table": table}) == 1
+        assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
+        for each in processes(lm)[:2]:
+            each.kill()
+        until(lm, "healthy", restarts=2)
+        lm.clear_cache()
+        assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
+        with pytest.raises(genrt.InvalidWeights):
+            lm.update_weights_sync({"table": table[0]})
+        assert lm.draw_sync([1]).weights_version == 1
+        assert not torch.allclose(old, expected, atol=1e-2)
+
+
+@pytest.mark.promise(number=14)
+async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
+    table = torch.randn(11, 11, 11)
+    good = adapter_in(tmp_path / "good", table)
+    bad = adapter_in(tmp_path / "bad", table[0])
+    contexts = [[each, 2] for each in range(11)]
+    expected = torch.stack([MODEL.with_table(table).row(each) for each in contexts])
+    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+        with pytest.raises(InvalidAdapter):
+            await lm.add_adapter("a", bad)
+        await lm.add_adapter("a", good)
+        found = await lm.batch_next_token_logprobs(contexts, adapter="a")
+        assert torch.allclose(found, expected, atol=1e-5)
+        processes(lm)[1].kill()
+        await asyncio.to_thread(until, lm, "healthy", 1)
+        lm.clear_cache()
+        found = await lm.batch_next_token_logprobs(contexts, adapter="a")
+        assert torch.allclose(found, expected, atol=1e-5)
+        await lm.pause()
+        lm.resume()
+        lm.reset_prefix_cache()
+        assert len(await lm.sample([1], max_tokens=2, adapter="a")) == 2
+
+
+async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
+    """Kill processes at random under load; return how many questions were right, and told why not."""
+    limits = ReplicaLimits(probe_seconds=0.5, most_silent=60, most_restarts=1000)
+    right = 0
+    why: list[str] = []
+    chosen = random.Random(1)
+    with genrt.load(MODEL, engine="exact", replicas=replicas, replica_limits=limits) as lm:
+        ended, answered = asyncio.Event(), asyncio.Event()
+
+        async def client(number: int) -> None:
+            nonlocal right
+            own = random.Random(number)
+            while not ended.is_set():
+                context = [own.randrange(11) for _ in range(own.randrange(1, 30))]
+                try:
+                    row = await lm.token_logprobs(context, range(11), timeout=seconds)
+                except EngineFailed as error:
+                    why.append(str(error))
+                else:
+                    assert torch.allclose(row, MODEL.row(context), atol=1e-5)
+                    right += 1
+                answered.set()
+
+        tasks = [asyncio.create_task(client(number)) for number in range(4 * replicas)]
+        for _ in range(kills):
+            before = right
+            while right < before + 20:
+                answered.clear()
+                await answered.wait()
+            if alive := processes(lm):
+                chosen.choice(alive).kill()
+        ended.set()
+        await asyncio.gather(*tasks)
+        found = lm.statistics()
+        assert found.batcher.questions == right + len(why)
+        assert found.batcher.answered <= right
+        assert found.batcher.failed <= len(why)
+        assert [each for each in why if "replicas died" not in each] == []
+        assert found.batcher.in_flight == found.batcher.queued == 0
+    return right, len(why)
+
+
+@pytest.mark.promise(number=39)
+async def test_processes_killed_under_load_lose_nothing() -> None:
+    right, told = await storm(4, 6, 60.0)
+    assert right >= 100
+    assert told <= right // 10
+
+
+@pytest.mark.proof
+@pytest.mark.promise(number=39)
+async def test_a_hundred_kills_of_32_processes_lose_nothing() -> None:
+    right, told = await storm(32, 100, 60.0)
+    assert right >= 1_900
+    assert told <= right // 10
+
+
+@pytest.mark.promise(number=39)
+async def test_a_process_that_hangs_is_replaced_and_its_questions_are_answered() -> None:
+    with genrt.load(MODEL, engine="exact", replicas=2, replica_limits=QUICK) as lm:
+        stopped = processes(lm)
+        for each in stopped:
+            each.send_signal(signal.SIGSTOP)
+        contexts = [[each, 3] for each in range(11)]
+        found = await lm.batch_next_token_logprobs(contexts, timeout=60)
+        expected = torch.stack([MODEL.row(each) for each in contexts])
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert [each.restarts for each in lm.statistics().replicas] == [1, 1]
+        assert not {*stopped} & {*processes(lm)}
+
+
+def _dies_of(token: int) -> ExactEngine:
+    return _Mortal(MODEL, token)
+
+
+class _Mortal(ExactEngine):
+    """An engine whose process dies of a token."""
+
+    def __init__(self, model: NGram, token: int) -> None:
+        super().__init__(model)
+        self._token = token
+
+    def submit(self, requests: Any) -> None:
+        if any(self._token in each.token_ids for each in requests):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().submit(requests)
+
+
+def test_a_question_that_kills_replicas_is_told_so_and_the_others_are_answered() -> None:
+    engine = partial(_dies_of, 10)
+    with genrt.load(engine=engine, replicas=2, replica_limits=QUICK) as lm:
+        with pytest.raises(EngineFailed, match="3 replicas died"):
+            lm.next_token_logprobs_sync([10])
+        assert torch.allclose(lm.next_token_logprobs_sync([1]), MODEL.row([1]), atol=1e-5)
+
+
+def test_replicas_that_may_not_be_restarted_are_an_engine_that_died() -> None:
+    limits = ReplicaLimits(most_restarts=0)
+    with genrt.load(
+        engine=partial(_dies_of, 10), replicas=1, replica_limits=limits, restart="auto"
+    ) as lm:
+        with pytest.raises(EngineDied, match="may not be started again"):
+            lm.next_token_logprobs_sync([10])
+        lm.restart()
+        assert torch.allclose(lm.next_token_logprobs_sync([1]), MODEL.row([1]), atol=1e-5)
+
+
+def _refuses() -> ExactEngine:
+    raise genrt.EngineUnsupported("not on a Monday")
+
+
+def test_what_does_not_open_says_why_and_leaves_no_process() -> None:
+    with pytest.raises(genrt.EngineUnsupported, match="Monday"):
+        genrt.load(engine=_refuses, replicas=2)
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        genrt.load(engine=lambda: ExactEngine(MODEL), replicas=2)
+    with pytest.raises(InvalidRequest, match="replicas"):
+        genrt.load(MODEL, engine="exact", replicas=0)
+    with pytest.raises(InvalidRequest, match="say how many"):
+        genrt.load(MODEL, engine="exact", replica_limits=QUICK)
+
+
+def test_closing_ends_every_process() -> None:
+    lm = genrt.load(MODEL, engine="exact", replicas=2)
+    ids = processes(lm)
+    lm.close()
+    assert all(each.returncode is not None for each in ids)
+    with pytest.raises(genrt.Closed):
+        lm.draw_sync([1])
