@@ -24,7 +24,7 @@ from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import Worker
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import EngineFailed
+from genrt.errors import EngineDied, EngineFailed
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, is_row
@@ -120,7 +120,12 @@ class SimulatedReplicas:
     def wait(self, seconds: float) -> list[Any]:
         came, self._came = self._came, []
         for number in self._random.sample([*self.alive], len(self.alive)):
-            came += self._turn(number, self.alive[number])
+            replica = self.alive[number]
+            try:
+                came += self._turn(number, replica)
+            except EngineDied as error:  # as of weights whose files are gone: there are newer ones
+                del self.alive[number]
+                came.append(Gone(number, replica.life, str(error)))
         self._clock.now += 0.001 if came else min(max(seconds, 0.001), 60.0)
         return came
 
@@ -145,7 +150,8 @@ class SimulatedReplicas:
         while replica.inbox:
             replica.worker.take(*loaded(replica.inbox.popleft(), replica.worker.asked))
         replica.worker.turn()
-        while replica.outbox:
+        is_late = self._random.random() < 0.3  # it crosses what is sent meanwhile
+        while replica.outbox and not is_late:
             message = _in_place(loaded(replica.outbox.popleft()), freed)
             came.append(Came(number, life, message))
         return came

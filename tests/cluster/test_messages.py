@@ -105,6 +105,7 @@ def test_rows_are_read_in_place_and_their_memory_is_used_again_once_they_are_gon
     segments.free(freed)
     reused = segments.write([each + 1 for each in rows])
     assert reused.file == segment.file != again.file
+    assert segments.write(rows).file != reused.file
     assert torch.equal(rows_in(reused, freed), torch.stack(rows) + 1)
 
 
