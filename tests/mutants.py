@@ -1189,7 +1189,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("each not in added", "True"),
         ),
         (
-            "SeatedPopulations.answer",
+            "SeatedPopulations.drawn",
             "rows are taken in the order of the batch",
             Swap("seats.request_ids != request_ids", "False"),
         ),

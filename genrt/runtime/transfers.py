@@ -29,6 +29,15 @@ class Transfers:
         self._is_given = False
         self._alone = contextlib.AsyncExitStack()
 
+    @property
+    def is_under_way(self) -> bool:
+        """True between the start of an update and its end."""
+        return self._update is not None
+
+    async def check(self) -> None:
+        """Raise EngineUnsupported unless the engine receives what trainers send."""
+        await self._updates.called(_receiving)
+
     async def connect(self, init_info: Mapping[str, Any]) -> None:
         """Have the engine's workers meet the trainer."""
         await self._updates.called(lambda answering: _receiving(answering).connect(init_info))
@@ -44,7 +53,7 @@ class Transfers:
         check_pending(pending)
         if self._update is not None:
             raise InvalidRequest("an update is under way already: finish it first")
-        await self._updates.called(_receiving)
+        await self.check()
         self._updates.check_awake()
         await self._alone.enter_async_context(self._updates.alone())
         own = self._updates.thread, self._updates.cache

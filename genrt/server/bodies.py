@@ -69,6 +69,13 @@ class Body:
             raise InvalidRequest(f"{name} must be a text, got {_kind(found)}")
         return found
 
+    def members(self, name: str) -> dict[str, Any]:
+        """Return an object's members; raises as ``take``."""
+        found = self.take(name)
+        if not isinstance(found, dict):
+            raise InvalidRequest(f"{name} must be an object, got {_kind(found)}")
+        return found
+
     def flag(self, name: str) -> bool:
         """Return whether a member is true; without one it is not."""
         found = self.take(name, False)

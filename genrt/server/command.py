@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     parser.add_argument(
         "--shutdown-seconds", type=float, default=10.0, help="for requests under way (%(default)s)"
     )
+    parser.add_argument(
+        "--trainers",
+        action="store_true",
+        help="let vLLM's trainers replace the weights; takes --weight-transfer-config after --",
+    )
     for each in dataclasses.fields(ServerLimits):
         parser.add_argument(
             f"--max-{each.name.replace('_', '-')}",
@@ -116,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
                 limits=limits,
                 options=front_end,
                 shutdown_seconds=options.shutdown_seconds,
+                trainers=options.trainers,
             )
             with server:
                 key = "with the key" if api_key else "without a key"

@@ -47,6 +47,7 @@ class ServerLimits:
         held_bytes: how many bytes the bodies of all of them may take together.
         contexts: the most contexts, continuations and particles of one request to genrt's own routes.
         answer_bytes: the largest answer of genrt's own routes.
+        update_seconds: how long a trainer may be silent in the middle of an update of the weights.
     """
 
     body_bytes: int = 2**25
@@ -57,6 +58,7 @@ class ServerLimits:
     held_bytes: int = 2**29
     contexts: int = 4096
     answer_bytes: int = 2**30
+    update_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         for each in fields(self):

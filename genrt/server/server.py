@@ -23,7 +23,7 @@ from starlette.routing import Route, Router
 
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float, check_int, named
+from genrt.numbers import check_bool, check_float, check_int, named
 from genrt.runtime.thread import aside
 from genrt.server.asgi import Application, Receive, Scope, Send
 from genrt.server.connections import connection_kind
@@ -32,6 +32,7 @@ from genrt.server.inferences import Inferences
 from genrt.server.remote_questions import remote_routes
 from genrt.server.routes import question_routes
 from genrt.server.status import status_routes
+from genrt.server.trainers import TrainerRoutes
 
 __all__ = ["Server", "serving"]
 
@@ -64,11 +65,13 @@ class Server:
         limits: ServerLimits,
         options: Mapping[str, Any],
         shutdown_seconds: float,
+        trainers: bool,
     ) -> None:
         self._lm = lm
         self._host, self._port, self._api_key = host, port, api_key
         self._model, self._limits, self._options = model, limits, options
         self._shutdown_seconds = shutdown_seconds
+        self._takes_weights = trainers
         self._thread: threading.Thread | None = None
         self._uvicorn: uvicorn.Server | None = None
         self._is_closing = False
@@ -121,6 +124,11 @@ class Server:
         self, listening: socket.socket, started: concurrent.futures.Future[None]
     ) -> None:
         openai, client, closed = None, None, frozenset[str]()
+        own, trainers = self._own_routes(), None
+        if self._takes_weights:
+            trainers = TrainerRoutes(self._lm, self._limits.update_seconds)
+            await trainers.check()
+            own += trainers.routes()
         if _is_vllm(self._lm):
             from genrt.server import openai as front_end
 
@@ -132,7 +140,7 @@ class Server:
                 "options are for vLLM's front end: this runtime has another engine"
             )
         self.gate = Gate(
-            _Routes(self._own_routes(), openai),
+            _Routes(own, openai),
             api_key=self._api_key,
             limits=self._limits,
             closed=closed,
@@ -155,6 +163,8 @@ class Server:
         try:
             await server.serve(sockets=[listening])
         finally:
+            if trainers is not None:
+                await trainers.close()
             if client is not None:
                 client.shutdown()
             if not started.done():
@@ -199,6 +209,7 @@ def serving(
     limits: ServerLimits | None = None,
     options: Mapping[str, Any] | None = None,
     shutdown_seconds: float = 10.0,
+    trainers: bool = False,
 ) -> Server:
     """Return a server of a runtime, to be entered: ``async with serving(lm) as server: …``.
 
@@ -214,6 +225,8 @@ def serving(
         options: for vLLM's front end, by their names in ``vllm serve``: ``enable_auto_tool_choice``,
             ``tool_call_parser``, ``chat_template`` and others.
         shutdown_seconds: how long requests under way may take when the server is closed.
+        trainers: whether vLLM's trainers may replace the weights, by its ``HTTPVLLMWeightSyncClient``;
+            the engine has to be opened for it.
 
     Raises:
         InvalidRequest: an argument is out of range, or a key is missing.
@@ -238,6 +251,7 @@ def serving(
         limits=limits or ServerLimits(),
         options=dict(options or {}),
         shutdown_seconds=check_float("shutdown_seconds", shutdown_seconds, 0.0, 1e6),
+        trainers=check_bool("trainers", trainers),
     )
 
 
