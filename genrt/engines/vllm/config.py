@@ -103,9 +103,7 @@ def configure(
             "generate(logprobs_mode=…)"
         )
     if options.get("data_parallel_size", 1) != 1:
-        raise EngineUnsupported(
-            "one genrt runtime is one replica: load one for each device instead"
-        )
+        raise EngineUnsupported("genrt has replicas of its own: genrt.load(model, replicas=N)")
     if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
         options.setdefault("distributed_executor_backend", UniProcExecutor)
     taken = options.get("scheduler_cls") or options.get("async_scheduling")
