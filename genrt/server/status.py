@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -93,10 +93,16 @@ def _of_process() -> list[bytes]:
 def _counters(statistics: Statistics) -> list[bytes]:
     """Return a runtime's counters as Prometheus reads them."""
     lines: list[bytes] = []
-    for part in fields(statistics):
-        for name, value in asdict(getattr(statistics, part.name)).items():
-            gauge = name in NO_COUNTERS[part.name]
-            full = f"genrt_{part.name}_{name}" + ("" if gauge else "_total")
-            kind = "gauge" if gauge else "counter"
+    for part, gauges in NO_COUNTERS.items():
+        for name, value in asdict(getattr(statistics, part)).items():
+            full = f"genrt_{part}_{name}" + ("" if name in gauges else "_total")
+            kind = "gauge" if name in gauges else "counter"
             lines.append(f"# TYPE {full} {kind}\n{full} {value}\n".encode())
+    replicas = statistics.replicas
+    for full, kind, values in (
+        ("genrt_replica_in_flight", "gauge", [each.in_flight for each in replicas]),
+        ("genrt_replica_restarts_total", "counter", [each.restarts for each in replicas]),
+    ):
+        told = [f'{full}{{replica="{number}"}} {value}\n' for number, value in enumerate(values)]
+        lines += [line.encode() for line in (f"# TYPE {full} {kind}\n", *told) if told]
     return lines

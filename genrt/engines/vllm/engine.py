@@ -129,9 +129,9 @@ class VLLMEngine:
         return self._samples.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
-        now = {"kept_tokens": self.prefixes.tokens} | self._positions.counts()
+        now = {"kept_tokens": self.prefixes.tokens}
         now |= {} if self._open is None else self._open.counts()
-        return EngineStatistics(**self._counted.copy() | now)
+        return EngineStatistics(**self._positions.counted(self._counted | now))
 
     def submit(self, requests: Sequence[Request]) -> None:
         rows = [each for each in requests if isinstance(each, LogprobsRequest | ScoreRequest)]
