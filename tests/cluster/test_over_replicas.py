@@ -1,4 +1,4 @@
-"""What stands on a runtime, over replicas: samplers, texts, rollouts, jobs, servers, as over one engine."""
+"""What stands on a runtime, over replicas: samplers, texts, rollouts, jobs and servers, as over one."""
 
 from __future__ import annotations
 
