@@ -13,8 +13,11 @@ from tests import children
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=21)]
 
 BEFORE = """
-import asyncio, atexit, os, signal, sys, threading
+import asyncio, atexit, contextlib, os, signal, sys, threading
 import genrt
+
+with contextlib.suppress(ImportError):
+    import tabulate  # torch does at exit, where CPython forgets an interrupt over code that is compiled
 
 stepping = threading.Semaphore(0)
 
