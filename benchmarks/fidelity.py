@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoints import make_model
+from benchmarks.setups import append
 
 
 def main() -> None:
@@ -56,9 +57,7 @@ def main() -> None:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
         result = measure(arguments)
         print(json.dumps(result))
-        if arguments.json is not None:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        append(json.dumps(result), arguments.json)
         return
     others = [a for a in sys.argv[1:] if a not in ("--runner", "V1", "V2")]
     for runner in arguments.runner:

@@ -28,7 +28,7 @@ from typing import Any
 
 import genrt
 from benchmarks.checkpoints import SHAPES, checkpoint
-from benchmarks.setups import prepared
+from benchmarks.setups import append, prepared
 from genrt.generation import generate_many
 from genrt.lm import AsyncLM
 
@@ -126,9 +126,7 @@ def main() -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "V2"))
     for result in measure(arguments):
         print(line(result), flush=True)
-        if arguments.json is not None:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        append(json.dumps(result), arguments.json)
 
 
 def parsed() -> argparse.Namespace:

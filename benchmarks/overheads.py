@@ -31,6 +31,7 @@ import torch
 
 import genrt
 from benchmarks.checkpoints import make_model
+from benchmarks.setups import append
 from genrt.engines.exact import NGram
 
 
@@ -46,9 +47,7 @@ def main() -> None:
     result: dict[str, Any] = {"torch": torch.__version__, **asyncio.run(costs(arguments.repeats))}
     result |= asyncio.run(on_vllm(arguments.repeats, arguments.sample_tokens))
     print(json.dumps(result))
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    append(json.dumps(result), arguments.json)
 
 
 async def costs(repeats: int) -> dict[str, float]:

@@ -49,7 +49,7 @@ import torch
 
 import genrt
 from benchmarks.checkpoints import checkpoint
-from benchmarks.setups import Setup, prepared
+from benchmarks.setups import Setup, append, prepared
 from benchmarks.step_modes import Particles, clock
 
 CASES = ("particles", "alternating")
@@ -236,9 +236,7 @@ def main() -> None:
     passed = True
     for result in measure(arguments):
         print(line(result), flush=True)
-        if arguments.json is not None:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        append(json.dumps(result), arguments.json)
         passed = passed and result["flat"] and not result["missing"]
     if not passed:
         sys.exit(1)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import genrt
+from benchmarks.setups import append
 from genrt.engines.exact import NGram
 from genrt.lm import AsyncLM
 
@@ -46,9 +47,7 @@ def main() -> None:
         arguments.context, arguments.size = 16, 8
     result = measure(arguments)
     print(json.dumps(result))
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    append(json.dumps(result), arguments.json)
 
 
 def opened(arguments: argparse.Namespace, replicas: int | None) -> AsyncLM:

@@ -28,7 +28,7 @@ import torch
 
 import genrt
 from benchmarks.checkpoints import checkpoint
-from benchmarks.setups import prepared
+from benchmarks.setups import append, prepared
 from genrt.lm import AsyncLM
 
 
@@ -54,9 +54,7 @@ def main() -> None:
         with genrt.load(model, engine_options=setup.options, cache_bytes=0) as lm:
             result = setup.surroundings | asyncio.run(measured(lm, arguments))
     print(json.dumps(result, default=str))
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(json.dumps(result, default=str) + "\n")
+    append(json.dumps(result, default=str), arguments.json)
 
 
 async def measured(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.setups import taken
+from benchmarks.setups import append, taken
 from genrt import models
 
 NAME = "served"
@@ -196,9 +196,7 @@ def main() -> None:
                 **taken(),
             }
             print(json.dumps(result), flush=True)
-            if given.json is not None:
-                with given.json.open("a", encoding="utf-8") as file:
-                    print(json.dumps(result), file=file)
+            append(json.dumps(result), given.json)
 
 
 if __name__ == "__main__":

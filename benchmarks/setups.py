@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -54,6 +55,13 @@ class Setup:
         surroundings = self.surroundings.copy()
         surroundings["options"] = surroundings["options"] | missing
         return replace(self, options=self.options | missing, surroundings=surroundings)
+
+
+def append(line: str, path: Path | None) -> None:
+    """Append a line to a file, if there is to be one."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            print(line, file=file)
 
 
 def taken() -> Taken:

@@ -27,7 +27,7 @@ import numpy as np
 
 import genrt
 from benchmarks.serving import NAME, Load, quartiles, rounds
-from benchmarks.setups import taken
+from benchmarks.setups import append, taken
 from genrt import models
 from genrt.lm import AsyncLM
 from genrt.runtime import returning
@@ -158,9 +158,7 @@ def main() -> None:
         return
     result = asyncio.run(measured(given))
     print(json.dumps(result), flush=True)
-    if given.json is not None:
-        with given.json.open("a", encoding="utf-8") as file:
-            print(json.dumps(result), file=file)
+    append(json.dumps(result), given.json)
 
 
 if __name__ == "__main__":

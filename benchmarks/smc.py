@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import genrt
-from benchmarks.setups import taken
+from benchmarks.setups import append, taken
 from genrt.constraints import abitmasks, json_schema
 from genrt.inference import SMC, Info, State, TextModel
 from genrt.inference.checks import seeds_of_step
@@ -94,9 +94,7 @@ def main() -> None:
         print(
             f"{name:11} {result[f'{name}_us']:8.1f}, smc is {middle:.2f} x that ({low:.2f}, {high:.2f})"
         )
-    if arguments.json is not None:
-        with arguments.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    append(json.dumps(result), arguments.json)
 
 
 async def measured(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from typing import Any, cast
 import genrt
 from benchmarks import plots
 from benchmarks.checkpoints import checkpoint
-from benchmarks.setups import Setup, Surroundings, prepared
+from benchmarks.setups import Setup, Surroundings, append, prepared
 from benchmarks.step_modes import GENRT_MODES, MODES, SHORT, VLLM_MODES, Measured, Particles
 
 FRESH_STEPS = 8
@@ -83,9 +83,7 @@ def main() -> None:
     for result in measure(arguments):
         results.append(result)
         print(line(result), flush=True)
-        if arguments.json is not None:
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+        append(json.dumps(result), arguments.json)
     if arguments.plot is not None:
         if arguments.json is not None:
             results = [json.loads(text) for text in arguments.json.read_text().splitlines()]
