@@ -186,16 +186,14 @@ class Fleet:
         if replica.life == life:
             replica.health.renewed(settings, self.settings, now)
 
-    def change(self, now: float, *, having: Sequence[int] = ()) -> int:
-        """Have new settings, which no replica has but these; return their number. Questions wait until
-        one does."""
+    def change(self, now: float, *, having: Sequence[int] = ()) -> None:
+        """Have new settings, which no replica has but these. Questions wait until one does."""
         self.settings += 1
         for each in self.replicas:
             if each.number in having and each.health.serves:
                 each.health.settings = self.settings
             else:
                 each.health.outdated(now)
-        return self.settings
 
     def died(self, number: int, life: int, reason: str) -> list[Finished]:
         """Note that a replica died, or give it up; return the ends of questions that were moved too

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-
 __all__ = [
     "Completing",
     "Engine",

@@ -140,11 +140,10 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
             raise InvalidRequest(
                 f"continuations have {count} tokens together: {limits.contexts} at most, or ask again"
             )
-        pairs = zip(prompts, continuations, strict=True)
-        asked = [lm.score(*pair, adapter=adapter) for pair in pairs]
+        asked = lm.batch_score(prompts, continuations, adapter=adapter)
         data = [
             {"logprobs": list(map(finite, each.tolist())), "total": finite(float(each.sum()))}
-            for each in await while_connected(request, together(asked))
+            for each in await while_connected(request, asked)
         ]
         return _answer({"data": data})
 

@@ -36,9 +36,6 @@ class TrainerRoutes:
 
     Args:
         silent_seconds: how long a trainer may leave an update that it has begun.
-
-    Raises:
-        EngineUnsupported: the runtime's engine receives nothing from trainers.
     """
 
     def __init__(self, lm: AsyncLM, silent_seconds: float) -> None:
