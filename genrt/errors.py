@@ -16,6 +16,7 @@
     ├── EngineUnsupported (RuntimeError) this version or set-up of the engine is refused at start
     ├── EngineFailed (RuntimeError)      the engine raised; the requests of that step got this
     │   ├── EngineDied                   … and can't go on: restart it, or load again
+    │   ├── Paused                       … or its owner has it refuse questions: ask again later
     │   ├── OutOfMemory                  … because the device's memory ran out, for this request alone
     │   └── NotFinite                    the model's logits were NaN, +inf or all -inf
     ├── JobRefused (RuntimeError)        a job's output is not its own, or was made from something else
@@ -47,6 +48,7 @@ __all__ = [
     "NotFinite",
     "OutOfMemory",
     "OutputFailed",
+    "Paused",
     "TimedOut",
     "UnknownAdapter",
     "UnknownColumn",
@@ -120,6 +122,10 @@ class EngineFailed(GenrtError, RuntimeError):
 
 class EngineDied(EngineFailed):
     """The engine can't go on, and was closed: ``AsyncLM.restart`` opens another one."""
+
+
+class Paused(EngineFailed):
+    """The runtime is paused or asleep, and its owner has questions refused meanwhile: ask again later."""
 
 
 class OutOfMemory(EngineFailed):

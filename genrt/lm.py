@@ -11,12 +11,13 @@ from typing import Any, NoReturn, Self, Unpack, cast
 
 import torch
 
+from genrt.cluster.programs import run_program
 from genrt.engines.protocol import Engine, Reading
 from genrt.engines.weights import SleepingPart
 from genrt.populations import Population, Populations, Prompts
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
-from genrt.questions.contexts import Limits, check_contexts, nonces_of
+from genrt.questions.contexts import Limits, check_contexts, check_seed, nonces_of
 from genrt.questions.draws import batch_draw, draw_request, draw_requests
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Mask, Masks
@@ -71,13 +72,11 @@ class AsyncLM:
         self._adapters = AdapterNames(
             thread, engine.adapters if isinstance(engine, Reading) else {}
         )
-        asker = Asker(lambda: thread.batcher, self._adapters)
+        self._asker = asker = Asker(lambda: thread.batcher, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
         self._chunks, self._chunks_sync = asker.chunks, asker.chunks_sync
-        self._nonces = nonces_of(seed)
-        own = self._limits, self._adapters, self._nonces
-        self._texts, self._populations = Texts(thread, *own), Populations(thread, asker, *own)
+        self._draw_from(seed)
         self._cache = cache
         self._pauses = Pauses(thread)
         self._weights = WeightUpdates(thread, cache, self._pauses)
@@ -88,6 +87,26 @@ class AsyncLM:
         """Return a runtime over the one that a genrt server serves at ``url``; see ``ConnectOptions``.
         Raises EngineDied if it cannot be reached, EngineUnsupported if it is none; InvalidRequest."""
         return await connected(cls, url, options)
+
+    def _draw_from(self, seed: int | None) -> None:
+        """Have what is asked without a seed be drawn from this one."""
+        self._nonces = nonces_of(seed)
+        own = self._limits, self._adapters, self._nonces
+        self._texts = Texts(self._thread, *own)
+        self._populations = Populations(self._thread, self._asker, *own)
+
+    def _of_seed(self, seed: int) -> Self:
+        """Return this runtime, equal to itself, with a seed of its own."""
+        own = object.__new__(type(self))
+        vars(own).update(vars(self), _whole=self)  # which closes when it is garbage
+        own._draw_from(seed)
+        return own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AsyncLM) and other._thread is self._thread
+
+    def __hash__(self) -> int:
+        return hash(self._thread)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -334,7 +353,7 @@ class AsyncLM:
         here, all else on the way.
         """
         own = self._limits, token_ids, start, chunk, self._adapters.bound(adapter)
-        return self._chunks(row_chunks(*own, in_one=self._thread.scores), timeout=timeout)
+        return self._chunks(row_chunks(*own, in_one=self._thread.scores_rows), timeout=timeout)
 
     def population(
         self, prompt: Prompts, n: int | None = None, *, adapter: str | None = None
@@ -424,6 +443,32 @@ class AsyncLM:
         """Return the assistant's next message as it is drawn: ``chat``, as a ``stream``."""
         request, timeout = self._texts.streamed(self._texts.turn(messages, options))
         return self._stream(request, timeout=timeout)
+
+    # -- programs -----------------------------------------------------------------------------
+
+    async def run(self, work: Any, *, seed: int | None = None, timeout: float | None = None) -> Any:
+        """Run a whole inference, or a program of yours, where its rows are, and return what it returns.
+
+        ``work`` is an inference over this runtime, whose ``run(seed)`` is awaited, or an async function,
+        which is given the runtime. With replicas it is sent to one of them, which all its questions ask,
+        and only the result comes back; else it runs here. Results are the same for a seed, up to the
+        engine's numerics. Programs that run at once are spread over the replicas. One whose replica dies
+        is run again from its beginning on another, at most twice. New weights wait until it has ended.
+
+        What it holds travels with it, but for the runtime, in whose place is the replica's: functions of
+        modules that can be imported there, and, where cloudpickle is installed (vLLM brings it), any. Its
+        side effects stay there. It runs code: of this process, in processes that this one has started.
+
+        Args:
+            seed: for the inference. What a function asks without seeds is drawn from it too.
+
+        Raises:
+            InvalidRequest: ``work`` is neither, cannot be sent, or its result cannot be sent back.
+            EngineFailed: three replicas died with it. TimedOut, Closed; else whatever it raises.
+        """
+        own = check_seed(seed)
+        given = next(self._nonces) if own is None else own
+        return await run_program(self, work, given, timeout)
 
     # -- prefixes -----------------------------------------------------------------------------
 
@@ -567,6 +612,7 @@ class AsyncLM:
         Prefixes of ``warm_up`` are kept again once they are computed again. Returns at once."""
         self._thread.call_alone(lambda answering: answering.forget_residents())
 
+    run_sync = blocking_twin(run)
     update_weights_sync = blocking_twin(update_weights)
     pause_sync = blocking_twin(pause)
     sleep_sync = blocking_twin(sleep)

@@ -42,6 +42,7 @@ def load(
     seed: int | None = None,
     replicas: int | None = None,
     replica_limits: ReplicaLimits | None = None,
+    cluster: str | None = None,
 ) -> AsyncLM:
     """Open a model and return the runtime over it, ready to be asked.
 
@@ -76,6 +77,10 @@ def load(
             the engine is dead. GPUs are dealt out evenly. The row cache is in the host's memory. An
             engine that is a function must be one that can be pickled.
         replica_limits: when a replica is given up, and how often it is started again.
+        cluster: has the replicas be actors of a Ray cluster (extra ``ray``): its address as ``ray.init``
+            takes it; ``"auto"`` for the one that runs, or else one of this host alone, which
+            ends with the runtime; ``"local"`` always for that. New weights and adapters are read by
+            the actors as files: over several hosts, keep them, and ``TMPDIR``, where all hosts read them.
 
     Blocks until the engine is open. An interrupt abandons the loading.
 
@@ -93,6 +98,7 @@ def load(
         seed,
         replicas,
         replica_limits,
+        cluster,
         max_batch_size=max_batch_size,
         max_wait_seconds=max_wait_seconds,
         max_queued_requests=max_queued_requests,
@@ -120,6 +126,7 @@ async def aload(
     seed: int | None = None,
     replicas: int | None = None,
     replica_limits: ReplicaLimits | None = None,
+    cluster: str | None = None,
 ) -> AsyncLM:
     """Open a model as ``load`` does, while the running event loop goes on. Cancelling abandons the
     loading."""
@@ -133,6 +140,7 @@ async def aload(
         seed,
         replicas,
         replica_limits,
+        cluster,
         max_batch_size=max_batch_size,
         max_wait_seconds=max_wait_seconds,
         max_queued_requests=max_queued_requests,
@@ -165,6 +173,7 @@ def _start(
     seed: int | None,
     replicas: int | None,
     replica_limits: ReplicaLimits | None,
+    cluster: str | None,
     **flow: Unpack[_Flow],
 ) -> tuple[EngineThread, RowCache]:
     check_int("cache_bytes", cache_bytes, 0)
@@ -176,7 +185,7 @@ def _start(
     if seed is not None:
         check_int("seed", seed, 0)
     check_bool("residency", residency)
-    check_replicas(replicas, replica_limits)
+    check_replicas(replicas, replica_limits, cluster)
     if restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     if not isinstance(engine_options, Mapping | None):
@@ -205,7 +214,8 @@ def _start(
         if replicas is None:
             return make()
         each = 1 if callable(engine) else gpus_of(options)
-        return open_replicas(make, replicas, replica_limits, gpus=each)
+        each = 0 if engine == "exact" else each
+        return open_replicas(make, replicas, replica_limits, cluster, gpus=each)
 
     cache = RowCache(cache_bytes)
     return EngineThread(opened, cache, restarts=restart == "auto", **flow), cache

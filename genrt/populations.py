@@ -31,7 +31,7 @@ from genrt.questions.sequences import (
     check_flags,
     check_integers,
 )
-from genrt.questions.token_ids import TokenIds
+from genrt.questions.token_ids import TokenIds, id_words
 from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker, blocking_question
 from genrt.runtime.thread import EngineThread
@@ -50,9 +50,9 @@ class Population:
     """Sequences that go on together, held as arrays: the particles of a sampler.
 
     Made by ``AsyncLM.population``. ``draw``, ``logprobs`` and ``score`` ask about all of them at once;
-    ``append``, ``resample`` and ``cut`` change them, and ask nobody. A question is about the sequences as
-    they were when it was asked. It is answered, cancelled, timed out and refused as any other, and a
-    restart or an eviction between two of them is not noticed: what the engine has lost is computed again.
+    ``append``, ``extend``, ``resample`` and ``cut`` change them, and ask nobody. A question is about the
+    sequences as they were when it was asked. It is answered, cancelled, timed out and refused as any
+    other. What the engine loses by a restart or an eviction between two of them is computed again.
 
     One task or thread at a time may change a population. It is a context manager: leaving it closes it.
     """
@@ -194,18 +194,24 @@ class Population:
         return torch.empty(0, home.limits.vocab_size, device="cpu" if moves else home.device)
 
     async def score(
-        self, continuations: Sequence[TokenIds], *, timeout: float | None = None
+        self,
+        continuations: Sequence[TokenIds],
+        *,
+        temperature: float = 1.0,
+        timeout: float | None = None,
     ) -> list[torch.Tensor]:
         """Return what ``AsyncLM.batch_score`` does, of a continuation after each sequence; nothing is
-        appended. An empty one asks nothing.
+        appended. An empty one asks nothing. At a temperature, above 0, the rows are divided by it and
+        normalised again.
 
         Raises:
-            InvalidRequest: not as many continuations as sequences, or bad token ids; else as ``draw``.
+            InvalidRequest: not as many continuations as sequences, bad token ids or temperature; else as
+                ``draw``.
         """
         home, bound = self._home, self._home.adapters.bound(self._adapter)
         contexts = [row.packed for row in self._contexts(self._places(None)).rows(bound)]
         own = home.limits, contexts, continuations, bound
-        requests = after_contexts(*own, in_one=home.scores)
+        requests = after_contexts(*own, in_one=home.scores, temperature=temperature)
         return joined(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
     draw_sync = blocking_question(draw)
@@ -224,6 +230,19 @@ class Population:
         self._check_open()
         most = self._home.limits.vocab_size - 1
         self._sequences.append(check_integers("token_ids", token_ids, -1, most, len(self)))
+
+    def extend(self, token_ids: Sequence[TokenIds]) -> None:
+        """Add tokens to each sequence, any number of them: the next question computes all in one forward.
+
+        Raises:
+            InvalidRequest: not token ids for each sequence.
+        """
+        self._check_open()
+        given = check_contexts(token_ids, "token_ids")
+        if len(given) != len(self):
+            raise InvalidRequest(f"{len(given)} token_ids of {len(self)} sequences: give all some")
+        most = self._home.limits.vocab_size
+        self._sequences.extend([id_words(each, most, allow_empty=True) for each in given])
 
     def resample(self, ancestors: Integers) -> None:
         """Have sequence ``i`` go on as a copy of sequence ``ancestors[i]``; there may be more of them, or

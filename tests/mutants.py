@@ -231,6 +231,26 @@ MUTANTS: tuple[Mutant, ...] = (
         only="walk",
     ),
     *breaks(
+        "cluster.actors",
+        "test_actors.py",
+        (
+            "ActorLink.take",
+            "messages are taken as calls come",
+            Swap("self._early.pop(self._next)", "self._early.popitem()[1]"),
+        ),
+        only="in_their_order",
+    ),
+    *breaks(
+        "cluster.programs",
+        "test_shipped_programs.py",
+        (
+            "run_program",
+            "a program's seed is not that of what it asks",
+            Swap("lm._of_seed(seed)", "lm"),
+        ),
+        only="without_seeds",
+    ),
+    *breaks(
         "cluster.messages",
         "test_messages.py",
         (
@@ -811,6 +831,56 @@ MUTANTS: tuple[Mutant, ...] = (
         ("seeds_of_step", "every step has the same randomness", Swap("(step, part)", "(part,)")),
     ),
     *breaks(
+        "inference.blocks",
+        "test_blocks.py",
+        (
+            "Blocks.log_weights",
+            "what a token was drawn with is left out of its weight",
+            Swap("block.logprob", "0.0"),
+        ),
+        (
+            "Blocks.log_weights",
+            "the model that weighs is not tempered",
+            Swap("self.temperature", "1.0"),
+        ),
+        (
+            "Block.after",
+            "the last token's probability stands for the block's",
+            Swap("self.logprob + drawn.logprob", "drawn.logprob"),
+        ),
+        (
+            "Blocks.is_over",
+            "a text waits until the end for its weight",
+            Swap("min(self.size, self.max_tokens - block.before.count)", "self.max_tokens"),
+        ),
+        (
+            "Blocks.grown",
+            "a block forgets the twist that its text has gained",
+            Swap("before.log_twist", "0.0"),
+        ),
+        only="not vllm and (weight or twist or rejection or question)",
+    ),
+    *breaks(
+        "inference.proposals",
+        "test_blocks.py",
+        (
+            "_drawn",
+            "a proposed token counts as drawn without a mask",
+            Swap("found.logprobs.tolist()", "(found.logprobs + found.log_mass).tolist()"),
+        ),
+        (
+            "Proposals._by_rejection",
+            "the estimated mass is no part of a proposal's probability",
+            Swap("math.log(weight) - log_mass", "math.log(weight)"),
+        ),
+        (
+            "Proposals._by_rejection",
+            "each stop token is proposed with the probability of all",
+            Swap("endings[place, stop]", "weight"),
+        ),
+        only="not vllm and (weight or twist or rejection or question)",
+    ),
+    *breaks(
         "inference.proposals",
         "test_inference.py test_text_model.py test_stops.py",
         (
@@ -1096,6 +1166,26 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("request.lora_request != donor.lora_request", "False"),
         ),
         only="adapters",
+    ),
+    *breaks(
+        "engines.vllm.admission_blocks",
+        "test_admission_blocks.py",
+        (
+            "needed_blocks",
+            "blocks that are cached but free are thought to be held",
+            Swap("block.ref_cnt > 0", "True"),
+        ),
+        only="nobody_holds",
+    ),
+    *breaks(
+        "engines.vllm.open_scheduler",
+        "test_admission_blocks.py",
+        (
+            "OpenScheduler._make_room",
+            "sequences are evicted as if nothing were shared",
+            Swap("bool(waiting)", "False"),
+        ),
+        only="begin_alike",
     ),
     *breaks(
         "engines.vllm.populations",

@@ -20,6 +20,11 @@ from genrt.engines.exact import NGram
 from genrt.errors import GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
 
+
+async def _draws(lm: AsyncLM) -> int:
+    return (await lm.draw([1])).token_id
+
+
 CONTEXTS = {"contexts": [[1], [2]]}
 CONTEXT = {"token_ids": [1]}
 RIGHT: dict[str, dict[str, Any]] = {
@@ -45,6 +50,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "stream": {"prompt": [1], "max_tokens": 1},
     "warm_up": {"prefix": [1]},
     "cool_down": {"prefix": [1]},
+    "run": {"work": _draws},
     "stream_chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
 }
 """Arguments of each question that are right; the ``_sync`` twins take the same."""

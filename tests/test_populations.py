@@ -68,6 +68,16 @@ class AsLists(RuleBasedStateMachine):
             for each, token in zip(self.lists, tokens, strict=True)
         ]
 
+    @rule(chance=st.randoms(use_true_random=False))
+    def extend(self, chance: random.Random) -> None:
+        most = chance.choice([1, 3, 20])
+        tokens = [
+            [chance.randrange(SIZE) for _ in range(chance.randint(0, most))] for _ in self.lists
+        ]
+        made: list[Any] = [list, np.array, torch.tensor, tuple]
+        self.population.extend(tokens and [chance.choice(made)(each) for each in tokens])
+        self.lists = [[*each, *more] for each, more in zip(self.lists, tokens, strict=True)]
+
     @precondition(lambda self: self.lists)
     @rule(chance=st.randoms(use_true_random=False), count=st.integers(0, 6))
     def resample(self, chance: random.Random, count: int) -> None:
@@ -252,6 +262,43 @@ async def test_scores_are_those_of_the_sequences(lm: AsyncLM) -> None:
 
 
 @pytest.mark.promise(number=36)
+async def test_extending_is_appending_one_by_one() -> None:
+    """The same sequences and draws, by one step of the engine; a question asked before sees none of it,
+    a cancelled one and a restart change nothing."""
+    async with await genrt.aload(MODEL, engine="exact", cache_bytes=0) as lm:
+        one, many = lm.population([1, 2], 4), lm.population([1, 2], 4)
+        await one.draw(seed=1)
+        asked = asyncio.ensure_future(many.logprobs())
+        await asyncio.sleep(0)
+        blocks = [[3, 4, 5], [], [3, 4, 5], [6] * 40]
+        for step in range(40):
+            one.append([block[step] if step < len(block) else -1 for block in blocks])
+        many.extend(blocks)
+        assert [*one] == [*many] == [[1, 2, *block] for block in blocks]
+        assert torch.equal(await asked, (await lm.next_token_logprobs([1, 2])).expand(4, -1))
+        cancelled = asyncio.ensure_future(many.draw(seed=2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        before = lm.statistics().engine.steps
+        drawn = await many.draw(seed=2)
+        assert lm.statistics().engine.steps == before + 1
+        await lm.arestart()
+        for got, wanted in zip(await one.draw(seed=2), drawn, strict=True):
+            assert torch.equal(got, wanted)
+        many.resample([0, 0, 1, 3])
+        many.extend([[1], [2, 2], [], [3]])
+        assert [*many][:2] == [[1, 2, 3, 4, 5, 1], [1, 2, 3, 4, 5, 2, 2]]
+        for wrong in ([[1]] * 3, [[1], [2], [3], [SIZE]], [1, 2, 3, 4], "abcd"):
+            with pytest.raises(InvalidRequest):
+                many.extend(wrong)  # type: ignore[arg-type]
+        assert many[0] == [1, 2, 3, 4, 5, 1]
+        many.close()
+        with pytest.raises(Closed):
+            many.extend([[1]] * 4)
+
+
+@pytest.mark.promise(number=36)
 def test_a_restart_is_not_seen() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         population = lm.population([1, 2], 3)
@@ -339,6 +386,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draw_sync": {"masks": None, "temperature": 1.0, "seed": 1, "where": None, "timeout": None},
     "logprobs_sync": {"where": None, "device": None, "timeout": None},
     "append": {"token_ids": [1, 1]},
+    "extend": {"token_ids": [[1], [1, 2]]},
     "resample": {"ancestors": [0, 0]},
     "cut": {"lengths": [1, 1]},
     "take": {"indices": [0]},

@@ -64,6 +64,7 @@ class ReplicaEngine:
     reads = frozenset({DrawToken, TopTokens, Candidates, PopulationDraw})
     adapters: MappingProxyType[str, Adapter] = MappingProxyType({})
     device = torch.device("cpu")
+    runs_programs = True
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class ReplicaEngine:
         self.max_batch_size = facts.max_batch_size
         self.tokenizer = unpacked_tokenizer(facts.tokenizer)
         self.sleep_refused: str | None = facts.sleep_refused
+        self.scores = facts.scores
 
     def __repr__(self) -> str:
         serving = len(self.fleet.serving)

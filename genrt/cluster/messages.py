@@ -17,6 +17,7 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts
 
 __all__ = ["AskedNumbers", "Frames", "dumped", "flat", "framed", "loaded", "unflattened"]
@@ -126,6 +128,10 @@ def _needed(contexts: Contexts) -> tuple[Any, ...]:
 _TABLE: dict[type, Callable[[Any], Any]] = {
     LogprobsRequest: lambda row: (_row, (row.packed, row.adapter, row.weights_version)),
     ReadRequest: lambda read: (ReadRequest, (read.row, read.wanted)),
+    ScoreRequest: lambda score: (
+        ScoreRequest,
+        tuple(getattr(score, each.name) for each in fields(ScoreRequest) if each.init),
+    ),
     Contexts: _needed,
     PopulationDraw: lambda draw: (
         _population,

@@ -1,4 +1,4 @@
-"""Replicas of an engine on this host, opened: who gets which GPU, and what is checked before."""
+"""Replicas of an engine, opened: where they are, who gets which GPU, and what is checked before."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from genrt.cluster.engine import ReplicaEngine
 from genrt.cluster.health import ReplicaLimits
 from genrt.cluster.messages import AskedNumbers
 from genrt.cluster.processes import Processes
+from genrt.cluster.transport import Transport
 from genrt.engines.protocol import Engine
-from genrt.errors import InvalidRequest
+from genrt.errors import GenrtError, InvalidRequest
 from genrt.numbers import check_int, shown
 
 __all__ = ["check_replicas", "environments", "gpus_of", "open_replicas"]
@@ -21,12 +22,19 @@ __all__ = ["check_replicas", "environments", "gpus_of", "open_replicas"]
 MOST_REPLICAS = 1024
 
 
-def check_replicas(replicas: object, limits: object) -> None:
-    """Raise InvalidRequest unless these are a number of replicas, or none, and their limits."""
+def check_replicas(replicas: object, limits: object, cluster: object = None) -> None:
+    """Raise InvalidRequest unless these are a number of replicas, or none, their limits, and a cluster's
+    address, or none."""
     if replicas is not None:
         check_int("replicas", replicas, 1, MOST_REPLICAS)
     if not isinstance(limits, ReplicaLimits | None):
         raise InvalidRequest(f"replica_limits must be ReplicaLimits, got {shown(limits)}")
+    if cluster is not None and (not isinstance(cluster, str) or not cluster):
+        raise InvalidRequest(
+            f'cluster must be "auto", "local" or the address of a Ray cluster, got {shown(cluster)}'
+        )
+    if cluster is not None and replicas is None:
+        raise InvalidRequest("a cluster is for replicas: say how many with replicas=…")
     if limits is not None and replicas is None:
         raise InvalidRequest("replica_limits are for replicas: say how many with replicas=…")
 
@@ -50,16 +58,31 @@ def environments(replicas: int, visible: list[str], gpus: int) -> list[dict[str,
 
 
 def open_replicas(
-    open_engine: Callable[[], Engine], replicas: int, limits: ReplicaLimits | None, *, gpus: int
+    open_engine: Callable[[], Engine],
+    replicas: int,
+    limits: ReplicaLimits | None,
+    cluster: str | None = None,
+    *,
+    gpus: int,
 ) -> ReplicaEngine:
-    """Return an engine made of so many, each in a process of its own with so many GPUs.
+    """Return an engine made of so many, each with so many GPUs: processes of this host, or with a
+    ``cluster`` actors of that.
 
     Raises:
-        InvalidRequest: the function that makes an engine cannot be pickled; else as ``ReplicaEngine``.
+        InvalidRequest: the function that makes an engine cannot be pickled; else as ``ReplicaEngine``,
+            and ``Actors`` for a cluster.
     """
     numbers = AskedNumbers()
+    transport: Transport
     try:
-        transport = Processes(open_engine, numbers, environments(replicas, _visible(), gpus))
+        if cluster is None:
+            transport = Processes(open_engine, numbers, environments(replicas, _visible(), gpus))
+        else:
+            from genrt.cluster.actors import Actors
+
+            transport = Actors(open_engine, numbers, cluster, gpus=gpus)
+    except GenrtError:
+        raise
     except (TypeError, AttributeError, ValueError, RecursionError, ImportError) as error:
         raise InvalidRequest(
             f"the engine cannot be sent to other processes ({error}): give a function of a module, or "

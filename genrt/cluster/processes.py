@@ -15,13 +15,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from genrt.cluster.messages import AskedNumbers, Frames, dumped, framed, loaded
 from genrt.cluster.segments import rows_in
+from genrt.cluster.serving import PULSE, RECEIVED_BYTES
 from genrt.cluster.transport import Came, Gone, Pulsed
-from genrt.cluster.worker import PULSE, RECEIVED_BYTES, Answers
+from genrt.cluster.worker import with_rows
 from genrt.engines.protocol import Engine
 
 __all__ = ["Processes"]
@@ -31,7 +32,7 @@ END_SECONDS = 3.0
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from genrt.cluster.worker import main; main({port}, {pulse})"
+    "from genrt.cluster.serving import main; main({port}, {pulse})"
 )
 
 
@@ -241,13 +242,6 @@ class Processes:
 
 def _in_place(message: Sequence[Any], freed: deque[int]) -> Sequence[Any]:
     """Return a message with its rows, which did not travel."""
-    [kind, *rest] = message
-    if kind != "answers" or rest[0].rows is None:
+    if message[0] != "answers" or message[1].rows is None:
         return message
-    answers: Answers = rest[0]
-    rows = rows_in(answers.rows, freed)  # type: ignore[arg-type]
-    ends = [
-        (ticket, rows[result] if type(result) is int else result, error)
-        for ticket, result, error in answers.ends
-    ]
-    return kind, replace(answers, ends=ends, rows=None)
+    return with_rows(message, rows_in(message[1].rows, freed))

@@ -2,11 +2,12 @@
 
 Rules:
     A wrong route costs recomputation, never a wrong answer.
-    A question goes where the context that it goes on from was asked about; else where contexts that begin
-    alike were; a population, where its sequences are.
+    A question goes where the context that it goes on from was asked about, a score where its context was;
+    else where contexts that begin alike were; a population, where its sequences are.
     That is left once the replica has more work than the least loaded one by a margin. It is wider for a
     population, whose sequences would all be computed again.
     New populations are spread by how many sequences of others a replica keeps, beside its work.
+    A program goes to the least loaded replica, wherever its rows may be: it asks for thousands.
     Of equally loaded replicas one is taken at random, by a generator of the router's own.
 """
 
@@ -19,10 +20,12 @@ from collections.abc import Sequence
 from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import TOKEN_BYTES
 from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.programs import ProgramRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["Router", "work_of"]
 
@@ -38,6 +41,9 @@ MARGIN = 64.0
 POPULATION_MARGIN = 8.0
 """The same for a population that goes on, in steps of its own: sixteen times the work of one at least."""
 
+PROGRAM_WORK = 1024.0
+"""The work of a program, of which only it knows more: about 32 particles of 32 tokens."""
+
 PREFILL = 1 / 64
 """The work of a token of a context that is not resident; that of a drawn token is 1."""
 
@@ -50,7 +56,9 @@ def work_of(request: Request) -> float:
         return float(request.max_tokens)
     if isinstance(request, CompletionRequest):
         return float(request.decoding.max_tokens)
-    return 1.0
+    if isinstance(request, ScoreRequest):
+        return max(1.0, PREFILL * len(request))
+    return PROGRAM_WORK if isinstance(request, ProgramRequest) else 1.0
 
 
 class Router:
@@ -82,6 +90,10 @@ class Router:
             work = work_of(request)
             self._work[usable[0]] += work
             return usable[0], work
+        if isinstance(request, ProgramRequest):
+            least, work = self._least(usable, new_population=True), work_of(request)
+            self._work[least] += work
+            return least, work
         known, own, family, length = self._places(request)
         home = next((place for place in map(self._home, goes_on) if place in usable), None)
         margin = MARGIN
@@ -161,7 +173,8 @@ class Router:
                 row = LogprobsRequest(row.token_ids, row.adapter)
             packed, length = row.packed, row.nbytes
         own = hash((packed, adapter))
-        known = own if own in self._contexts else hash((packed[:-TOKEN_BYTES], adapter))
+        before = request.start * TOKEN_BYTES if isinstance(request, ScoreRequest) else -TOKEN_BYTES
+        known = own if own in self._contexts else hash((packed[:before], adapter))
         family = hash((packed[: FAMILY_TOKENS * TOKEN_BYTES], adapter))
         return known, own, family, length // TOKEN_BYTES
 

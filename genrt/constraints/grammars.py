@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 import numpy as np
 
 from genrt.constraints.protocols import MaskedConstraint
-from genrt.constraints.tokens import PackedState, tokens_of
+from genrt.constraints.tokens import PackedState, lm_of, tokens_of
 from genrt.errors import InvalidConstraint
 from genrt.structures.forms import (
     Whitespace,
@@ -159,6 +159,9 @@ class _Vocabulary:
             vocabulary = _vocabularies[lm] = _Vocabulary(tokens)
         return vocabulary
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Vocabulary.of, (lm_of(self.tokens),)
+
     def fill(self, states: Sequence[GrammarState]) -> None:
         """Compute the packed masks of distinct states, in parallel, and store them in the states."""
         with self.lock:
@@ -196,6 +199,7 @@ class _Grammar:
         if matcher.is_error():
             raise InvalidConstraint(f"the {name} does not compile: {brief(matcher.get_error())}")
         self.tokens = vocabulary.tokens
+        self._made_of = vocabulary, lark, name
         self._rules = _Rules(vocabulary, matcher, name)
         self._start = GrammarState(self._rules, _Walk(matcher.deep_copy(), []), b"")
         # A grammar that is too complex mostly is so from the start: raise here, not during a run.
@@ -203,6 +207,9 @@ class _Grammar:
 
     def start(self) -> GrammarState:
         return self._start
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Grammar, self._made_of
 
     def __repr__(self) -> str:
         return f"<constraint: {self._rules.name}>"

@@ -71,6 +71,9 @@ class _States:
         self._kept: LRUCache[tuple[int, ...], Any] = LRUCache(cache_size)
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self._constraint, self._tokens, self._kept.maxsize)
+
     def __repr__(self) -> str:
         return f"<potential of {self._constraint!r}>"
 
@@ -99,6 +102,13 @@ class _States:
         with self._lock:
             self._kept[token_ids] = state
         return state
+
+
+def _again(
+    kind: type[_States], constraint: Constraint, tokens: Tokens | None, cache_size: int
+) -> _States:
+    """Return a potential that has travelled."""
+    return kind(constraint, constraint.start(), tokens, cache_size)
 
 
 class _Indicator(_States):

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -56,11 +56,15 @@ class _Predicate:
     def __init__(self, function: Predicate, tokens: Tokens, name: str, max_concurrent: int) -> None:
         self.tokens = tokens
         self.name = name
+        self._made_of = function, tokens, name, max_concurrent
         self.asked = Asked(function, max_concurrent)
         self._start = PredicateState(self, (), b"")
 
     def start(self) -> PredicateState:
         return self._start
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Predicate, self._made_of
 
     def __repr__(self) -> str:
         return f"<constraint: predicate {self.name}>"

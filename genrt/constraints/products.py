@@ -71,6 +71,9 @@ class _Product:
     def start(self) -> Any:
         return self._start
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Product, (self.factors,)
+
     def __repr__(self) -> str:
         return f"<constraint: all of {', '.join(map(repr, self.factors))}>"
 

@@ -6,7 +6,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -63,6 +63,9 @@ class _Strings:
 
     def start(self) -> _StringState:
         return self.state(0, len(self.texts), 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Strings, (self.texts, self.tokens)
 
     def __repr__(self) -> str:
         shown = ", ".join(repr(text.decode()) for text in self.texts[:3])

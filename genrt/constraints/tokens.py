@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import threading
 import weakref
 from typing import TYPE_CHECKING, Self
@@ -31,7 +32,19 @@ def tokens_of(lm: AsyncLM) -> Tokens:
     return tokens
 
 
+def lm_of(tokens: Tokens) -> AsyncLM:
+    """Return the runtime whose tokens these are, as ``tokens_of`` read them. Raises InvalidConstraint if
+    it is gone."""
+    for lm, read in [*_tokens.items()]:
+        if read is tokens:
+            return lm
+    raise InvalidConstraint("the runtime whose tokens these are is gone: keep it")
+
+
 _tokens: weakref.WeakKeyDictionary[AsyncLM, Tokens] = weakref.WeakKeyDictionary()
+
+# Where a program runs elsewhere, its constraints are over the tokens of the runtime there.
+copyreg.pickle(Tokens, lambda tokens: (tokens_of, (lm_of(tokens),)))
 
 
 class PackedState:

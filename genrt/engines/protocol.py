@@ -194,8 +194,8 @@ class Scoring(Protocol):
 
     @property
     def scores(self) -> bool:
-        """True if ``submit`` takes score requests; otherwise rows are asked for in their place. Any
-        thread may ask."""
+        """True if ``submit`` takes score requests; otherwise rows are asked for in their place. Those of
+        whole rows are left out if the engine says so by ``scores_rows``. Any thread may ask."""
 
 
 @runtime_checkable

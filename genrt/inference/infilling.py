@@ -51,7 +51,8 @@ def infilling(
     after = prompt_ids(lm, suffix, name="the suffix")
     name = adapter_name(adapter)
     longest = check_int("max_tokens", max_tokens, 0)
-    start = None if constraint is None else constraint_start(lm, constraint)
+    if constraint is not None:
+        constraint_start(lm, constraint)
     needed = len(before) + longest + len(after) - 1
     if needed > lm.max_model_len:
         raise ContextTooLong(
@@ -63,7 +64,7 @@ def infilling(
 
     async def gap(p: Execution) -> str:
         drawn: list[int] = []
-        state, twist = start, 0.0
+        state, twist = None if constraint is None else constraint.start(), 0.0
         while True:
             context = [*before, *drawn]
             mask = anything.clone() if state is None else (await amasks([state]))[0]

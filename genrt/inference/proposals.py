@@ -1,4 +1,5 @@
-"""The next token of each text: drawn from its row under the constraint's mask, or by rejection.
+"""The next token of each text: drawn from its row under the constraint's mask, or by rejection; from the
+model's own row, or from that of another model, which proposes it.
 
 The texts of a step are a population, which the next step's goes on from: so nothing is looked up by its
 context. It is changed by nobody once it was asked about, so that particles are values.
@@ -7,9 +8,10 @@ context. It is changed by nobody once it was asked about, so that particles are 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from genrt.constraints import CheckedState, ConstraintState, abitmasks
 from genrt.constraints.together import together
 from genrt.inference import awrs
 from genrt.inference.ends import Ends
+from genrt.inference.model import DEAD
 from genrt.inference.resampling import Floats
 from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
@@ -28,25 +31,43 @@ from genrt.tokens import sampling
 
 State: TypeAlias = ConstraintState | CheckedState
 
-Proposal: TypeAlias = Literal["mask", "awrs"]
+Kind: TypeAlias = Literal["mask", "awrs"]
 
-Drawn: TypeAlias = tuple[int, float]
-"""A token, or ``DEAD``, and the logarithm of the mass it was drawn from."""
+Proposal: TypeAlias = Kind | AsyncLM
+"""How a ``TextModel`` draws: under masks, by rejection, or from another model."""
+
+
+class Drawn(NamedTuple):
+    """A token that was drawn.
+
+    Attributes:
+        token_id: the token, or ``DEAD``.
+        log_mass: the logarithm of the mass it was drawn from, or of an unbiased estimate of that.
+        logprob: the logarithm of the probability that it was drawn with, or of a number whose inverse is
+            an unbiased estimate of the inverse of that; told where another model proposes.
+    """
+
+    token_id: int
+    log_mass: float
+    logprob: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
-    """The law of the next tokens; the fields are the arguments of a ``TextModel``, checked."""
+    """The law of the next tokens; the fields are the arguments of a ``TextModel``, checked, but that
+    ``lm`` and ``adapter`` are those of the model that proposes."""
 
     lm: AsyncLM
     prompt: tuple[int, ...]
-    kind: Proposal
+    kind: Kind
     is_constrained: bool
     ends: Ends
     eos_token_id: int | None
     max_tokens: int
     temperature: float
     adapter: str | None
+    is_weighed_later: bool = False
+    """True if the model that is proposed to weighs the tokens: it needs their own probabilities alone."""
 
     @property
     def end_token(self) -> int:
@@ -84,11 +105,11 @@ class Proposals:
             rows = await population.logprobs()
             checked = cast("Sequence[CheckedState]", states)
             return await self._by_rejection(rows, checked, at_last, seed)
-        if self.temperature != 1:
+        if self.temperature != 1 and not self.is_weighed_later:
             rows, masks = await asyncio.gather(population.logprobs(), self._masks(states, at_last))
             return await asyncio.to_thread(self._by_masks, rows, masks, seed)
         masks = await self._masks(states, at_last)
-        found = await population.draw(masks=masks, seed=seed)
+        found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
         return _drawn(found, masked=masks is not None)
 
     async def _masks(
@@ -123,23 +144,35 @@ class Proposals:
     async def _by_rejection(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool], seed: int
     ) -> list[Drawn]:
-        weights = await asyncio.to_thread(self._weights, rows, states, at_last)
-        seeds = np.random.SeedSequence(seed).spawn(len(states))
-        return await together(
-            awrs.draw(row, state.check, np.random.default_rng(each))
-            for row, state, each in zip(weights, states, seeds, strict=True)
+        weights, endings = await asyncio.to_thread(self._weights, rows, states, at_last)
+        rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
+        found = await together(
+            awrs.draw(row, state.check, rng)
+            for row, state, rng in zip(weights, states, rngs, strict=True)
         )
+        drawn = []
+        for place, (token_id, log_mass) in enumerate(found):
+            weight = weights[place, token_id]
+            if self.is_weighed_later and self.ends.token_ids and token_id == self.end_token:
+                # Which of the stop tokens it is; the model that weighs it gives each its own probability.
+                stop = int(rngs[place].choice(len(endings[place]), p=endings[place] / weight))
+                token_id, weight = sorted(self.ends.token_ids)[stop], endings[place, stop]
+            logprob = math.log(weight) - log_mass if token_id != DEAD else -math.inf
+            drawn.append(Drawn(token_id, log_mass, logprob))
+        return drawn
 
     def _weights(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool]
-    ) -> Floats:
-        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint need not be asked."""
+    ) -> tuple[Floats, Floats]:
+        """Return the tokens' probabilities ``[n, V]``, 0 where the constraint need not be asked, with
+        that of any stop token at the end token; and the probability of each stop token, in order."""
         if self.temperature != 1:
             rows = sampling.truncate(rows, temperature=self.temperature)
         weights: Floats = rows.cpu().double().exp().numpy()
         distinct = {id(state): state for state in states}
         allowed = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
         stops = sorted(self.ends.token_ids)
+        endings = weights[:, stops]
         for row, state, is_last in zip(weights, states, at_last, strict=True):
             ending = row[stops].sum()
             row[stops] = 0.0
@@ -148,7 +181,7 @@ class Proposals:
             row[~allowed[id(state)]] = 0.0
             if stops and is_last:
                 row[np.arange(len(row)) != self.end_token] = 0.0
-        return weights
+        return weights, endings
 
 
 def packed_tokens(token_ids: Iterable[int], count: int) -> Tensor:
@@ -162,4 +195,4 @@ def packed_tokens(token_ids: Iterable[int], count: int) -> Tensor:
 def _drawn(found: sampling.BatchDraw, *, masked: bool) -> list[Drawn]:
     token_ids = found.token_ids.tolist()
     masses = found.log_mass.tolist() if masked else [0.0] * len(token_ids)
-    return list(zip(token_ids, masses, strict=True))
+    return list(map(Drawn, token_ids, masses, found.logprobs.tolist()))

@@ -24,7 +24,8 @@ Z is a probability here, too.
 At the last token only the end token completes a constrained text, so A is the end token alone. A text
 with p(A) = 0 is dead: its weight is 0. For a constraint that takes long to judge a token, adaptive
 weighted rejection draws from the same q and gains an unbiased estimate of p(A)
-(``genrt.inference.awrs``).
+(``genrt.inference.awrs``). A smaller model may propose tokens in the model's place, in blocks that the
+model weighs (``genrt.inference.blocks``).
 
 A twist psi guides particles while they grow and leaves the target as it is: a text of t tokens has gained
 psi(x_1:t) on the way, which is taken off again with its next token, and at its end replaced by phi:
@@ -48,6 +49,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.masking import fill
@@ -55,16 +57,11 @@ from genrt.constraints.together import together
 from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
+from genrt.inference.blocks import Block, Blocks, block_size
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
-from genrt.inference.proposals import (
-    Drawn,
-    Proposal,
-    Proposals,
-    State,
-    packed_tokens,
-)
+from genrt.inference.proposals import Drawn, Proposal, Proposals, State, packed_tokens
 from genrt.inference.trails import Frontier, Trail
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
@@ -79,11 +76,13 @@ class TextParticle:
         trail: the text, and where it was asked about last.
         constraint_state: the constraint's state after it, ``None`` without a constraint.
         log_twist: what its log-weight has gained by a twist so far, to be taken off again.
+        block: its tokens that are not weighed yet, where another model proposes them.
     """
 
     trail: Trail
     constraint_state: State | None
     log_twist: float = 0.0
+    block: Block | None = None
 
     @property
     def generated(self) -> Text:
@@ -97,8 +96,8 @@ class TextParticle:
 
     @property
     def finished(self) -> bool:
-        """True once its end was drawn, or at ``max_tokens`` where a text may be cut."""
-        return self.trail.finished
+        """True once its end was drawn, or at ``max_tokens`` where a text may be cut, and is weighed."""
+        return self.trail.finished and self.block is None
 
 
 class TextModel:
@@ -119,6 +118,8 @@ class TextModel:
         potential: Potential | None = None,
         twist: Potential | None = None,
         proposal: Proposal | None = None,
+        block: int | None = None,
+        proposal_adapter: str | None = None,
         temperature: float = 1.0,
         adapter: str | None = None,
     ) -> None:
@@ -135,7 +136,12 @@ class TextModel:
             twist: log-weights of prefixes, which guide resampling and leave the target as it is; the
                 potential itself, if it means something for prefixes.
             proposal: how to draw under a constraint. ``"mask"`` asks it about every token, ``"awrs"``
-                about few. By default predicates, and what they are part of, take ``"awrs"``.
+                about few. By default predicates, and what they are part of, take ``"awrs"``. Another
+                runtime of the same vocabulary, of a smaller model: it draws the tokens, this one weighs
+                them, and the target stays as it is.
+            block: how many tokens another runtime draws before they are weighed, by one question; by
+                default 8. Twists and resampling see their weights then.
+            proposal_adapter: the adapter of another runtime's draws, by name.
             temperature: above 0; other than 1, the model is the one whose rows are tempered (and
                 normalised again), in the target and in the evidence too.
 
@@ -147,8 +153,9 @@ class TextModel:
         ids = checks.prompt_ids(checks.runtime(lm), prompt)
         max_tokens = check_int("max_tokens", max_tokens, 1)
         temperature = checks.check_temperature(temperature)
-        if proposal not in (None, "mask", "awrs"):
-            raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs"')
+        is_other = isinstance(proposal, AsyncLM)
+        if not is_other and proposal not in (None, "mask", "awrs"):
+            raise InvalidRequest(f'proposal is {proposal!r}: give "mask" or "awrs", or a runtime')
         for name, function in {"the potential": potential, "the twist": twist}.items():
             checks.check_callable(name, function, "a function of a Text", optional=True)
         longest = len(ids) + max_tokens - 1
@@ -176,21 +183,39 @@ class TextModel:
                 'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
                 "this one has masks: leave the proposal out"
             )
-        self._constraint = constraint
-        self._potential = potential
-        self._twist = twist
+        size = block_size(lm, proposal, block, proposal_adapter, longest)
+        self._lm, self._adapter = lm, checks.adapter_name(adapter)
+        self._constraint, self._potential, self._twist = constraint, potential, twist
         self._byte_vocab = lm.byte_vocab
         self._proposals = Proposals(
-            lm=lm,
+            lm=proposal if isinstance(proposal, AsyncLM) else lm,
             prompt=ids,
-            kind=proposal or ("awrs" if is_asked else "mask"),
+            kind="awrs" if proposal == "awrs" or (is_asked and proposal != "mask") else "mask",
             is_constrained=constraint is not None,
             ends=ends,
             eos_token_id=eos_token_id,
             max_tokens=max_tokens,
             temperature=temperature,
-            adapter=checks.adapter_name(adapter),
+            adapter=checks.adapter_name(proposal_adapter) if is_other else self._adapter,
+            is_weighed_later=is_other,
         )
+        self._blocks = size and Blocks(
+            lm=lm,
+            prompt=ids,
+            size=size,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            adapter=self._adapter,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels to where the model is run: not what can be had of the runtime there."""
+        return {k: v for k, v in vars(self).items() if k not in ("_start", "_byte_vocab")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start = None if self._constraint is None else self._constraint.start()
+        self._byte_vocab = self.lm.byte_vocab
 
     def __repr__(self) -> str:
         what = {"constraint": self._constraint, "potential": self._potential, "twist": self._twist}
@@ -200,7 +225,7 @@ class TextModel:
     @property
     def lm(self) -> AsyncLM:
         """The runtime that is asked."""
-        return self._proposals.lm
+        return self._lm
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -225,7 +250,7 @@ class TextModel:
     @property
     def adapter(self) -> str | None:
         """The name of the adapter that is asked."""
-        return self._proposals.adapter
+        return self._adapter
 
     @property
     def eos_token_id(self) -> int | None:
@@ -267,21 +292,30 @@ class TextModel:
         return Text(token_ids, data, self._start is None and len(token_ids) >= self.max_steps)
 
     async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
-        """Grow each text by one token, with one question to the model for all; masks are computed
-        meanwhile."""
+        """Grow each text by one token, with one question for all to the model that proposes; masks are
+        computed meanwhile. Where that is another one, the model is asked once for every block."""
         start = self._start if self.ends.never else None
         if start is not None and not particles[0].trail.count and self._is_complete(start):
             # The empty text is the only one.
             nothing = [Growth(each, 0.0, DEAD) for each in particles]
             return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
+        if self._blocks:
+            return await self._blocks.grown(particles, seed, self._one_longer, self._judged)
+        _, grown = await self._one_longer(particles, seed)
+        return await self._judged(particles, grown)
+
+    async def _one_longer(
+        self, particles: Sequence[TextParticle], seed: int
+    ) -> tuple[list[Drawn], list[Growth]]:
+        """Draw a token after each text; return these, and the texts, which gain the masses."""
         trails = [particle.trail for particle in particles]
         states = [particle.constraint_state for particle in particles]
         population = self._proposals.population(trails)
         drawn = await self._proposals.draw(population, trails, states, seed)
         grown = await self._grown(particles, drawn, Frontier(population))
-        if start is not None:
+        if self._start is not None and self.ends.never:
             grown = await self._ended(grown, await asyncio.to_thread(self._complete, grown))
-        return await self._judged(particles, grown)
+        return drawn, grown
 
     # -- what follows from a draw -------------------------------------------------------------
 
@@ -292,7 +326,8 @@ class TextModel:
         stop = min(self.ends.token_ids, default=DEAD)
         is_end = self._start is not None and bool(self.ends.token_ids)
         token_ids = [
-            stop if is_end and token_id == self.eos_token_id else token_id for token_id, _ in drawn
+            stop if is_end and each.token_id == self.eos_token_id else each.token_id
+            for each in drawn
         ]
         states = [particle.constraint_state for particle in particles]
         if self._start is None:
@@ -306,8 +341,8 @@ class TextModel:
         return [
             Growth(particle, -math.inf, DEAD)
             if token_id == DEAD
-            else Growth(TextParticle(trail, state), log_mass, token_id)
-            for particle, trail, state, token_id, (_, log_mass) in zip(
+            else Growth(TextParticle(trail, state), each.log_mass, token_id)
+            for particle, trail, state, token_id, each in zip(
                 particles, trails, states, token_ids, drawn, strict=True
             )
         ]
@@ -354,13 +389,10 @@ class TextModel:
 
     def _complete(self, grown: Sequence[Growth]) -> list[bool]:
         """Tell of each text whether it ends here where no token or string ends texts."""
+        longest, is_complete = self.max_steps, self._is_complete
         return [
-            each.token_id != DEAD
-            and (
-                each.particle.trail.count >= self.max_steps
-                or self._is_complete(each.particle.constraint_state)
-            )
-            for each in grown
+            token_id != DEAD and (each.trail.count >= longest or is_complete(each.constraint_state))
+            for each, _, token_id in grown
         ]
 
     def _is_complete(self, state: State) -> bool:

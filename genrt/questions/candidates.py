@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_float
 from genrt.questions.contexts import Adapter, Limits
-from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, wanted_of
+from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of, rows_of, wanted_of
 from genrt.questions.rows import is_row, row_request
 from genrt.questions.token_ids import TokenIds
+from genrt.tokens.sampling import truncate
 
-__all__ = ["Candidates", "candidates_request"]
+__all__ = ["Candidates", "candidates_request", "checked_temperature"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates(Wanted):
-    """Wanted of a row: the log-probabilities of these tokens; the answer is a tensor on the host."""
+    """Wanted of a row: the log-probabilities of these tokens, in the row divided by the temperature and
+    normalised again; the answer is a tensor on the host."""
 
     token_ids: tuple[int, ...]
+    temperature: float = 1.0
+
+    @property
+    def group(self) -> tuple[type, bool]:
+        """Entries at temperature 1 are read without a look at the others of their row."""
+        return type(self), self.temperature == 1.0
 
     @staticmethod
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
@@ -32,26 +42,49 @@ class Candidates(Wanted):
             [token_id for each in asked for token_id in each.token_ids], dtype=torch.int64
         )
         index = index.to(reads[0].row.device)
-        parts = zip(reads, torch.split(index, counts), strict=True)
-        entries = torch.cat([read.row[ids] for read, ids in parts]).cpu()
+        rows = (read.row for read in reads) if asked[0].temperature == 1.0 else _tempered(reads)
+        parts = zip(rows, torch.split(index, counts), strict=True)
+        entries = torch.cat([row[ids] for row, ids in parts]).cpu()
         for each in torch.split(entries, counts):
             yield each.clone()
 
     def is_answer(self, row: Tensor, result: object, *, tolerance: float = 0.0) -> bool:
         """Return whether these are the row's entries."""
+        if self.temperature != 1.0:
+            row = truncate(row, temperature=self.temperature)
         return is_row(row[list(self.token_ids)], result, tolerance=tolerance)
 
     @classmethod
     def examples(cls, vocab_size: int, generator: torch.Generator) -> list[Self]:
         """Return a few tokens, one of them twice, and none."""
         ids = torch.randperm(vocab_size, generator=generator)[:5].tolist()
-        return [cls((*ids, ids[0])), cls(())]
+        return [cls((*ids, ids[0])), cls(()), cls((*ids,), 0.5), cls((*ids,), 3.0)]
+
+
+def _tempered(reads: Sequence[Read]) -> Iterator[Tensor]:
+    """Yield the rows that are read from, each divided by its temperature and normalised again."""
+    for part in parts_of(reads):
+        heat = [each.temperature for each in wanted_of(part)]
+        yield from truncate(rows_of(part), temperature=torch.tensor(heat, dtype=torch.float64))
 
 
 def candidates_request(
-    limits: Limits, token_ids: TokenIds, candidates: TokenIds, adapter: Adapter | None
+    limits: Limits,
+    token_ids: TokenIds,
+    candidates: TokenIds,
+    adapter: Adapter | None,
+    temperature: float = 1.0,
 ) -> ReadRequest:
-    """Return the request for entries of a row. Raises InvalidRequest for bad token ids or candidates,
-    ContextTooLong for too many."""
-    wanted = limits.token_ids(candidates, allow_empty=True, name="candidates")
-    return ReadRequest(row_request(limits, token_ids, adapter), Candidates(wanted))
+    """Return the request for entries of a row. Raises InvalidRequest for bad token ids, candidates or
+    temperature, ContextTooLong for too many."""
+    ids = limits.token_ids(candidates, allow_empty=True, name="candidates")
+    wanted = Candidates(ids, checked_temperature(temperature))
+    return ReadRequest(row_request(limits, token_ids, adapter), wanted)
+
+
+def checked_temperature(temperature: Any) -> float:
+    """Return a temperature. Raises InvalidRequest unless it is a finite number above 0."""
+    number = check_float("temperature", temperature)
+    if number <= 0:
+        raise InvalidRequest(f"temperature is {number:g}: give a positive number")
+    return number

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from genrt.questions.completions import CompletionRequest, Delta
 from genrt.questions.native import NativeRequest
 from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.programs import ProgramRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
@@ -29,9 +30,10 @@ Request: TypeAlias = (
     | ScoreRequest
     | ReadRequest
     | PopulationDraw
+    | ProgramRequest
 )
 """One question to the model. An engine computes rows, samples and texts, and scores if it is ``Scoring``;
-what is read from rows is answered beside it."""
+what is read from rows is answered beside it, and replicas run programs."""
 
 Result: TypeAlias = Any
 """What answers a request; the kinds say of what type."""

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.candidates import Candidates
+from genrt.questions.candidates import Candidates, checked_temperature
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_contexts
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest, check_length, is_row
 from genrt.questions.token_ids import TokenIds, id_words
 from genrt.questions.tops import TopTokens
+from genrt.tokens.sampling import GREEDY_BELOW
 
 __all__ = [
     "ScoreRequest",
@@ -33,6 +34,7 @@ __all__ = [
     "row_chunks",
     "score_requests",
     "text_requests",
+    "text_score_request",
 ]
 
 Wanted: TypeAlias = Literal["logprobs", "greedy", "rows"]
@@ -48,7 +50,8 @@ class ScoreRequest:
 
     Its answer is a float32 tensor, for ``n = len(token_ids) - start`` tokens: on the host ``[n]``, or
     ``[2, n]`` with ``wanted="greedy"``, which also says by 1 and 0 which of them are the likeliest ones;
-    with ``wanted="rows"`` on the engine's device, ``[n, vocab_size]``, the rows before these tokens. Only
+    with ``wanted="rows"`` on the engine's device, ``[n, vocab_size]``, the rows before these tokens. The
+    log-probabilities are those of rows that are divided by ``temperature`` and normalised again. Only
     an engine that is ``Scoring`` is given one: it computes the text once, and takes every position as it
     comes by.
 
@@ -62,12 +65,13 @@ class ScoreRequest:
     adapter: Adapter | None = None
     weights_version: int = 0
     wanted: Wanted = "logprobs"
+    temperature: float = 1.0
     _hash: int = field(init=False, compare=False)
     weight: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         own = self.packed, self.start, self.adapter, self.weights_version, self.wanted
-        object.__setattr__(self, "_hash", hash(own))
+        object.__setattr__(self, "_hash", hash((*own, self.temperature)))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -117,7 +121,10 @@ class ScoreRequest:
         stacked, targets = torch.stack([*rows]), torch.tensor(self.token_ids[self.start :])
         if self.wanted == "rows":
             return stacked
-        return entries(stacked, targets.to(stacked.device), self.wanted).cpu()
+        heats = None
+        if self.temperature != 1.0:
+            heats = torch.tensor([self.temperature] * len(rows)).to(stacked.device)
+        return entries(stacked, targets.to(stacked.device), self.wanted, heats).cpu()
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES - self.start
@@ -130,12 +137,18 @@ class ScoreRequest:
         return f"ScoreRequest({text}, start={self.start}, adapter={self.adapter})"
 
 
-def entries(rows: Tensor, targets: Tensor, wanted: Wanted) -> Tensor:
-    """Return what is wanted of rows ``[n, vocab_size]``, whose tokens are the targets, int64 ``[n]``."""
-    found = rows.gather(1, targets[:, None])[:, 0]
-    if wanted != "greedy":
-        return found
-    return torch.stack([found, (rows.argmax(-1) == targets).float()])
+def entries(rows: Tensor, targets: Tensor, wanted: Wanted, heats: Tensor | None = None) -> Tensor:
+    """Return what is wanted of rows ``[n, vocab_size]``, whose tokens are the targets, int64 ``[n]``.
+    With temperatures ``[n]`` the rows are overwritten: no other matrix of their size is made."""
+    is_likeliest = rows.argmax(-1) == targets if wanted == "greedy" else None
+    if heats is None:
+        found = rows.gather(1, targets[:, None])[:, 0]
+    else:
+        # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
+        heats = heats.clamp(GREEDY_BELOW, torch.finfo(rows.dtype).max)
+        rows = rows.sub_(rows.amax(dim=-1, keepdim=True)).div_(heats[:, None])
+        found = rows.gather(1, targets[:, None])[:, 0] - rows.logsumexp(dim=-1)
+    return found if is_likeliest is None else torch.stack([found, is_likeliest.float()])
 
 
 def after_contexts(
@@ -145,6 +158,7 @@ def after_contexts(
     adapter: Adapter | None,
     *,
     in_one: bool,
+    temperature: float = 1.0,
 ) -> list[list[ReadRequest | ScoreRequest]]:
     """Return the requests whose results, ``joined``, are the score of each continuation after its
     context, packed and checked: one request for all tokens of one with ``in_one``, otherwise a read for
@@ -152,7 +166,8 @@ def after_contexts(
     others read from it.
 
     Raises:
-        InvalidRequest: bad token ids in a continuation, or not as many continuations as contexts.
+        InvalidRequest: bad token ids in a continuation, not as many continuations as contexts, or a
+            temperature that is not above 0.
         ContextTooLong: a context and its continuation, less the last token, are too long together.
     """
     given = check_contexts(continuations, "continuations")
@@ -160,24 +175,30 @@ def after_contexts(
         raise InvalidRequest(
             f"{len(contexts)} contexts and {len(given)} continuations: give one for each"
         )
+    heat = checked_temperature(temperature)
     return [
-        _score(limits, context, after, adapter, in_one)
+        _score(limits, context, after, adapter, in_one, heat)
         for context, after in zip(contexts, given, strict=True)
     ]
 
 
 def _score(
-    limits: Limits, context: bytes, continuation: TokenIds, adapter: Adapter | None, in_one: bool
+    limits: Limits,
+    context: bytes,
+    continuation: TokenIds,
+    adapter: Adapter | None,
+    in_one: bool,
+    temperature: float = 1.0,
 ) -> list[ReadRequest | ScoreRequest]:
     name = "continuation"
     after = id_words(continuation, limits.vocab_size, allow_empty=True, name=name)
     start = len(context) // TOKEN_BYTES
     check_length(limits, start + max(len(after) - 1, 0))
-    score = ScoreRequest(context + after.tobytes(), start, adapter)
+    score = ScoreRequest(context + after.tobytes(), start, adapter, temperature=temperature)
     if in_one and len(after) > 1:
         return [score]
     pairs = zip(score.rows, after, strict=True)
-    return [ReadRequest(row, Candidates((each,))) for row, each in pairs]
+    return [ReadRequest(row, Candidates((each,), temperature)) for row, each in pairs]
 
 
 def score_requests(
@@ -192,6 +213,30 @@ def score_requests(
     ids in the context."""
     context = id_words(token_ids, limits.vocab_size).tobytes()
     return _score(limits, context, continuation, adapter, in_one)
+
+
+def text_score_request(
+    limits: Limits,
+    token_ids: TokenIds,
+    start: int,
+    adapter: Adapter | None,
+    wanted: str,
+    temperature: float,
+) -> ScoreRequest:
+    """Return the request for the score of a text's tokens from number ``start`` on, of log-probabilities
+    with the likeliest ones (``"greedy"``) or without (``"logprobs"``).
+
+    Raises:
+        InvalidRequest: bad token ids, or another argument that fits nothing; ContextTooLong.
+    """
+    words = id_words(token_ids, limits.vocab_size)
+    check_length(limits, len(words) - 1)
+    check_int("start", start, 1, len(words) - 1)
+    wants: Wanted = "greedy" if wanted == "greedy" else "logprobs"
+    if wanted != wants:
+        raise InvalidRequest('a score has "logprobs" or "greedy"')
+    heat = checked_temperature(temperature)
+    return ScoreRequest(words.tobytes(), start, adapter, wanted=wants, temperature=heat)
 
 
 def batch_score_requests(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -101,14 +102,25 @@ class Sequences:
     def append(self, token_ids: np.ndarray) -> None:
         """Add a token to each sequence, int64 ``[n]``; none where it is -1."""
         places = np.flatnonzero(token_ids >= 0)
-        lengths = self.lengths[places]
-        needed, room = int(lengths.max(initial=-1)) + 1, self._table.shape[1]
-        if needed > room or (lengths < self._asked[places]).any():
-            more = max(room, 16) if needed > room else 0
+        self._write(places, self.lengths[places], token_ids[places])
+        self.lengths[places] += 1
+
+    def extend(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Add tokens to each sequence, which are checked: any number of them each."""
+        counts = np.array([*map(len, token_ids)], np.int64)
+        starts = np.repeat(self.lengths - (counts.cumsum() - counts), counts)
+        flat = np.fromiter(chain.from_iterable(token_ids), np.uint32, len(starts))
+        self._write(np.repeat(np.arange(len(counts)), counts), starts + np.arange(len(flat)), flat)
+        self.lengths += counts
+
+    def _write(self, places: np.ndarray, columns: np.ndarray, token_ids: np.ndarray) -> None:
+        """Put tokens into the table, where a question may still read nothing."""
+        needed, room = int(columns.max(initial=-1)) + 1, self._table.shape[1]
+        if needed > room or (columns < self._asked[places]).any():
+            more = max(room, 16, needed - room) if needed > room else 0
             self._table = np.pad(self._table, ((0, 0), (0, more)))
             self._asked[:] = 0
-        self._table[places, lengths] = token_ids[places]
-        self.lengths[places] += 1
+        self._table[places, columns] = token_ids
 
     def take(self, places: np.ndarray) -> Self:
         """Return a copy of the sequences at these places, any number of times each."""

@@ -31,8 +31,8 @@ class AdapterNames:
     def __init__(
         self, thread: EngineThread, given: Mapping[str, Adapter] = MappingProxyType({})
     ) -> None:
-        """Begin with those that the engine has by itself."""
-        self.by_name: dict[str, Adapter] = {**given}
+        """Begin with those that the engine has by itself; a dict is the engine's, which changes it."""
+        self.by_name: dict[str, Adapter] = given if isinstance(given, dict) else {**given}
         self._thread = thread
         self._lock = threading.Lock()
         self._versions = itertools.count(1)

@@ -40,6 +40,7 @@ __all__ = [
     "blocking_question",
     "blocking_stream",
     "twin_of",
+    "within",
 ]
 
 MOST_AT_ONCE = 64
@@ -106,7 +107,7 @@ class Asker:
     ) -> list[Result]:
         try:
             joined = self._join(requests, stacked)
-            results = await (joined if seconds is None else _within(seconds, joined))
+            results = await (joined if seconds is None else within(seconds, joined))
         except GenrtError:
             await self._at_once.go_round()
             raise
@@ -287,7 +288,7 @@ class AtOnce(threading.local):
             await asyncio.sleep(0)
 
 
-async def _within(seconds: float, answer: Awaitable[T]) -> T:
+async def within(seconds: float, answer: Awaitable[T]) -> T:
     """Return the answer if it comes in time, and cancel it otherwise.
 
     Raises:

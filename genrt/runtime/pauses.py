@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from genrt.engines.protocol import Engine
 from genrt.engines.weights import SLEEPING_PARTS, Sleeping, SleepingPart, weights_of
-from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest
+from genrt.errors import EngineUnsupported, InvalidRequest, Paused
 from genrt.numbers import check_int, named, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.fences import Fence, Pending, check_pending
@@ -35,8 +35,7 @@ class PauseOptions(TypedDict, total=False):
     Attributes:
         pending: ``"finish"``, the default, has questions asked before answered first; with ``"restart"``
             they wait too, and are asked anew.
-        asked: questions asked from now on wait (``"wait"``, the default), or raise EngineFailed
-            (``"raise"``).
+        asked: questions asked from now on wait (``"wait"``, the default), or raise Paused (``"raise"``).
     """
 
     pending: Pending
@@ -76,7 +75,7 @@ class Pauses:
         check_pending(pending)
         if asked not in ("wait", "raise"):
             raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
-        fence = Fence(pending, EngineFailed(PAUSED) if asked == "raise" else None)
+        fence = Fence(pending, Paused(PAUSED) if asked == "raise" else None)
         with self._lock:
             if self.is_paused:
                 raise InvalidRequest("the runtime is paused already: resume it first")

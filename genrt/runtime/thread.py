@@ -180,6 +180,11 @@ class EngineThread:
         return bool(getattr(self.engine, "scores", False))
 
     @property
+    def scores_rows(self) -> bool:
+        """True if it takes those of whole rows too."""
+        return self.scores and getattr(self.engine, "scores_rows", True)
+
+    @property
     def most_together(self) -> int:
         """How much one request may weigh: what fits a flush and the engine's memory, and the engine takes
         to a step."""

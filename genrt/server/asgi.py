@@ -13,6 +13,7 @@ from genrt.errors import (
     InvalidAdapter,
     InvalidConstraint,
     InvalidRequest,
+    Paused,
     TimedOut,
     UnknownAdapter,
 )
@@ -75,7 +76,7 @@ def http_error(error: GenrtError) -> HTTPError:
         status = 400
     elif isinstance(error, TimedOut):
         status = 408
-    elif isinstance(error, Closed | EngineDied):
+    elif isinstance(error, Closed | EngineDied | Paused):
         status = 503
     return HTTPError(status, str(error))
 

@@ -29,7 +29,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.native_texts import NativeText
-from genrt.errors import Closed, EngineDied
+from genrt.errors import Closed, EngineDied, Paused
 from genrt.lm import AsyncLM
 from genrt.questions.native import NativeRequest
 from genrt.runtime.ask import Asker
@@ -79,7 +79,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
 
         Raises:
             VLLMValidationError: a parameter is out of range.
-            GracefulHTTPError: the runtime is closed or has died.
+            GracefulHTTPError: the runtime is closed or paused, or has died.
             NotImplementedError: a prompt that is still being written.
         """
         if isinstance(prompt, AsyncGenerator):
@@ -129,7 +129,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
             if not flow.is_over:
                 end = CompletionOutput(text.index, "", [], None, None, finish_reason="abort")
                 yield RequestOutput(core.request_id, text.prompt, token_ids, None, [end], True)
-        except (Closed, EngineDied) as error:
+        except (Closed, EngineDied, Paused) as error:
             raise _unavailable(str(error)) from error
         finally:
             flows.discard(flow)

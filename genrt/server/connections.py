@@ -1,4 +1,9 @@
-"""Connections: HTTP as uvicorn speaks it, with bounds on the size and the time of a request's head."""
+"""Connections: HTTP as uvicorn speaks it, with bounds on the size and the time of a request's head.
+
+Rules:
+    A connection has one request at a time. What a client sends before it has its answer is not read as
+    another request: the connection ends with that answer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,8 @@ HEAD_BYTES = 2**16
 def connection_kind(head_seconds: float) -> type[asyncio.Protocol]:
     """Return a protocol that gives up on clients who take longer than this to send a request's head.
 
-    uvicorn waits for ever, both for the first byte and for the rest of a head, of any length.
+    uvicorn waits for ever, both for the first byte and for the rest of a head, of any length. And while
+    a request waits behind another it does not read, and so does not see that the client has left.
     """
 
     class Connection(HttpToolsProtocol):
@@ -26,6 +32,7 @@ def connection_kind(head_seconds: float) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self._head_bytes = 0
             self._late: asyncio.TimerHandle | None = None
+            self._is_ending = False  # with the answer that is being written
             self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -33,6 +40,8 @@ def connection_kind(head_seconds: float) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            if self._is_ending:
+                return
             self._head_bytes += len(data)
             super().data_received(data)
             if self._head_bytes > HEAD_BYTES:
@@ -41,21 +50,38 @@ def connection_kind(head_seconds: float) -> type[asyncio.Protocol]:
                 self._expect_head()
 
         def on_message_begin(self) -> None:
+            if not self._is_idle:
+                self._is_ending = True
+                self.cycle.keep_alive = False
+                return
             super().on_message_begin()
             if self._late is None:
                 self._expect_head()
 
+        # Of one piece of data the parser goes on telling, of requests that are not read too.
+
+        def on_url(self, url: bytes) -> None:
+            if not self._is_ending:
+                super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if not self._is_ending:
+                super().on_header(name, value)
+
         def on_headers_complete(self) -> None:
-            self._head_came()
-            super().on_headers_complete()
+            if not self._is_ending:
+                self._head_came()
+                super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            self._head_bytes = 0
-            super().on_body(body)
+            if not self._is_ending:
+                self._head_bytes = 0
+                super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._head_bytes = 0
-            super().on_message_complete()
+            if not self._is_ending:
+                self._head_bytes = 0
+                super().on_message_complete()
 
         @property
         def _is_idle(self) -> bool:

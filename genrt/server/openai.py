@@ -30,6 +30,7 @@ from genrt.server.asgi import Application
 from genrt.server.bodies import json_bytes
 from genrt.server.client import TASKS, RuntimeClient
 from genrt.server.routes import JSON
+from genrt.server.turns import keeping_turns
 
 __all__ = ["CLOSED", "front_end_options", "openai_application", "options_of"]
 
@@ -109,6 +110,8 @@ async def openai_application(
     except Exception as error:
         raise EngineFailed(f"vLLM's front end cannot be set up: {error}") from error
     application.state.openai_serving_models.lora_requests = _Adapters(lm)
+    renderer = application.state.online_renderer
+    renderer.preprocess_chat = keeping_turns(lm, renderer.preprocess_chat)
     if application.openapi_url is not None:
         application.router.routes.insert(0, _schema_route(application))
     return application, client

@@ -12,10 +12,11 @@ from starlette.routing import Route
 
 from genrt.engines.remote.tokenizers import packed_tokenizer
 from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to
-from genrt.errors import Closed, EngineDied, GenrtError
+from genrt.errors import Closed, EngineDied, EngineUnsupported, GenrtError
 from genrt.lm import AsyncLM
 from genrt.questions.host_rows import host_row
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.server.asgi import HTTPError
 from genrt.server.bodies import json_bytes
 from genrt.server.gate import ServerLimits
@@ -41,6 +42,7 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
             "vocab_size": lm.vocab_size,
             "max_model_len": lm.max_model_len,
             "most_questions": most,
+            "scores": lm._thread.scores,
             "adapters": {each: lm._adapters.by_name[each].version for each in lm.adapters},
         }
         return Response(json_bytes(found), media_type=JSON)
@@ -53,9 +55,10 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
     async def flush(request: Request) -> Response:
         data, now = await body_of(request, BYTES), fingerprint()
         try:
-            asked = flush_to(data, lm._limits, lm._adapters.bound, model=now, most=most)
+            given = flush_to(data, lm._limits, lm._adapters.bound, model=now, most=most)
         except AnotherModel as error:
             raise HTTPError(409, str(error)) from error
+        asked = [each if _is_taken(lm, each) else _no_scores() for each in given]
         bound = {each.adapter for each in asked if not isinstance(each, GenrtError)}
         versions = {each.name: each.version for each in bound if each is not None}
         results = await while_connected(request, _answers(lm, asked))
@@ -68,6 +71,14 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
         Route("/v1/tokenizer", answering(tokenizer), methods=["GET"]),
         Route("/v1/flush", answering(flush), methods=["POST"]),
     ]
+
+
+def _is_taken(lm: AsyncLM, asked: object) -> bool:
+    return lm._thread.scores or not isinstance(asked, ScoreRequest)
+
+
+def _no_scores() -> EngineUnsupported:
+    return EngineUnsupported("the engine that is served here takes rows, no scores: connect again")
 
 
 async def _answers(lm: AsyncLM, asked: list[Asked | GenrtError]) -> list[Any]:

@@ -29,7 +29,10 @@ def scores(witness: Witness) -> None:
         for start in sorted({1, len(text) // 2, len(text) - 1})
     ]
     text = LogprobsRequest(texts[1]).packed
-    asked += [ScoreRequest(text, 1, wanted="rows"), ScoreRequest(text, 2, wanted="greedy")]
+    asked += [ScoreRequest(text, 2, wanted="greedy")]
+    if getattr(witness.engine, "scores_rows", True):
+        asked += [ScoreRequest(text, 1, wanted="rows")]
+    asked += [ScoreRequest(text, 2, temperature=heat) for heat in (0.4, 2.5)]
     company: list[Request] = [*witness.questions(2)]
     company.append(SampleRequest(texts[0], max_tokens=3, seed=8))
     before = witness.engine.statistics().scored_tokens

@@ -18,6 +18,7 @@ from genrt.questions.completions import Completion, CompletionRequest, Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.native import NativeRequest
 from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.programs import ProgramRequest
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request, Result
 from genrt.questions.rows import LogprobsRequest, is_row
@@ -110,7 +111,7 @@ def is_right(model: Model, request: Request, result: Result, weights: int = 0) -
         return request.is_answer([model.answer(row, weights) for row in request.rows], result)
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request, weights), result)
-    if isinstance(request, NativeRequest):  # which no simulation asks
+    if isinstance(request, NativeRequest | ProgramRequest):  # which no simulation asks
         return False
     return bool(result == model.answer(request, weights))
 

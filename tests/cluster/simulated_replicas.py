@@ -71,9 +71,9 @@ class FailingWorker(Worker):
 
     def _stepped(self) -> Any:
         if self.is_failing:
-            self._answering.engine.step = _fail  # type: ignore[method-assign]
+            self.answering.engine.step = _fail  # type: ignore[method-assign]
         else:
-            vars(self._answering.engine).pop("step", None)
+            vars(self.answering.engine).pop("step", None)
         return super()._stepped()
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from genrt.cluster.messages import AskedNumbers, Frames, dumped, flat, framed, loaded, unflattened
 from genrt.cluster.opening import environments, gpus_of
 from genrt.cluster.segments import Segments, rows_in
+from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken
 from genrt.questions.origins import Origins
@@ -23,6 +24,7 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.samples import SampleRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Sequences
 from genrt.questions.tops import TopTokens
 
@@ -33,6 +35,9 @@ REQUESTS: list[Request] = [
     ReadRequest(ROW, DrawToken(b"\x0f" * 4, 0.5, seed=3)),
     ReadRequest(ROW, DrawToken(nonce=8)),
     ReadRequest(ROW, TopTokens(3)),
+    ReadRequest(ROW, Candidates((3, 1), 0.5)),
+    ScoreRequest(ROW.packed, 1, Adapter("a", 2), 5, "greedy"),
+    ScoreRequest(ROW.packed, 2, temperature=0.5),
     SampleRequest((1, 2), 3, seed=1),
 ]
 

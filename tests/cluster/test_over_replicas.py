@@ -48,6 +48,21 @@ async def test_inference_of_several_prompts_at_once(runtimes: tuple[AsyncLM, Asy
     assert len([each for each in runtimes[1].statistics().replicas if each.engine.rows]) == 2
 
 
+async def test_a_model_over_replicas_weighs_what_another_proposes(
+    runtimes: tuple[AsyncLM, AsyncLM],
+) -> None:
+    """Either way round: the same texts and weights."""
+    found = []
+    for lm, proposal in ((runtimes[0], runtimes[0]), runtimes, runtimes[::-1]):
+        model = TextModel(
+            lm, [0], max_tokens=7, constraint=regex("[abc1]+ ?2", lm), proposal=proposal, block=3
+        )
+        found.append(await SMC(model, num_particles=12, resample_when=0.9).run(seed=5))
+    assert len({each.token_ids for each in found}) == 1
+    for each in found[1:]:
+        assert each.log_weights == pytest.approx(found[0].log_weights, abs=1e-5)
+
+
 async def test_many_texts_and_rollouts(runtimes: tuple[AsyncLM, AsyncLM]) -> None:
     ids = torch.tensor([[0, 1, 9], [2, 9, 9], [3, 4, 5]])
     lengths = torch.tensor([2, 1, 3])

@@ -23,6 +23,7 @@ from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.lm import AsyncLM
+from tests.scoring_engine import ScoringEngine
 
 MODEL = NGram.random(11, order=2, seed=5)
 QUICK = ReplicaLimits(probe_seconds=0.2, most_silent=5, most_restarts=100)
@@ -253,6 +254,35 @@ async def test_a_process_that_hangs_is_replaced_and_its_questions_are_answered()
         assert torch.allclose(found, expected, atol=1e-5)
         assert [each.restarts for each in lm.statistics().replicas] == [1, 1]
         assert not {*stopped} & {*processes(lm)}
+
+
+def _scores() -> ScoringEngine:
+    return ScoringEngine(MODEL)
+
+
+async def test_scores_are_one_question_whichever_replica_is_asked(alone: AsyncLM) -> None:
+    """Whole rows too; a death in between is not seen."""
+    contexts = [[each % 11, 3] for each in range(24)]
+    after = [[each % 5, 7, each % 3] for each in range(24)]
+    options: dict[str, Any] = {"replicas": 2, "replica_limits": QUICK, "cache_bytes": 0}
+    with genrt.load(engine=_scores, **options) as lm:
+        expected = await alone.batch_score(contexts, after)
+        for _ in range(2):
+            found = await lm.batch_score(contexts, after, timeout=60)
+            assert all(
+                torch.allclose(*each, atol=1e-5) for each in zip(found, expected, strict=True)
+            )
+            processes(lm)[0].kill()
+        own = lm.statistics()
+        different = {(*before, *more) for before, more in zip(contexts, after, strict=True)}
+        assert (own.engine.scored_tokens, own.engine.rows) == (2 * 3 * len(different), 0)
+        heated = await lm.population(contexts).score(after, temperature=3.0)
+        assert not torch.allclose(heated[0], expected[0], atol=1e-2)
+        text = [1, 2, 3, 4, 5]
+        rows = torch.cat([each async for each in lm.prompt_rows(text, chunk=3)])
+        assert torch.allclose(
+            rows, torch.stack([MODEL.row(text[:n]) for n in range(1, 5)]), atol=1e-5
+        )
 
 
 def _dies_of(token: int) -> ExactEngine:

@@ -45,6 +45,7 @@ def test_two_replicas_answer_as_one_engine_does(
             lm.batch_next_token_logprobs_sync(CONTEXTS),
             lm.batch_next_token_logprobs_sync(CONTEXTS, adapter="a"),
             torch.stack(drawn).float(),
+            torch.cat(lm.batch_score_sync(CONTEXTS, [[7, 8, 9, 10]] * len(CONTEXTS), adapter="a")),
             torch.tensor(lm.sample_sync([5, 6], max_tokens=6, seed=4)).float(),
         ]
 

@@ -101,6 +101,21 @@ def smc(resample: Resampler, **options: Any) -> Check:
     return check
 
 
+async def proposed(case: Case) -> None:
+    """Another model proposes, of the same tokens and with no zeros."""
+    ngram = case.ngram
+    other = NGram(
+        ngram.vocabulary, ngram.table.clamp(min=-3.0) * 0.8, eos_token_id=ngram.eos_token_id
+    )
+    async with await genrt.aload(other, engine="exact") as small:
+        model = case.text_model(proposal=small, block=2)
+        sampler = SMC(model, num_particles=5, resample_when=0.9)
+        results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
+    runs = [(result.token_ids, result.log_weights) for result in results]
+    ratio = float((ngram.table - other.table).max())
+    weighs(runs, case.exact, highest=math.exp(max(ratio, 0.0) * MAX_TOKENS))
+
+
 def by_hand(case: Case) -> Program:
     """The ``TextModel`` of the case as a program."""
     eos = case.ngram.eos_token_id
@@ -168,6 +183,7 @@ ALGORITHMS: dict[str, Check] = {
     "SMC, residual": smc(residual),
     "SMC, partial": smc(partial),
     "SMC, twisted": smc(systematic, twist=True),
+    "SMC, proposed in blocks": proposed,
     "program": program,
     "Metropolis-Hastings": metropolis,
     "rejection": rejection,

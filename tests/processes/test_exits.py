@@ -18,6 +18,8 @@ import genrt
 
 with contextlib.suppress(ImportError):
     import tabulate  # torch does at exit, where CPython forgets an interrupt over code that is compiled
+with contextlib.suppress(ImportError):
+    import ray.dag.compiled_dag_node  # Ray, which vLLM imports, does at exit too
 
 stepping = threading.Semaphore(0)
 

@@ -24,7 +24,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.engines.remote.tokenizers import packed_tokenizer, unpacked_tokenizer
 from genrt.engines.remote.wire import answers_of, answers_to, flush_of, flush_to
-from genrt.errors import EngineFailed, InvalidRequest, NotFinite
+from genrt.errors import EngineFailed, EngineUnsupported, InvalidRequest, NotFinite
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.candidates import Candidates
@@ -33,11 +33,13 @@ from genrt.questions.draws import DrawToken
 from genrt.questions.kinds import READ_KINDS
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest, Wanted
 from genrt.questions.tops import TopTokens
 from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
+from tests.scoring_engine import ScoringEngine
 from tests.scripted import Gate, ScriptedEngine, expected_row, logprobs
 from tests.small_models import make_tokenizer
 
@@ -64,6 +66,52 @@ def engine_of(server: Server, **options: Any) -> RemoteEngine:
 
 def test_the_engine_of_a_server_keeps_the_protocol(server: Server) -> None:
     check_engine(lambda: engine_of(server))
+
+
+@pytest.fixture(scope="module")
+def scoring() -> Iterator[Server]:
+    """A server of an engine that scores."""
+    with (
+        genrt.load(engine=lambda: ScoringEngine(MODEL, max_model_len=48)) as lm,
+        serving(lm, api_key=KEY) as server,
+    ):
+        yield server
+
+
+def test_the_engine_of_a_server_that_scores_keeps_the_protocol(scoring: Server) -> None:
+    check_engine(lambda: engine_of(scoring))
+
+
+async def test_scores_are_sent_as_such(lm: AsyncLM, scoring: Server) -> None:
+    """One question each, computed over there; whole rows travel one by one."""
+    async with await AsyncLM.connect(str(scoring.url), api_key=KEY, cache_bytes=0) as remote:
+        text = [1, 2, 3, 4, 5, 6]
+        asked = [([1], [2, 3, 4]), ([2, 5], [6, 1]), ([3], [4]), ([1], [2, 3, 4])]
+        contexts, continuations = map(list, zip(*asked, strict=True))
+        here = await remote.batch_score(contexts, continuations)
+        there = await lm.batch_score(contexts, continuations)
+        assert all(torch.equal(*pair) for pair in zip(here, there, strict=True))
+        own = remote.statistics().engine
+        assert (own.steps, own.scored_tokens, own.requests) == (1, 5, 3)
+        population, same = remote.population(contexts), lm.population(contexts)
+        here = await population.score(continuations, temperature=0.4)
+        there = await same.score(continuations, temperature=0.4)
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(here, there, strict=True))
+        rows = torch.cat([each async for each in remote.prompt_rows(text, chunk=2)])
+        assert torch.equal(rows, torch.cat([each async for each in lm.prompt_rows(text, chunk=2)]))
+        with pytest.raises(genrt.ContextTooLong):
+            await remote.score([1] * 48, [2, 3])
+        assert len(await remote.score([1], [2] * 48)) == 48
+
+
+async def test_scores_that_nobody_takes_say_so(lm: AsyncLM, server: Server) -> None:
+    """As of a client that has met another server at this place."""
+    engine = engine_of(server)
+    engine.submit([request := ScoreRequest(LogprobsRequest([1, 2, 3]).packed, 1)])
+    [end] = engine.step()
+    assert end.request is request
+    assert isinstance(end.error, EngineUnsupported)
+    engine.close()
 
 
 async def test_every_question_has_the_answer_of_the_runtime_that_is_served(
@@ -365,6 +413,12 @@ def flushes(draw: st.DrawFn) -> list[Any]:
     for _ in range(draw(st.integers(0, 9))):
         row = LogprobsRequest(draw(IDS), draw(st.sampled_from([None, STYLE])))
         kind = draw(st.sampled_from([None, *TRAVELLING]))
+        if draw(st.booleans()):
+            text = LogprobsRequest((*row.token_ids, 7)).packed
+            start, heat = draw(st.integers(1, len(row))), draw(st.sampled_from([1.0, 0.3, 1e300]))
+            wanted: Wanted = "greedy" if draw(st.booleans()) else "logprobs"
+            asked.append(ScoreRequest(text, start, row.adapter, 0, wanted, heat))
+            continue
         if kind is None:
             asked.append(row)
             continue
@@ -386,7 +440,10 @@ def results_of(asked: list[Any]) -> list[Any]:
     for each in asked:
         row = torch.randn(40).log_softmax(0)
         wanted = each.wanted if isinstance(each, ReadRequest) else None
-        if wanted is None:
+        if isinstance(each, ScoreRequest):
+            shape = (2, len(each)) if each.wanted == "greedy" else (len(each),)
+            results.append(torch.randn(shape))
+        elif wanted is None:
             results.append(row)
         elif isinstance(wanted, DrawToken):
             results.append(Draw(-1, -math.inf, -math.inf) if wanted.seed else Draw(3, -1.5, -0.5))

@@ -253,6 +253,99 @@ async def test_a_tool_is_called_with_what_its_schema_admits(
     assert json.loads(arguments)["city"] in ("Paris", "Rome")
 
 
+@pytest.fixture
+async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(
+        base_url=str(server.url), headers={"authorization": f"Bearer {KEY}"}, timeout=120
+    ) as http:
+        yield http
+
+
+TURNS: list[Any] = [
+    *ASKED,
+    {"role": "assistant", "content": "12 + 30</s>", "tool_calls": None},
+    {"role": "user", "content": "Rome is a city."},
+]
+
+
+async def test_a_chat_begins_with_the_tokens_that_the_model_drew(
+    lm: AsyncLM, http: httpx.AsyncClient
+) -> None:
+    end = cast("Any", lm.tokenizer).eos_token_id
+    text = cast("Any", lm.tokenizer).decode([end])
+    turns = [TURNS[0], {"role": "assistant", "content": f"12 + 30{text}"}, TURNS[2]]
+    drawn = [*lm.encode("user: Paris is a city."), 7, 7, 9]  # as no tokenizer would have it
+    written = (await http.post("/tokenize", json={"messages": turns})).json()["tokens"]
+    expected = [*drawn, *written[written.index(end) :]]
+    marked = [turns[0], turns[1] | {"prompt_token_ids": drawn, "generation_token_ids": [end]}]
+    for asked in (
+        {"messages": turns, "required_prefix_token_ids": drawn},
+        {"messages": turns, "required_prefix_token_ids": [*drawn, end]},
+        {"messages": [*marked, turns[2]]},
+    ):
+        found = (await http.post("/tokenize", json=asked)).json()["tokens"]
+        assert found == expected
+        chat = {"max_tokens": 6, "temperature": 0.0, "return_token_ids": True}
+        for is_streamed in (False, True):
+            options = {"stream": is_streamed}
+            answer = await http.post("/v1/chat/completions", json=asked | chat | options)
+            assert answer.status_code == 200, answer.text
+            if not is_streamed:
+                made = answer.json()
+                own = await lm.generate(expected, max_tokens=6, temperature=0.0)
+                assert made["prompt_token_ids"] == expected
+                assert made["choices"][0]["token_ids"] == [*own.token_ids]
+    empty = {"messages": turns, "required_prefix_token_ids": []}
+    assert (await http.post("/tokenize", json=empty)).json()["tokens"] == written
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "prefix", ["5", 5, {"a": 1}, [5, "a"], [5, None], [True], [-1], [10**9], [10**30], [1.5], [[5]]]
+)
+async def test_what_is_no_prefix_of_a_chat_is_refused(
+    http: httpx.AsyncClient, path: str, prefix: object
+) -> None:
+    for asked in (
+        {"messages": TURNS, "required_prefix_token_ids": prefix},
+        {"messages": [TURNS[0] | {"prompt_token_ids": prefix, "generation_token_ids": [5]}]},
+    ):
+        found = await http.post(path, json={"max_tokens": 2} | asked)
+        assert found.status_code == 400, found.text
+
+
+async def test_a_prefix_that_is_not_of_the_chat_or_too_long_is_refused(
+    lm: AsyncLM, http: httpx.AsyncClient
+) -> None:
+    end = cast("Any", lm.tokenizer).decode([cast("Any", lm.tokenizer).eos_token_id])
+    turns = [TURNS[0], {"role": "assistant", "content": f"a{end}"}, TURNS[2]]
+    for messages, prefix, why in (
+        (ASKED, [5, 6], "no end token"),
+        (turns, [5] * lm.max_model_len, "maximum context length"),
+    ):
+        asked = {"messages": messages, "required_prefix_token_ids": prefix, "max_tokens": 2}
+        found = await http.post("/v1/chat/completions", json=asked)
+        assert found.status_code == 400, found.text
+        assert why in found.text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_pause_that_refuses_questions_is_unavailable(
+    lm: AsyncLM, http: httpx.AsyncClient, is_streamed: bool
+) -> None:
+    asked = {"prompt": [5], "max_tokens": 2, "stream": is_streamed}
+    await lm.pause(asked="raise")
+    try:
+        found = await http.post("/v1/completions", json=asked)
+        assert found.status_code == (200 if is_streamed else 503)
+        assert '"code": 503' in found.text or '"code":503' in found.text
+        assert "paused" in found.text
+    finally:
+        lm.resume()
+    assert (await http.post("/v1/completions", json=asked)).status_code == 200
+
+
 async def test_responses_tokens_and_metrics(
     lm: AsyncLM, server: Server, client: openai.AsyncOpenAI
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
@@ -171,6 +172,54 @@ def test_who_disconnects_withdraws_the_question() -> None:
         while not engine.cancelled:  # the engine steps until it is told to forget it
             assert len(engine.stepped) < 1000, "the question outlived its client"
         assert lm.statistics().batcher.cancelled == 1
+
+
+@pytest.mark.promise(number=35)
+def test_who_disconnects_with_another_request_sent_withdraws_the_question() -> None:
+    held = Gate()
+    engine = ScriptedEngine(steps=lambda request: 1000, gate=held)
+    body = json.dumps({"prompts": [[1]]})
+    head = "POST /v1/next_token_logprobs HTTP/1.1\r\nhost: localhost\r\n"
+    kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    request = f"{head}{kind}{body}".encode()
+    with genrt.load(engine=lambda: engine) as lm, serving(lm) as server:
+        host, port = str(server.url).removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(request + request)
+            held.wait_until_held()
+        held.open()
+        while not engine.cancelled:
+            assert len(engine.stepped) < 1000, "the question outlived its client"
+        assert lm.statistics().batcher.cancelled == 1
+
+
+def test_a_connection_has_one_request_at_a_time(server: Server) -> None:
+    host, port = str(server.url).removeprefix("http://").split(":")
+    requests = b"GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n" * 3 + b"PUT / HTTP"
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(requests)
+        found = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert found.startswith(b"HTTP/1.1 200")
+    assert found.count(b"HTTP/1.1") == 1
+
+
+async def test_a_pause_that_refuses_questions_is_told_as_unavailable(
+    lm: genrt.AsyncLM, server: Server
+) -> None:
+    asked = {"prompts": [[1]], "top": 1}
+    async with httpx.AsyncClient(base_url=str(server.url), timeout=60) as client:
+        await lm.pause(asked="raise")
+        try:
+            found = await client.post("/v1/next_token_logprobs", json=asked)
+            assert (found.status_code, "paused" in found.text) == (503, True)
+            assert (await client.get("/health")).status_code == 200
+            async with await genrt.AsyncLM.connect(str(server.url)) as remote:
+                with pytest.raises(genrt.Paused, match="paused"):
+                    await remote.next_token_logprobs([1])
+        finally:
+            lm.resume()
+        found = await client.post("/v1/next_token_logprobs", json=asked)
+        assert found.status_code == 200
 
 
 JSON = st.recursive(

@@ -1,8 +1,8 @@
 """The Engine protocol over a genrt server: each step is one HTTP call, for all that is in progress.
 
-Rows, draws, candidates and the likeliest tokens are read where the model is, and only what was asked for
-travels. Samples and completions are drawn here, from rows, a token a step. Draws have seeds before they
-leave, so that a call that is made again changes nothing.
+Rows, draws, candidates, the likeliest tokens and scores are read where the model is, and only what was
+asked for travels. Samples and completions are drawn here, from rows, a token a step. Draws have seeds
+before they leave, so that a call that is made again changes nothing.
 
 Rules:
     What fails for one question fails for that one: the server says which.
@@ -42,6 +42,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 
 __all__ = ["RemoteEngine"]
 
@@ -56,6 +57,8 @@ class RemoteEngine(SteppedEngine):
         adapters: those that the server had when this was made.
         fingerprint: of the model and its weights then.
         reads: the kinds of requests that are answered there, beside rows.
+        scores: true if scores are, each by computing its text once.
+        scores_rows: false: all rows of a text may be more than a call takes.
 
     Raises:
         EngineDied: the server cannot be reached, or the key is wrong.
@@ -63,12 +66,14 @@ class RemoteEngine(SteppedEngine):
     """
 
     reads = frozenset({*KINDS, PopulationDraw})
+    scores_rows = False
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 600.0) -> None:
         self._connection = Connection(url, api_key, timeout)
         try:
             found = self._connection.get_json("/v1/runtime")
             self.fingerprint, most = str(found["fingerprint"]), int(found["most_questions"])
+            self.scores = bool(found["scores"])
             self.adapters = {
                 str(name): Adapter(str(name), int(version))
                 for name, version in dict(found["adapters"]).items()
@@ -99,7 +104,7 @@ class RemoteEngine(SteppedEngine):
         super().submit(requests)
         for request in requests:  # those that were not refused, and are not drawn here
             if request in self._in_progress and isinstance(
-                request, LogprobsRequest | ReadRequest | PopulationDraw
+                request, LogprobsRequest | ReadRequest | PopulationDraw | ScoreRequest
             ):
                 del self._in_progress[request]
                 self._direct[request] = None
@@ -134,7 +139,9 @@ class RemoteEngine(SteppedEngine):
             place += count
             del self._direct[request]
         rows = sum(isinstance(each, LogprobsRequest) for each in direct)
-        self._count(rows=rows, computed_tokens=sum(len(each.token_ids) for each in direct))
+        computed = sum(len(each.token_ids) for each in direct)
+        scored = sum(len(each) for each in direct if isinstance(each, ScoreRequest))
+        self._count(rows=rows, computed_tokens=computed, scored_tokens=scored)
         if not drawing:
             failed = sum(end.error is not None for end in finished)
             self._count(steps=1, failed=failed, seconds=time.perf_counter() - started)
@@ -204,7 +211,7 @@ class RemoteEngine(SteppedEngine):
         super()._fail(error, started)
 
     def _check(self, request: Request) -> None:
-        if isinstance(request, PopulationDraw):
+        if isinstance(request, PopulationDraw | ScoreRequest):
             return  # its contexts are checked where they were made
         super()._check(request)
 

@@ -2,8 +2,8 @@
 
 Both are the length of a JSON header (4 bytes, little-endian), the header, and arrays of little-endian
 numbers one after the other. Of a flush: token ids of the distinct contexts, uint32; candidates, uint32;
-distinct masks, packed as ``DrawToken`` has them. Of the answers, in order: rows and candidates' entries,
-float32; draws, 3 float64; the likeliest tokens, int64, and their entries, float32.
+distinct masks, packed as ``DrawToken`` has them. Of the answers, in order: rows, candidates' entries and
+scores, float32; draws, 3 float64; the likeliest tokens, int64, and their entries, float32.
 
 Nothing in here runs code of the other end's, and every number is checked before it is used.
 """
@@ -28,6 +28,7 @@ from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken, draw_request
 from genrt.questions.reads import ReadRequest
 from genrt.questions.rows import LogprobsRequest, row_request
+from genrt.questions.scores import ScoreRequest, text_score_request
 from genrt.questions.tops import TopTokens, top_request
 from genrt.tokens.sampling import Draw, TopLogprobs
 
@@ -41,7 +42,7 @@ __all__ = [
     "flush_to",
 ]
 
-Asked: TypeAlias = LogprobsRequest | ReadRequest
+Asked: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """What can be asked over a connection."""
 
 KINDS = frozenset({DrawToken, Candidates, TopTokens})
@@ -75,11 +76,14 @@ def flush_of(asked: Sequence[Asked], model: str) -> bytes:
             question += [wanted.temperature, seed if wanted.temperature else None, mask]
         elif isinstance(wanted, Candidates):
             question[0] = "candidates"
-            question.append(len(wanted.token_ids))
+            question += [len(wanted.token_ids), wanted.temperature]
             candidates += wanted.token_ids
         elif isinstance(wanted, TopTokens):
             question[0] = "top"
             question.append(wanted.k)
+        elif isinstance(each, ScoreRequest):
+            question[0] = "score"
+            question += [each.start, each.wanted, each.temperature]
         questions.append(question)
     header = {
         "model": model,
@@ -164,7 +168,7 @@ def _tried(make: Callable[[], T]) -> T | GenrtError:
 
 
 def _question(given: Any, contexts: int, adapters: int) -> list[Any]:
-    fields = {"row": 3, "draw": 6, "candidates": 4, "top": 4}
+    fields = {"row": 3, "draw": 6, "candidates": 5, "top": 4, "score": 6}
     if not isinstance(given, list) or not given or fields.get(str(given[0])) != len(given):
         raise InvalidRequest("a question of the flush is none")
     check_int("a question's context", given[1], 0, contexts - 1)
@@ -187,7 +191,10 @@ def _asked(
     if kind == "row":
         return _tried(lambda: row_request(limits, context, adapter))
     if kind == "candidates":
-        return _tried(lambda: candidates_request(limits, context, wanted, adapter))
+        return _tried(lambda: candidates_request(limits, context, wanted, adapter, question[4]))
+    if kind == "score":
+        start, wants, heat = question[3:]
+        return _tried(lambda: text_score_request(limits, context, start, adapter, wants, heat))
     if kind == "top":
         return _tried(lambda: top_request(limits, context, question[3], adapter))
     temperature, seed, place = question[3:]
@@ -247,6 +254,9 @@ def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
         return Draw(int(token_id), logprob, log_mass)
     if isinstance(wanted, TopTokens):
         return TopLogprobs(_tensor(reader.take(I8, wanted.k)), _tensor(reader.take(F4, wanted.k)))
+    if isinstance(request, ScoreRequest):
+        found = _tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
+        return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
     return _tensor(reader.take(F4, count))
 

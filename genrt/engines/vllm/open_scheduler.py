@@ -11,8 +11,7 @@ A step of nothing but woken requests, which is the step of a sampler, is schedul
 does what ``schedule`` would do for such a step. Any other step is vLLM's own.
 
 Rules:
-    Running and waiting requests come before parked ones: before every step the parked requests that were
-    used longest ago are finished until the step has its blocks and slots.
+    Running and waiting requests come before parked ones, of which the longest unused are finished.
     Scheduling is synchronous: a step's tokens are known before the next one is scheduled; but for steps
     of nothing but texts, while ``ahead`` is set, which vLLM schedules before the one before has ended.
     Blocks are copied before anything else is done for the step that needs the copies.
@@ -34,6 +33,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from genrt.engines.vllm.admission_blocks import most_blocks, needed_blocks
 from genrt.engines.vllm.decode_output import decode_output
 from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.runners import NextTokens, Seat, in_common
@@ -79,6 +79,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.prefixes: Held | None = None
         self.parked: dict[str, Request] = {}
         self.computed_tokens = self.forked = self.reseated = 0
+        self._stalled = False  # nothing of those waiting ran: the next step assumes what they need
         self._open: set[str] = set()
         self._unscored: set[str] = set()  # scores, of which a decode step would show no positions
         self._donors: dict[str, tuple[str, int]] = {}
@@ -337,6 +338,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         if self.parked:
             self._make_room()
         output = super().schedule(throttle_prefills)
+        self._stalled = bool(self.waiting) and not output.total_num_scheduled_tokens
         self.computed_tokens += output.total_num_scheduled_tokens
         if self._donors:
             for request in output.scheduled_new_reqs:
@@ -415,26 +417,26 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return manager.create_kv_cache_blocks((list(blocks),)), tokens, 0, False
 
     def _make_room(self) -> None:
-        """Finish parked requests, the longest unused first, until there are blocks (an upper bound: as if
-        nothing were shared but kept prefixes) and slots in the runner for what is to run."""
+        """Finish parked requests, the longest unused first, until there are blocks and slots."""
         pool = self.kv_cache_manager.block_pool
         places = self.max_num_running_reqs - len(self.running)
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), places))
-        # Two more than a waiting request has full blocks: for its last tokens, and for a copied block.
-        blocks = len(self.running) + sum(r.num_tokens // self.block_size + 2 for r in waiting)
-        if self.prefixes is not None:
-            blocks -= sum(map(self.prefixes.shared, waiting))
-        known = len(self.running) + len(self.parked) + len(self._waking)
-        slots = known + len(waiting) - self._max_known
-        if blocks <= pool.get_num_free_blocks() and slots <= 0:
-            return
-        needed = {donor for donor, _ in self._donors.values()}
-        for request_id in [*self.parked]:
-            if blocks <= pool.get_num_free_blocks() and slots <= 0:
-                return
-            if request_id not in needed:
-                self._evict(request_id)
-                slots -= 1
+        counts = self._shares_blocks and bool(waiting) and not self._stalled
+        blocks = most_blocks(self, waiting)
+        if counts and blocks > pool.get_num_free_blocks():
+            blocks = needed_blocks(self, waiting, self._donors)
+        slots = len(self.running) + len(self.parked) + len(self._waking) + len(waiting)
+        slots -= self._max_known
+        donors = {donor for donor, _ in self._donors.values()}
+        unused = iter([each for each in self.parked if each not in donors])
+        while blocks > pool.get_num_free_blocks() or slots > 0:
+            if (request_id := next(unused, None)) is None:
+                break
+            self._evict(request_id)
+            slots -= 1
+            # What it alone shared with those waiting is free now, and will be taken by them.
+            if counts and blocks <= pool.get_num_free_blocks() and slots <= 0:
+                blocks = needed_blocks(self, waiting, self._donors)
         # Only donors are left. Waiting requests recompute their tokens rather than wait for ever.
         stuck = not self.running and blocks > pool.get_num_free_blocks()
         for request_id in [*self.parked]:

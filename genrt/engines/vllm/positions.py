@@ -27,6 +27,7 @@ from vllm.lora.request import LoRARequest
 
 from genrt.engines.vllm.capture import log_probabilities
 from genrt.errors import EngineFailed, EngineUnsupported
+from genrt.questions.reads import moved
 from genrt.questions.scores import ScoreRequest, Wanted, entries
 from genrt.tokens.rows import Leaving
 
@@ -70,6 +71,7 @@ class _Score:
     first: int
     next: int
     wanted: Wanted
+    temperature: float
     parts: list[tuple[Leaving, slice]] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
 
@@ -131,7 +133,8 @@ class Positions:
         if self._device.type != "cpu":
             targets = targets.pin_memory().to(self._device, non_blocking=True)
         first = request.start - 1
-        self._scores[request_id] = _Score(targets, lora, first, first, request.wanted)
+        heat = request.temperature
+        self._scores[request_id] = _Score(targets, lora, first, first, request.wanted, heat)
 
     def __bool__(self) -> bool:
         return bool(self._scores)
@@ -167,7 +170,9 @@ class Positions:
         loras = [score.lora for score, begin, end in wanted for _ in range(begin, end)]
         greedy = any(score.wanted == "greedy" for score, _, _ in wanted)
         wants: Wanted = "greedy" if greedy else "logprobs"
-        leaving = Leaving(self._entries(_cat(places), _cat(targets), loras, wants))
+        heats = [score.temperature for score, begin, end in wanted for _ in range(begin, end)]
+        heated = None if set(heats) == {1.0} else moved(torch.tensor(heats), self._device)
+        leaving = Leaving(self._entries(_cat(places), _cat(targets), loras, wants, heated))
         at = 0
         for score, begin, end in wanted:
             score.parts.append((leaving, slice(at, at + end - begin)))
@@ -180,10 +185,14 @@ class Positions:
         targets: torch.Tensor,
         loras: Sequence[LoRARequest | None],
         wanted: Wanted,
+        heats: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return what is wanted of each position's row, float32 ``[n]`` or ``[2, n]``."""
-        found = self._rows(hidden_states, loras)
-        return _cat([entries(rows, targets[part], wanted) for part, rows in found], dim=-1)
+        found = [
+            entries(rows, targets[part], wanted, None if heats is None else heats[part])
+            for part, rows in self._rows(hidden_states, loras)
+        ]
+        return _cat(found, dim=-1)
 
     def _rows(
         self, hidden_states: torch.Tensor, loras: Sequence[LoRARequest | None]

@@ -83,6 +83,11 @@ class Particles:
         for each, token_id in zip(self.lists, token_ids, strict=True):
             each += [token_id] * (token_id >= 0)
 
+    def extend(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self.sequences.extend(token_ids)
+        for each, more in zip(self.lists, token_ids, strict=True):
+            each += more
+
     def cut(self, lengths: Sequence[int]) -> None:
         self.sequences.cut(np.array(lengths))
         self.origins = self.origins.cut(np.array(lengths))
@@ -281,6 +286,21 @@ def test_steps_after_the_first_go_by_number_and_read_no_context(
     turns.grow(particles.take([3, 1]).join(particles.take([0, 2])))
     assert turns.went_on == 10
     assert turns.engine.statistics().computed_tokens - after.computed_tokens == 12
+
+
+def test_sequences_that_are_extended_compute_what_is_new_in_one_step(turns: Turns) -> None:
+    """Of equal ones once; and they go on by number afterwards."""
+    particles = Particles(contexts_of(3, 30, seed=21))
+    particles = particles.take([0, 1, 2, 2])
+    turns.ask(particles)
+    particles.extend([[1, 2, 3], [4], [5, 6, 7, 8], [5, 6, 7, 8]])
+    before = turns.engine.statistics()
+    turns.grow(particles)
+    after = turns.engine.statistics()
+    assert (after.steps - before.steps, after.rows - before.rows) == (1, 3)
+    assert after.computed_tokens - before.computed_tokens == 8
+    turns.ask(particles)
+    assert turns.went_on == 1
 
 
 def test_equal_sequences_of_a_joined_population_share_a_row(turns: Turns) -> None:
@@ -602,6 +622,10 @@ class Walk:
             del self.all[:-3]
         elif how < 0.54:
             each.append([chance.randrange(-1, SIZE) for _ in each.lists])
+        elif how < 0.6:
+            each.extend(
+                [[chance.randrange(SIZE) for _ in range(chance.randrange(6))] for _ in each.lists]
+            )
 
 
 @pytest.fixture

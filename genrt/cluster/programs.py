@@ -1,0 +1,149 @@
+"""Programs that run where their rows are: on the way to a replica, and what they return on the way back.
+
+A program is an inference, or an async function of a runtime. Over replicas it is a question like others,
+as bytes: routed, moved to another replica if its own dies, withdrawn. Otherwise it runs here.
+
+Rules:
+    The runtime is not in the bytes: a mark stands for it, for which either end puts its own.
+    These bytes are code. They go from a process to replicas that it has started itself, by the same way
+    as all messages, and back. Nothing from a file or a network is read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import io
+import pickle
+import traceback
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+from genrt.errors import InvalidRequest
+from genrt.numbers import check_timeout, shown
+from genrt.questions.programs import ProgramRequest
+from genrt.runtime.ask import within
+
+__all__ = ["Outcome", "outcome_of", "packed", "packed_outcome", "run_program", "unpacked"]
+
+RUNTIME = "the runtime"
+"""What stands for the runtime in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The value that a program returned, or its error; ``traceback`` says where in a replica."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    def result(self) -> Any:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            if self.traceback:
+                self.error.add_note(f"In the replica:\n{self.traceback}")
+            raise self.error
+        return self.value
+
+
+async def run_program(lm: Any, work: object, seed: int, timeout: float | None) -> Any:
+    """Run a program for a runtime, and return what it returns; see ``AsyncLM.run``."""
+    if not callable(work) and not callable(getattr(work, "run", None)):
+        raise InvalidRequest(
+            f"work is {shown(work)}: give an inference, which has run(seed), or an async function of a "
+            "runtime"
+        )
+    seconds = check_timeout(timeout)
+    await lm._ask(())  # which a closed runtime refuses
+    if not getattr(lm._thread.engine, "runs_programs", False):
+        own = outcome_of(work, lm._of_seed(seed), seed)
+        return (await (own if seconds is None else within(seconds, own))).result()
+    try:
+        request = ProgramRequest(packed(work, lm), type(lm), seed)
+    except Exception as error:
+        raise InvalidRequest(
+            f"the program cannot be sent to a replica: {type(error).__name__}: {error}. {_advice()}"
+        ) from error
+    [data] = await lm._ask((request,), timeout=timeout)
+    try:
+        outcome: Outcome = unpacked(data, lm)
+    except Exception as error:
+        raise InvalidRequest(
+            f"what the program returned cannot be read here: {type(error).__name__}: {error}"
+        ) from error
+    return outcome.result()
+
+
+async def outcome_of(work: Any, lm: Any, seed: int) -> Outcome:
+    """Run a program over this runtime. Cancelling it, or what ends a process, is raised."""
+    try:
+        run = getattr(work, "run", None)
+        running = run(seed) if callable(run) else work(lm)
+        if not inspect.isawaitable(running):
+            raise InvalidRequest(
+                f"the program returned {shown(running)}, which cannot be awaited: make it an async def"
+            )
+        return Outcome(await _awaited(running))
+    except Exception as error:
+        return Outcome(error=error)
+
+
+async def _awaited(running: Awaitable[Any]) -> Any:
+    return await running
+
+
+def packed(value: object, lm: Any) -> bytes:
+    """Return a value as bytes, with a mark for this runtime. Raises whatever pickling it raises."""
+
+    class Packing(_pickler()):  # type: ignore[misc]
+        def persistent_id(self, each: object) -> str | None:
+            return RUNTIME if isinstance(each, type(lm)) and each == lm else None
+
+    out = io.BytesIO()
+    Packing(out, protocol=5).dump(value)
+    return out.getvalue()
+
+
+def unpacked(data: bytes, lm: Any) -> Any:
+    """Return the value that ``packed`` has made of, with this runtime in it."""
+
+    class Unpacking(pickle.Unpickler):
+        def persistent_load(self, mark: object) -> Any:
+            return lm
+
+    return Unpacking(io.BytesIO(data)).load()
+
+
+def packed_outcome(outcome: Outcome, lm: Any) -> bytes:
+    """Return an outcome as bytes; one that cannot be sent as the error that says so."""
+    error = outcome.error
+    where = "" if error is None else "".join(traceback.format_exception(error))
+    try:
+        data = packed(Outcome(outcome.value, error, where), lm)
+        if error is not None:
+            unpacked(data, lm)  # which some errors cannot be
+    except Exception as failed:
+        what = "returned" if error is None else "raised"
+        refused = InvalidRequest(
+            f"the program {what} {shown(outcome.value if error is None else error)}, which cannot be "
+            f"sent back from its replica: {type(failed).__name__}: {failed}"
+        )
+        data = packed(Outcome(None, refused, where), lm)
+    return data
+
+
+def _pickler() -> Any:
+    """Return what packs functions of any place, where that is installed, as it is with vLLM."""
+    if importlib.util.find_spec("cloudpickle") is None:
+        return pickle.Pickler
+    import cloudpickle
+
+    return cloudpickle.Pickler
+
+
+def _advice() -> str:
+    if _pickler() is pickle.Pickler:
+        return "Install cloudpickle, or give a function of a module, with arguments that can be pickled"
+    return "Give a function, with what it uses, that can be pickled"

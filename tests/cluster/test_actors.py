@@ -1,0 +1,188 @@
+"""Replicas as Ray's actors: a real cluster of this host, in a process of its own, and what needs none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genrt
+from genrt.cluster import actors
+from genrt.cluster.actors import ActorLink, ReplicaActor, Stacks
+from genrt.cluster.messages import dumped, flat, loaded
+from genrt.cluster.worker import Facts, Renewal, with_rows
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
+from genrt.questions.rows import LogprobsRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = NGram.random(5000, order=0, seed=5)
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray (extra ray)")
+@pytest.mark.promise(number=39)
+@pytest.mark.promise(number=40)
+def test_two_runtimes_over_a_local_cluster() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.cluster.ray_program"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [name for name, found in seen if found is not True] == []
+    assert len(seen) == 11
+
+
+def test_ray_is_imported_by_nobody_who_does_not_ask_for_it() -> None:
+    program = (
+        "import sys, genrt\n"
+        "from genrt.engines.exact import NGram\n"
+        "with genrt.load(NGram.random(5, order=1, seed=1), engine='exact', replicas=1) as lm:\n"
+        "    lm.draw_sync([1])\n"
+        "assert 'ray' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_ray_a_cluster_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EngineNotInstalled, match=r"pip install 'genrt\[ray\]'"):
+        genrt.load(MODEL, engine="exact", replicas=1, cluster="auto")
+
+
+def test_what_is_no_cluster_is_refused() -> None:
+    for wrong in ("", 3, b"auto", ["auto"]):
+        with pytest.raises(InvalidRequest, match="cluster must be"):
+            genrt.load(MODEL, engine="exact", replicas=1, cluster=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="say how many"):
+        genrt.load(MODEL, engine="exact", cluster="auto")
+
+
+class FakeRay(SimpleNamespace):
+    """Ray's connection alone."""
+
+    def __init__(self, *, running: bool = False, connected: bool = False) -> None:
+        super().__init__(running=running, connected=connected, calls=[], refuses=False)
+        self.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
+
+    def is_initialized(self) -> bool:
+        return bool(self.connected)
+
+    def init(self, address: str, **options: Any) -> None:
+        self.calls.append((address, options.get("include_dashboard")))
+        if self.refuses or (address != "local" and not self.running):
+            raise ConnectionError("nobody is there")
+        self.connected = True
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+        self.connected = False
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, ray: FakeRay) -> Any:
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return actors._Connection()
+
+
+def test_the_last_runtime_ends_what_the_first_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = joined(monkeypatch, ray := FakeRay())
+    for cluster in ("auto", "local"):
+        assert connection.join(cluster) is ray
+    assert ray.calls == [("auto", None), ("local", False)]
+    connection.leave()
+    assert ray.is_initialized()
+    connection.leave()
+    assert not ray.is_initialized()
+    connection.join("local")
+    assert ray.is_initialized()
+
+
+def test_a_connection_of_the_users_is_taken_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = joined(monkeypatch, ray := FakeRay(connected=True))
+    for cluster in ("auto", "10.0.0.1:6379"):
+        connection.join(cluster)
+    with pytest.raises(EngineUnsupported, match="cannot be to"):
+        connection.join("10.0.0.2:6379")
+    connection.leave()
+    connection.leave()
+    assert ray.is_initialized()
+    assert ray.calls == []
+
+
+def test_a_cluster_that_is_not_there_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = joined(monkeypatch, ray := FakeRay())
+    with pytest.raises(EngineUnsupported, match="no Ray cluster at '10"):
+        connection.join("10.0.0.9:6379")
+    assert ray.calls == [("10.0.0.9:6379", None), "shutdown"]
+    ray.running = True
+    connection.join("10.0.0.1:6379")
+    connection.leave()
+    assert ray.calls[-1] == "shutdown"
+
+
+def test_messages_are_taken_in_their_order_whatever_order_calls_come_in() -> None:
+    link = ActorLink()
+    for number in (2, 1, 3):
+        link.take(number, [b"%d" % number, b"-"])
+        link.wake()
+        assert link.receive(wait=True) == []
+    link.take(0, [b"0"])
+    assert link.receive(wait=True) == [b"0", b"1", b"-", b"2", b"-", b"3", b"-"]
+    link.leave()
+    assert link.receive(wait=True) is None
+
+
+def test_an_actor_answers_a_flush_with_one_array() -> None:
+    actor = ReplicaActor()
+    running = threading.Thread(target=actor.run)
+    running.start()
+    actor.take(0, [dumped(("open", _engine))])
+    [(opened, none)] = actor.answers()
+    kind, facts = loaded(opened)
+    assert (kind, none) == ("opened", None)
+    assert isinstance(facts, Facts)
+    asked = [(ticket, LogprobsRequest([ticket])) for ticket in (1, 2, 3)]
+    renewal = Renewal(0, 0, (), (), ())
+    actor.take(1, [dumped(("renew", renewal)), dumped(("ask", *flat(asked)))])
+    came: list[Any] = []
+    while len(came) < 2:
+        came += actor.answers()
+    assert loaded(came[0][0]) == ("renewed", 0, None)
+    message, rows = came[1]
+    assert isinstance(rows, np.ndarray)
+    assert rows.shape == (3, 5000)
+    _, answers = with_rows(loaded(message), torch.from_numpy(rows))
+    for ticket, row, error in answers.ends:
+        assert error is None
+        assert torch.allclose(row, MODEL.row([ticket]).float(), atol=1e-5)
+    assert actor.probed() > 0
+    actor.leave()
+    running.join(60)
+    assert not running.is_alive()
+
+
+def _engine() -> ExactEngine:
+    return ExactEngine(MODEL)
+
+
+def test_rows_are_stacked_apart_from_the_engines() -> None:
+    row = torch.ones(4)
+    stacked = Stacks().write([row, row])
+    row.zero_()
+    assert stacked.tolist() == [[1.0] * 4] * 2

@@ -1,0 +1,469 @@
+"""Another model's proposals: the target, the weights and the evidence are those of the model itself.
+
+The algorithms on cases that Hypothesis draws are in ``test_algorithms.py``. Statistical tests have fixed
+seeds and a level of 1e-6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genrt
+from genrt.constraints import all_of, predicate, regex
+from genrt.engines.exact import NGram
+from genrt.errors import Closed, ContextTooLong, InvalidRequest
+from genrt.inference import (
+    END_TOKEN,
+    SMC,
+    MetropolisHastings,
+    State,
+    TextModel,
+    importance_sampling,
+)
+from genrt.inference.trails import Trail
+from genrt.lm import AsyncLM
+from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
+from genrt.tokens import sampling
+from genrt.tokens.texts import Text
+
+PROMPT = [0]
+TOKENS = [b"a", b"b", b"ab", b"ba", b""]
+MODEL = NGram.random(TOKENS, seed=3, zeros=0.25, eos_token_id=4)
+NOISE = 0.4 * torch.randn(5, 5, generator=torch.Generator().manual_seed(8))
+SMALL = NGram(TOKENS, (0.7 * MODEL.table).clamp(min=-3.0) + NOISE, eos_token_id=4)
+LENGTH = 5
+
+
+@pytest.fixture
+async def lm() -> AsyncIterator[AsyncLM]:
+    async with await genrt.aload(MODEL, engine="exact") as runtime:
+        yield runtime
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[AsyncLM]:
+    async with await genrt.aload(SMALL, engine="exact") as runtime:
+        yield runtime
+
+
+def even(text: Text) -> bool:
+    return not text.finished or len(text.bytes) % 2 == 0
+
+
+def likes_b(text: Text) -> float:
+    return 0.6 * text.bytes.count(b"b") - 2.0
+
+
+def options_of(case: str, lm: AsyncLM) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_tokens": LENGTH}
+    match case:
+        case "constrained":
+            options["constraint"] = regex("(a|b)*b", lm)
+        case "asked":
+            options["constraint"] = predicate(even, lm)
+        case "asked, stops":
+            options |= {
+                "constraint": predicate(even, lm),
+                "stop": [END_TOKEN, 1],
+                "temperature": 1.4,
+            }
+        case "product":
+            options["constraint"] = all_of(regex("(a|b)*b", lm), predicate(even, lm))
+        case "stops":
+            options |= {"constraint": regex("(a|ba)*", lm), "stop": [END_TOKEN, 1]}
+        case "strings":
+            options["stop"] = ["bb", END_TOKEN, "aba"]
+        case "cut":
+            options["stop"] = None
+        case "complete":
+            options |= {"constraint": regex("(ab){2}|b*a", lm), "stop": None}
+        case "weighed":
+            options |= {"constraint": regex("(a|b)*b", lm), "potential": likes_b}
+        case "cold":
+            options |= {"constraint": regex("(a|b)*b", lm), "temperature": 0.6}
+        case "hot":
+            options["temperature"] = 2.5
+        case _:
+            assert case == "free"
+    return options
+
+
+def highest(temperature: float) -> float:
+    """The greatest ratio of the probabilities that the two models give ``LENGTH`` tokens, and what the
+    potential adds to it at most."""
+    rows = [row_of(each, (n,), temperature) for n in range(5) for each in (MODEL, SMALL)]
+    ratios = (torch.stack(rows[::2]) - torch.stack(rows[1::2])).numpy()
+    best = np.zeros(5)
+    for _ in range(LENGTH):
+        best = np.maximum((ratios + best).max(axis=1), 0.0)
+    return math.exp(best[PROMPT[-1]] + 0.6 * LENGTH - 2.0)
+
+
+CASES = [
+    *(
+        "free",
+        "constrained",
+        "asked",
+        "asked, stops",
+        "product",
+        "stops",
+        "strings",
+        "cut",
+        "complete",
+    ),
+    *("weighed", "cold", "hot"),
+]
+
+
+@pytest.mark.parametrize("block", [1, 2, 8])
+@pytest.mark.parametrize("case", CASES)
+async def test_the_target_and_the_evidence_are_the_models_own(
+    lm: AsyncLM, small: AsyncLM, case: str, block: int
+) -> None:
+    options = options_of(case, lm)
+    exact = exact_posterior(MODEL, PROMPT, **options)
+    model = TextModel(lm, PROMPT, proposal=small, block=block, **options)
+    result = await importance_sampling(model, num_particles=1000).run(0)
+    particles = [
+        ([token_ids], [log_weight])
+        for token_ids, log_weight in zip(result.token_ids, result.log_weights, strict=True)
+    ]
+    own: dict[str, Any] = {"highest": highest(options.get("temperature", 1.0))}
+    own["log_evidence"] = exact.log_evidence
+    assert_weighted_samples_from(particles, exact.token_ids, **own)
+    smc = SMC(model, num_particles=8, resample_when=0.9)
+    results = await asyncio.gather(*(smc.run(seed) for seed in range(50)))
+    runs = [(each.token_ids, each.log_weights) for each in results]
+    assert_weighted_samples_from(runs, exact.token_ids, **own)
+
+
+def row_of(ngram: NGram, before: tuple[int, ...], temperature: float) -> torch.Tensor:
+    row = ngram.row((*PROMPT, *before)[-ngram.order :]).double()
+    return sampling.truncate(row, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+async def test_every_weight_is_that_of_its_text(
+    lm: AsyncLM, small: AsyncLM, block: int, temperature: float
+) -> None:
+    """Without resampling, by hand: the probability by the one model over that by the other."""
+    constraint = regex("(a|b)*b", lm)
+    model = TextModel(
+        lm, PROMPT, max_tokens=LENGTH, constraint=constraint, temperature=temperature,
+        proposal=small, block=block,
+    )  # fmt: skip
+    smc = importance_sampling(model, num_particles=200)
+    state = smc.init(1)
+    while not state.done:
+        state, info = await smc.step(state)
+        ends_block = (info.step + 1) % block == 0 or info.step == LENGTH - 1
+        # Dead ends apart, no weight moves inside of a block, nor is a text finished there.
+        assert ends_block or set(info.log_increments.tolist()) <= {0.0, -math.inf}
+        assert ends_block or all(
+            each.finished == (each.trail.finished and each.block is None)
+            for each in state.particles
+        )
+    seen = 0
+    for particle, log_weight in zip(state.particles, state.log_weights, strict=True):
+        if log_weight == -math.inf:
+            continue
+        expected, constraint_state = 0.0, constraint.start()
+        for place, token_id in enumerate((*particle.token_ids, 4)):
+            before = particle.token_ids[:place]
+            mask = constraint_state.mask()
+            if place == LENGTH - 1:
+                mask &= torch.arange(5) == 4
+            proposed = row_of(SMALL, before, temperature).masked_fill(~mask, -math.inf)
+            expected += float(row_of(MODEL, before, temperature)[token_id])
+            expected -= float(proposed.log_softmax(-1)[token_id])
+            constraint_state = (
+                constraint_state if token_id == 4 else constraint_state.advance(token_id)
+            )
+        assert log_weight == pytest.approx(expected, abs=1e-4)
+        seen += 1
+    assert seen > 20
+
+
+async def test_a_rejection_proposes_one_of_the_stop_tokens(lm: AsyncLM, small: AsyncLM) -> None:
+    """Where nothing is refused, no mass is estimated: a text's weight is, by hand, that of its tokens and
+    one stop token; at the last place, where only these may follow, with their mass."""
+    stops = [1, 4]
+    model = TextModel(
+        lm, PROMPT, max_tokens=3, constraint=predicate(lambda _: True, lm), stop=stops,
+        proposal=small, block=2,
+    )  # fmt: skip
+    result = await importance_sampling(model, num_particles=300).run(2)
+    seen = set()
+    for token_ids, log_weight in zip(result.token_ids, result.log_weights, strict=True):
+        expected = 0.0
+        for place in range(len(token_ids) + 1):
+            before = token_ids[:place]
+            ratios = row_of(MODEL, before, 1.0) - row_of(SMALL, before, 1.0)
+            if place < len(token_ids):
+                expected += float(ratios[token_ids[place]])
+        if len(token_ids) == 2:
+            expected += float(row_of(SMALL, token_ids, 1.0)[stops].logsumexp(-1))
+        near = (ratios[stops] + expected - log_weight).abs() < 1e-4
+        if log_weight > -math.inf:
+            assert near.any()
+            seen.add((len(token_ids) == 2, int(near.long().argmax())))
+    assert len(seen) == 4
+
+
+async def test_chains_have_the_models_law(lm: AsyncLM, small: AsyncLM) -> None:
+    options = options_of("weighed", lm)
+    exact = exact_posterior(MODEL, PROMPT, **options)
+    model = TextModel(lm, PROMPT, proposal=small, block=2, **options)
+    chains = MetropolisHastings(model, num_chains=150, num_steps=25, warm_up=24)
+    result = await chains.run(0)
+    assert_samples_from(result.token_ids, exact.token_ids)
+
+
+async def test_a_twist_leaves_the_target_as_it_is(lm: AsyncLM, small: AsyncLM) -> None:
+    options = options_of("weighed", lm)
+    exact = exact_posterior(MODEL, PROMPT, **options)
+    judged: list[Text] = []
+
+    def twist(text: Text) -> float:
+        judged.append(text)
+        return 0.4 * text.bytes.count(b"a")
+
+    model = TextModel(lm, PROMPT, twist=twist, proposal=small, block=2, **options)
+    smc = SMC(model, num_particles=8, resample_when=1.0)
+    results = await asyncio.gather(*(smc.run(seed) for seed in range(120)))
+    runs = [(each.token_ids, each.log_weights) for each in results]
+    assert_weighted_samples_from(
+        runs, exact.token_ids, log_evidence=exact.log_evidence, highest=highest(1.0)
+    )
+    assert judged
+    assert all(len(text.token_ids) % 2 == 0 and not text.finished for text in judged)
+
+
+@pytest.mark.parametrize(("length", "block"), [(6, 2), (7, 3), (5, 8), (4, 1)])
+async def test_a_block_is_one_question_to_the_model(length: int, block: int) -> None:
+    """However its texts end: one step of the engine for all that they have in a block, while the other
+    model takes one a token."""
+    options: dict[str, Any] = {"engine": "exact", "cache_bytes": 0}
+    async with (
+        await genrt.aload(MODEL, **options) as lm,
+        await genrt.aload(SMALL, **options) as small,
+    ):
+        model = TextModel(lm, PROMPT, max_tokens=length, proposal=small, block=block)
+        result = await SMC(model, num_particles=40).run(0)
+        assert len({len(each) for each in result.token_ids}) > 2
+        assert lm.statistics().engine.steps == -(-length // block)
+        assert small.statistics().engine.steps == length
+
+
+def told(state: State) -> tuple[list[tuple[int, ...]], list[float]]:
+    return [each.token_ids for each in state.particles], state.log_weights.tolist()
+
+
+async def test_a_state_is_a_value_inside_of_a_block_too(lm: AsyncLM, small: AsyncLM) -> None:
+    """Stepped twice, by two at once, from a pickle, after a cancelled step, and where no particle knows
+    its place, it gives the same."""
+    model = TextModel(
+        lm, PROMPT, max_tokens=7, constraint=regex("(a|b)*a", lm), proposal=small, block=3
+    )
+    smc = SMC(model, num_particles=8, resample_when=1.0)
+    state = smc.init(1)
+    turns = 0
+    while not state.done:
+        step = asyncio.ensure_future(smc.step(state))
+        for _ in range(turns := turns + 2):
+            await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        forgetful = tuple(replace(each, trail=Trail.of(each.generated)) for each in state.particles)
+        own = state.log_weights, state.step, state.seed
+        others = [State(forgetful, *own)]
+        if all(each.constraint_state is None for each in state.particles):
+            others.append(State(pickle.loads(pickle.dumps(state.particles)), *own))  # noqa: S301
+        stepped = await asyncio.gather(*map(smc.step, [state, state, *others]))
+        assert all(told(each) == told(stepped[0][0]) for each, _ in stepped)
+        state = stepped[0][0]
+    assert turns > 4
+
+
+async def test_a_pickled_particle_goes_on_in_its_block(lm: AsyncLM, small: AsyncLM) -> None:
+    smc = SMC(TextModel(lm, PROMPT, max_tokens=6, proposal=small, block=4), num_particles=8)
+    state, _ = await smc.step(smc.init(1))
+    copied = pickle.loads(pickle.dumps(state.particles))  # noqa: S301
+    other = State(copied, state.log_weights, state.step, state.seed)
+    while not state.done:
+        (state, _), (other, _) = await smc.step(state), await smc.step(other)
+        assert told(state) == told(other)
+    assert other.done
+
+
+async def test_the_model_may_propose_to_itself(lm: AsyncLM) -> None:
+    """Every weight is then the product of the masses, as it is without blocks."""
+    constraint = regex("(a|b)*b", lm)
+    own: dict[str, Any] = {"max_tokens": 5, "constraint": constraint}
+    others: dict[str, Any] = {"proposal": lm, "block": 3}
+    runs = [
+        await importance_sampling(TextModel(lm, PROMPT, **own), num_particles=50).run(4),
+        await importance_sampling(TextModel(lm, PROMPT, **own, **others), num_particles=50).run(4),
+    ]
+    assert runs[0].token_ids == runs[1].token_ids
+    assert np.allclose(runs[0].log_weights, runs[1].log_weights, atol=1e-5)
+
+
+async def test_the_end_of_one_runtime_is_told(lm: AsyncLM, small: AsyncLM) -> None:
+    """Nothing is lost by it: after a restart the state goes on."""
+    smc = SMC(TextModel(lm, PROMPT, max_tokens=6, proposal=small, block=2), num_particles=4)
+    state, _ = await smc.step(smc.init(0))
+    wanted, _ = await smc.step(state)
+    await small.arestart()
+    await lm.arestart()
+    again, _ = await smc.step(state)
+    assert told(again) == told(wanted)
+    await lm.aclose()
+    with pytest.raises(Closed):
+        await smc.step(state)
+    await small.aclose()
+    with pytest.raises(Closed):
+        await smc.step(state)
+
+
+async def test_what_does_not_fit_is_refused(lm: AsyncLM, small: AsyncLM) -> None:
+    other = NGram.random([b"a", b"b", b"ab", b"bb", b""], seed=3, eos_token_id=4)
+    async with (
+        await genrt.aload(other, engine="exact") as foreign,
+        await genrt.aload(SMALL, engine="exact", engine_options={"max_model_len": 4}) as short,
+    ):
+        with pytest.raises(InvalidRequest, match="another vocabulary"):
+            TextModel(lm, PROMPT, max_tokens=4, proposal=foreign)
+        with pytest.raises(ContextTooLong, match="the proposal's is 4"):
+            TextModel(lm, PROMPT, max_tokens=5, proposal=short)
+    lacking: list[dict[str, Any]] = [{"block": 2}, {"proposal_adapter": "a"}]
+    for more in (*lacking, {"block": 2, "proposal": "mask"}):
+        with pytest.raises(InvalidRequest, match="proposal=another runtime"):
+            TextModel(lm, PROMPT, max_tokens=4, **more)
+    for block in (0, -1, 1.5, True, "2"):
+        with pytest.raises(InvalidRequest, match="block"):
+            TextModel(lm, PROMPT, max_tokens=4, proposal=small, block=block)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="adapter"):
+        TextModel(lm, PROMPT, max_tokens=4, proposal=small, proposal_adapter=3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="a runtime"):
+        TextModel(lm, PROMPT, max_tokens=4, proposal=SMALL)  # type: ignore[arg-type]
+
+
+# -- on vLLM ------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 2**25,
+}
+BEGIN = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def pair(
+    llama: Path, loras: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+    """A model with two adapters, and a smaller one of the same vocabulary."""
+    from tests.small_models import make_llama
+
+    other = make_llama(tmp_path_factory.mktemp("small") / "model", seed=7, layers=1)
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with (
+        genrt.load(str(llama), engine_options=OPTIONS | lora) as lm,
+        genrt.load(str(other), engine_options=OPTIONS) as small,
+    ):
+        lm.add_adapter_sync("a", loras[0])
+        lm.add_adapter_sync("b", loras[1])
+        yield lm, small
+
+
+def weigh(
+    lm: AsyncLM, text: tuple[int, ...], mask: list[int], adapter: str | None, temperature: float
+) -> float:
+    """The log-probability of a text by rows, each restricted to a mask: of every token without one."""
+    contexts = [[*BEGIN, *text[:place]] for place in range(len(text))]
+    rows = lm.batch_next_token_logprobs_sync(contexts, adapter=adapter)
+    rows = sampling.truncate(rows, temperature=temperature).double()
+    if mask:
+        rows = (rows[:, mask]).log_softmax(-1)
+        return sum(float(rows[n, mask.index(token_id)]) for n, token_id in enumerate(text))
+    return sum(float(rows[n, token_id]) for n, token_id in enumerate(text))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+@pytest.mark.parametrize(
+    ("adapter", "proposal_adapter"), [(None, None), ("a", None), ("a", "b"), (None, "a")]
+)
+async def test_weights_on_vllm_are_those_of_rows(
+    pair: tuple[AsyncLM, AsyncLM],
+    adapter: str | None,
+    proposal_adapter: str | None,
+    temperature: float,
+) -> None:
+    """One model proposes to another, or by an adapter to itself; blocks are scored in one pass."""
+    lm = pair[0]
+    proposal = pair[1] if proposal_adapter is None else lm
+    model = TextModel(
+        lm, BEGIN, max_tokens=10, stop=None, proposal=proposal, block=4, adapter=adapter,
+        proposal_adapter=proposal_adapter, temperature=temperature,
+    )  # fmt: skip
+    before = lm.statistics().engine
+    result = await importance_sampling(model, num_particles=6).run(3)
+    after = lm.statistics().engine
+    assert after.scored_tokens - before.scored_tokens == 6 * 10
+    for text, log_weight in zip(result.token_ids, result.log_weights, strict=True):
+        expected = await asyncio.to_thread(
+            lambda text=text: (
+                weigh(lm, text, [], adapter, temperature)  # type: ignore[misc]
+                - weigh(proposal, text, [], proposal_adapter, temperature)
+            )
+        )
+        assert log_weight == pytest.approx(expected, abs=5e-3)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("what", ["nothing", "restart", "evict", "cancel", "adapter"])
+async def test_losses_inside_of_a_block_change_no_text(
+    pair: tuple[AsyncLM, AsyncLM], loras: tuple[Path, Path], what: str
+) -> None:
+    lm, small = pair
+    constraint = regex("[a-z ]{1,9}", lm)
+    model = TextModel(
+        lm, BEGIN, max_tokens=8, constraint=constraint, proposal=small, block=3, adapter="a"
+    )
+    smc = SMC(model, num_particles=8, resample_when=1.0)
+    quiet = [state async for state, _ in smc.steps(smc.init(9))]
+    state = smc.init(9)
+    for step, wanted in enumerate(quiet):
+        if step in (2, 4):
+            if what == "restart":
+                await small.arestart()
+                await lm.arestart()
+            elif what == "evict":
+                for each in pair:
+                    await each.batch_next_token_logprobs([[n, 3, 2] for n in range(64)])
+            elif what == "cancel":
+                cancelled = asyncio.ensure_future(smc.step(state))
+                await asyncio.sleep(0.0)
+                cancelled.cancel()
+                await asyncio.gather(cancelled, return_exceptions=True)
+            elif what == "adapter":
+                lm.remove_adapter("a")
+                await lm.add_adapter("a", loras[0])
+        state, _ = await smc.step(state)
+        assert told(state)[0] == told(wanted)[0]
+        assert np.allclose(state.log_weights, wanted.log_weights, atol=2e-3)
+    assert [each.statistics().batcher.in_flight for each in pair] == [0, 0]
