@@ -120,12 +120,13 @@ class Batcher:
                     wake = bool(self._ready)
                 else:
                     wake = self._gatherings.add(waiter.loop, self._register(waiter))
+                lacks_something = waiter.missing  # later, it may have failed and miss nothing more
             except BaseException:  # an interrupt, wherever it was
                 self._recount()
                 raise
         if wake:
             self._wake()
-        return None if waiter.missing else outcome_of(waiter)
+        return None if lacks_something else outcome_of(waiter)
 
     def _wait(self, waiter: Waiter) -> None:
         """Have it wait for room, or behind the fences, under the lock."""

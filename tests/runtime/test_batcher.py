@@ -661,6 +661,24 @@ async def test_a_failing_submit_fails_its_flush_and_leaves_the_rest(
 
 
 @pytest.mark.promise(number=8)
+@pytest.mark.parametrize("ends", ["turn", "close"])
+async def test_a_question_that_ends_before_its_thread_goes_on_has_its_own_error(
+    by_hand: Make, ends: str
+) -> None:
+    hand = by_hand(ScriptedEngine(fail_at={1: RuntimeError("boom")}))
+
+    def at_once() -> None:  # as the engine's thread may, which has the processor from here on
+        if ends == "turn":
+            hand.turn()
+        else:
+            hand.batcher.close(EngineFailed("boom"))
+            hand.dropped = 1
+
+    hand.batcher._wake = at_once
+    with pytest.raises(EngineFailed, match="boom"):
+        hand.asker.ask_sync([A])
+
+
 async def test_a_request_with_an_error_of_its_own_fails_alone_and_is_not_cached(
     by_hand: Make,
 ) -> None:
