@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 from genrt import models
 from genrt.cluster.health import ReplicaLimits
 from genrt.cluster.opening import check_replicas, gpus_of, open_replicas
+from genrt.cluster.ranks import RANKED, are_launched, open_ranked
 from genrt.engines import check_choice, open_engine
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
@@ -200,6 +201,12 @@ def _start(
     options = dict(engine_options or {})
     if not callable(engine):
         check_choice(engine, model, options)
+    if is_ranked := engine == "vllm" and are_launched(options):
+        if cluster is not None:
+            raise EngineUnsupported(
+                "ranks are processes of one host: leave the cluster out, or distributed_executor_backend"
+            )
+        replicas = replicas or 1  # ranks die together, with their process
 
     def opened() -> Engine:
         if callable(engine):
@@ -211,11 +218,15 @@ def _start(
             make = partial(
                 open_engine, engine, found, options, reserve_bytes=reserved, residency=residency
             )
+            if is_ranked:
+                make = partial(open_ranked, found, options, residency=residency)
         if replicas is None:
             return make()
         each = 1 if callable(engine) else gpus_of(options)
         each = 0 if engine == "exact" else each
-        return open_replicas(make, replicas, replica_limits, cluster, gpus=each)
+        environment = RANKED if is_ranked else {}
+        limits = replica_limits
+        return open_replicas(make, replicas, limits, cluster, gpus=each, environment=environment)
 
     cache = RowCache(cache_bytes)
     return EngineThread(opened, cache, restarts=restart == "auto", **flow), cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,9 +65,10 @@ def open_replicas(
     cluster: str | None = None,
     *,
     gpus: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> ReplicaEngine:
-    """Return an engine made of so many, each with so many GPUs: processes of this host, or with a
-    ``cluster`` actors of that.
+    """Return an engine made of so many, each with so many GPUs: processes of this host, with this beside
+    its environment, or with a ``cluster`` actors of that.
 
     Raises:
         InvalidRequest: the function that makes an engine cannot be pickled; else as ``ReplicaEngine``,
@@ -76,7 +78,8 @@ def open_replicas(
     transport: Transport
     try:
         if cluster is None:
-            transport = Processes(open_engine, numbers, environments(replicas, _visible(), gpus))
+            own = [{**each, **environment} for each in environments(replicas, _visible(), gpus)]
+            transport = Processes(open_engine, numbers, own)
         else:
             from genrt.cluster.actors import Actors
 

@@ -30,7 +30,7 @@ from genrt.engines.protocol import (
     survived,
 )
 from genrt.engines.remote.tokenizers import packed_tokenizer
-from genrt.engines.weights import Sleeping, SleepingPart, tensors_in, weights_of
+from genrt.engines.weights import Sleeping, SleepingPart, TensorsIn, weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, UnknownAdapter
 from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import Adapter
@@ -316,7 +316,7 @@ class Worker:
             self.answering.begin_update()
             weights = weights_of(engine)
             try:
-                weights.load(tensors_in([Path(each) for each in wanted.files]))
+                weights.load(TensorsIn([Path(each) for each in wanted.files]))
                 weights.finish()
             except Exception as error:
                 raise EngineDied(f"its weights could not be replaced: {error}") from error

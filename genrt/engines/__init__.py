@@ -12,6 +12,7 @@ from genrt.errors import EngineNotInstalled, InvalidRequest
 
 if TYPE_CHECKING:
     from genrt.engines.protocol import Engine
+    from genrt.engines.vllm.rank import Rank
 
 __all__ = ["ENGINES", "check_choice", "open_engine"]
 
@@ -52,10 +53,12 @@ def open_engine(
     *,
     reserve_bytes: int = 0,
     residency: bool = True,
+    rank: Rank | None = None,
 ) -> Engine:
     """Open engine ``name`` over a checkpoint's directory or name, or for the exact engine an NGram.
 
-    ``reserve_bytes`` of the device's memory are left for the row cache; ``residency`` is vLLM's alone.
+    ``reserve_bytes`` of the device's memory are left for the row cache; ``residency`` is vLLM's alone,
+    and so is a ``rank``, whose engine it is to be.
 
     Raises:
         EngineNotInstalled: the engine's packages are missing; the message names the extra.
@@ -85,4 +88,6 @@ def open_engine(
                 f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
                 "'genrt[cuda]' on a GPU machine; `genrt info` says what else is missing"
             ) from error
-        return open_vllm(model, options=options, reserve_bytes=reserve_bytes, residency=residency)
+        return open_vllm(
+            model, options=options, reserve_bytes=reserve_bytes, residency=residency, rank=rank
+        )

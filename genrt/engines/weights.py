@@ -38,7 +38,7 @@ __all__ = [
     "check_tensors",
     "forms_in",
     "layout_of",
-    "tensors_in",
+    "TensorsIn",
     "weight_files",
     "weights_of",
 ]
@@ -268,9 +268,17 @@ def forms_in(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     return _read(files, form)
 
 
-def tensors_in(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the files, each read when it is asked for; raises as ``forms_in``."""
-    return _read(files, lambda file, name: file.get_tensor(name))
+class TensorsIn:
+    """The tensors of files, each read when it is asked for; raises as ``forms_in``.
+
+    ``files`` are there for an engine whose other processes read them too.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return _read(self.files, lambda file, name: file.get_tensor(name))
 
 
 def _read(
@@ -360,7 +368,7 @@ class KeptWeights:
             )
         weights = weights_of(engine)
         weights.begin()
-        weights.load(tensors_in(sorted(self._kept.iterdir())))
+        weights.load(TensorsIn(sorted(self._kept.iterdir())))
         weights.finish()
 
     def restore(self, engine: object) -> None:
@@ -371,7 +379,7 @@ class KeptWeights:
             return
         weights = weights_of(engine)
         weights.begin()
-        weights.load(tensors_in(weights.checkpoint()))
+        weights.load(TensorsIn(weights.checkpoint()))
         weights.finish()
 
 

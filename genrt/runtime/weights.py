@@ -38,7 +38,7 @@ from genrt.engines.weights import (
     check_complete,
     check_tensors,
     forms_in,
-    tensors_in,
+    TensorsIn,
     weight_files,
     weights_of,
 )
@@ -329,7 +329,7 @@ class _Chunks:
         if isinstance(given, str | os.PathLike):
             files = weight_files(Path(given).expanduser())
             self._first = [
-                _Chunk(partial(forms_in, files), partial(tensors_in, files), is_file=True)
+                _Chunk(partial(forms_in, files), partial(TensorsIn, files), is_file=True)
             ]
         elif isinstance(given, Mapping):
             self._first = [_named(given)]

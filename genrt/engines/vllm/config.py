@@ -26,6 +26,7 @@ from genrt.engines.protocol import failure
 from genrt.engines.vllm.capture import TICKET, CaptureV1, CaptureV2, WorkerRows
 from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.vllm.positions import FIRST
+from genrt.engines.vllm.rank import LAUNCHED
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.errors import (
     EngineDied,
@@ -107,7 +108,8 @@ def configure(
     if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
         options.setdefault("distributed_executor_backend", UniProcExecutor)
     taken = options.get("scheduler_cls") or options.get("async_scheduling")
-    if residency and not taken and options.get("distributed_executor_backend") is UniProcExecutor:
+    is_here = options.get("distributed_executor_backend") in (UniProcExecutor, LAUNCHED)
+    if residency and not taken and is_here:
         # A step's tokens come from the callers, who choose them after the step before has ended.
         options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"

@@ -406,7 +406,8 @@ class VLLMEngine:
                 self._steps.settle()
             self._populations.clear()
         if self._open is not None:
-            self._abort([*set(self._open.request_ids()).difference(self._in_progress)])
+            kept = self._open.request_ids()  # in order, which every rank has to keep
+            self._abort([each for each in kept if each not in self._in_progress])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
 

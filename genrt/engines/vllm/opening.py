@@ -8,6 +8,7 @@ from typing import Any
 import vllm
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.vllm.config import (
     check_version,
@@ -19,19 +20,25 @@ from genrt.engines.vllm.config import (
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.process import undisturbed
+from genrt.engines.vllm.rank import Rank
 from genrt.engines.vllm.self_check import self_test
 
 __all__ = ["open_vllm"]
 
 
 def open_vllm(
-    checkpoint: str, *, options: dict[str, Any], reserve_bytes: int = 0, residency: bool = True
+    checkpoint: str,
+    *,
+    options: dict[str, Any],
+    reserve_bytes: int = 0,
+    residency: bool = True,
+    rank: Rank | None = None,
 ) -> VLLMEngine:
     """Open a checkpoint directory, or a model's name, with options for vLLM's ``EngineArgs``.
 
     On a GPU, ``reserve_bytes`` are left out of the memory that vLLM takes. Without ``residency`` every
     question opens a request of its own, as it does where vLLM's workers are other processes, or
-    ``options`` name a scheduler or asynchronous scheduling.
+    ``options`` name a scheduler or asynchronous scheduling. With a ``rank`` it is that one's engine.
 
     Raises:
         InvalidRequest: an option that vLLM does not have, or has no such value for.
@@ -44,8 +51,8 @@ def open_vllm(
     preload = os.environ.get("LD_PRELOAD")
     with own, on_loopback(), undisturbed():
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
-        executor = Executor.get_class(config)
-        if config.parallel_config.world_size == 1:
+        executor = Executor.get_class(config) if rank is None else rank.executor(config)
+        if issubclass(executor, UniProcExecutor):
             # Only vLLM's workers, which are processes, need what it has set. Of every other process that
             # it starts, the loader complains if the path has a space in it.
             os.environ.pop("LD_PRELOAD", None)

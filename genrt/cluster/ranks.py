@@ -1,0 +1,360 @@
+"""An Engine over the ranks of a tensor-parallel model: rank 0's, here, and one in each other rank's process,
+which repeat every call.
+
+Nothing but calls goes between the processes: each schedules by itself, and all come to the same steps.
+What an answer needs, rows and draws, is computed in each, so none waits for another's.
+
+Rules:
+    A call is told to the others before it is done here, since ranks wait for each other inside of it.
+    A process of this host holds one such engine, and dies with any of its ranks: a rank that waits for
+    one that is gone waits for ever, in native code. So the engine is a replica's.
+    A step that fails is the end of all ranks, since it may have failed in one alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from genrt.cluster.follower import RECEIVED_BYTES, progress_of
+from genrt.cluster.messages import AskedNumbers, Frames, dumped, flat, framed, loaded
+from genrt.engines import open_engine
+from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.vllm.rank import LAUNCHED, Rank
+from genrt.engines.weights import Layout, SleepingPart, TensorsIn
+from genrt.errors import EngineDied, GenrtError
+from genrt.questions.completions import Decoding
+from genrt.questions.contexts import Adapter
+from genrt.questions.origins import Asked
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.request import Request, Streamed, Told
+from genrt.questions.rows import LogprobsRequest
+
+__all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked"]
+
+END_SECONDS = 3.0
+"""How long a rank may take to end by itself before it is killed."""
+
+RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
+"""The environment of a process with ranks, in which all sets of strings have the same order."""
+
+PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from genrt.cluster.follower import main; main({port}, {parent})"
+)
+
+
+def are_launched(options: Mapping[str, Any]) -> bool:
+    """Tell whether these options of vLLM's are for ranks that genrt launches."""
+    return options.get("distributed_executor_backend") == LAUNCHED
+
+
+def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:
+    """Open a model in ranks: the first in this process, which has to be one that dies with any of them,
+    each on a device of its own.
+
+    Raises:
+        GenrtError: as ``open_engine``.
+    """
+    ranks = Ranks(int(options.get("tensor_parallel_size", 1)))
+    try:
+        begin = lambda: ranks.open(model, options, residency)  # noqa: E731
+        rank = Rank(0, ranks.store, begin)
+        engine = open_engine("vllm", model, options, residency=residency, rank=rank)
+        ranks.agreed()
+    except BaseException:
+        ranks.close()
+        raise
+    return RankedEngine(engine, ranks)
+
+
+class Ranks:
+    """The processes of all ranks but the first, started at once.
+
+    Args:
+        count: of all ranks.
+        lost: is called with the reason, on a thread of its own, when one of them ends by itself.
+    """
+
+    def __init__(self, count: int, lost: Callable[[str], object] | None = None) -> None:
+        self._lost = lost or _end_process
+        self._numbers = AskedNumbers()
+        self._is_closed = False
+        self._directory = tempfile.TemporaryDirectory(prefix="genrt-ranks-")
+        # vLLM names shared memory by the file.
+        self.store = os.path.join(self._directory.name, os.path.basename(self._directory.name))
+        self._links: list[tuple[socket.socket, subprocess.Popen[bytes], Frames]] = []
+        for _ in range(1, count):
+            self._start()
+
+    def _start(self) -> None:
+        own, their = socket.socketpair()
+        path = [*map(os.path.abspath, sys.path)]
+        program = PROGRAM.format(path=path, port=their.fileno(), parent=os.getpid())
+        with their:
+            child = subprocess.Popen(
+                [sys.executable, "-c", program], pass_fds=[their.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._links.append((own, child, Frames()))
+        threading.Thread(
+            target=self._watch, args=(len(self._links), child), name="genrt-rank", daemon=True
+        ).start()
+
+    def _watch(self, number: int, child: subprocess.Popen[bytes]) -> None:
+        code = child.wait()
+        if not self._is_closed:
+            self._lost(f"rank {number} ended with status {code}")
+
+    def open(self, model: str, options: dict[str, Any], residency: bool) -> None:
+        """Have each open its engine, in which it waits for the others."""
+        for number, (link, _, _) in enumerate(self._links, 1):
+            link.sendall(framed(dumped((number, self.store, model, options, residency))))
+
+    def tell(self, *message: Any) -> None:
+        """Send all a message. Raises EngineDied if one is gone."""
+        gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
+        data = framed(dumped(("forget", gone))) if gone else b""
+        data += framed(dumped(message, self._numbers.of))
+        try:
+            for link, _, _ in self._links:
+                link.sendall(data)
+        except OSError as error:
+            raise EngineDied(f"a rank is gone: {error}") from error
+
+    def number_of(self, asked: Asked) -> int:
+        """Return the number by which they know a population's question."""
+        return self._numbers.of(asked)
+
+    def agreed(self, own: GenrtError | None = None) -> None:
+        """Wait until all have done what they were told to agree on; raise the error that it ended with
+        here, if it did so everywhere.
+
+        Raises:
+            EngineDied: it went otherwise in another rank.
+        """
+        for number, (link, _, frames) in enumerate(self._links, 1):
+            kind, *why = self._answer(number, link, frames)
+            if kind == "failed" or (kind == "refused") != (own is not None):
+                how = f"rank {number}: {why[0] if why else 'done'}; rank 0: {own or 'done'}"
+                raise EngineDied(f"the ranks do not agree: {how}")
+        if own is not None:
+            raise own
+
+    def _answer(self, number: int, link: socket.socket, frames: Frames) -> Any:
+        while data := link.recv(RECEIVED_BYTES):
+            for each in frames.add(data):
+                return loaded(each)
+        raise EngineDied(f"rank {number} is gone")
+
+    def close(self) -> None:
+        """Have them close their engines, and end; kill those that do not soon. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(EngineDied):
+            self.tell("close")
+        for link, child, _ in self._links:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(END_SECONDS)
+            child.kill()
+            child.wait()
+            link.close()
+        self._directory.cleanup()
+
+
+def _end_process(reason: str) -> None:
+    """End this process: the engine's thread may be in a forward, and then nothing else ends that."""
+    sys.stderr.write(f"genrt: {reason}, and so do all others\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class RankedEngine:
+    """The Engine protocol over rank 0's engine, with the others behind it.
+
+    Args:
+        engine: rank 0's, a ``VLLMEngine``.
+        ranks: the others, open.
+    """
+
+    def __init__(self, engine: Any, ranks: Ranks) -> None:
+        self._engine, self._ranks = engine, ranks
+        self.vocab_size: int = engine.vocab_size
+        self.max_model_len: int = engine.max_model_len
+        self.max_batch_size: int = engine.max_batch_size
+        self.device: torch.device = engine.device
+        self.keeps_residents: bool = engine.keeps_residents
+        self.prefixes = RankedPrefixes(engine.prefixes, ranks)
+        self.weights = RankedWeights(engine.weights, ranks)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def scores(self) -> bool:
+        """True if it takes score requests."""
+        return bool(self._engine.scores)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        rows, draws, others = flat([(0, each) for each in requests])
+        self._ranks.tell("submit", rows, draws, others)
+        # In the order in which the others find them.
+        are_rows = [type(each) is LogprobsRequest for each in requests]
+        first = [each for each, is_row in zip(requests, are_rows, strict=True) if is_row]
+        last = [each for each, is_row in zip(requests, are_rows, strict=True) if not is_row]
+        self._engine.submit([*first, *last])
+
+    def step(self) -> list[Finished]:
+        self._ranks.tell("step", progress_of(self._engine.statistics()))
+        try:
+            ends: list[Finished] = self._engine.step()
+        except Exception as error:
+            raise EngineDied(f"a step failed, and with it every rank: {error}") from error
+        return ends
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        others = [each for each in requests if not isinstance(each, PopulationDraw)]
+        draws = [
+            self._ranks.number_of(each.asked)
+            for each in requests
+            if isinstance(each, PopulationDraw)
+        ]
+        self._ranks.tell("cancel", others, draws)
+        self._engine.cancel(requests)
+
+    def go_on(self, population: PopulationDraw) -> bool:
+        self._ranks.tell("go_on", self._ranks.number_of(population.asked), population)
+        return bool(self._engine.go_on(population))
+
+    def settle(self, population: PopulationDraw) -> None:
+        self._ranks.tell("settle", population)
+        self._engine.settle(population)
+
+    def release(self, asked: Sequence[Asked]) -> None:
+        self._ranks.tell("release", [self._ranks.number_of(each) for each in asked])
+        self._engine.release(asked)
+
+    def add_adapter(self, adapter: Adapter, path: Path) -> None:
+        self._agree("add_adapter", adapter, path)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        self._agree("remove_adapter", adapter)
+
+    def forget_residents(self) -> bool:
+        """Have all forget what nothing in progress needs; return whether rank 0 has."""
+        return bool(self._agree("forget_residents"))
+
+    def unsupported(self, decoding: Decoding) -> str | None:
+        found: str | None = self._engine.unsupported(decoding)
+        return found
+
+    def progress(self, streamed: Sequence[Streamed]) -> Sequence[Told | None]:
+        found: Sequence[Told | None] = self._engine.progress(streamed)
+        return found
+
+    def statistics(self) -> EngineStatistics:
+        found: EngineStatistics = self._engine.statistics()
+        return found
+
+    def close(self) -> None:
+        # Ranks part with each other in their own time: none waits for another.
+        self._ranks.close()
+        self._engine.close()
+
+    def _agree(self, name: str, *arguments: Any) -> Any:
+        return agreed(self._ranks, name, getattr(self._engine, name), *arguments)
+
+
+def agreed(ranks: Ranks, name: str, do: Callable[..., Any], *arguments: Any) -> Any:
+    """Do something in all ranks, and return what it returns here.
+
+    Raises:
+        GenrtError: what it raises here, if it does so in all; EngineDied, if it went otherwise in one.
+    """
+    ranks.tell("do", name, *arguments)
+    return _here(ranks, do, *arguments)
+
+
+def _here(ranks: Ranks, do: Callable[..., Any], *arguments: Any) -> Any:
+    result, refused = None, None
+    try:
+        result = do(*arguments)
+    except GenrtError as error:
+        refused = error
+    ranks.agreed(refused)
+    return result
+
+
+class RankedPrefixes:
+    """The contexts that all ranks keep."""
+
+    def __init__(self, prefixes: Any, ranks: Ranks) -> None:
+        self._prefixes, self._ranks = prefixes, ranks
+
+    def __contains__(self, prefix: LogprobsRequest) -> bool:
+        return prefix in self._prefixes
+
+    def keep(self, prefix: LogprobsRequest) -> None:
+        self._ranks.tell("tell", "prefixes.keep", prefix)
+        self._prefixes.keep(prefix)
+
+    def release(self, prefix: LogprobsRequest) -> None:
+        self._ranks.tell("tell", "prefixes.release", prefix)
+        self._prefixes.release(prefix)
+
+
+class RankedWeights:
+    """The weights in all ranks, which each reads from files by itself."""
+
+    def __init__(self, weights: Any, ranks: Ranks) -> None:
+        self._weights, self._ranks = weights, ranks
+
+    def layout(self) -> Layout:
+        found: Layout = self._weights.layout()
+        return found
+
+    def checkpoint(self) -> list[Path]:
+        found: list[Path] = self._weights.checkpoint()
+        return found
+
+    def begin(self) -> None:
+        self._agree("begin")
+
+    def load(self, tensors: TensorsIn) -> None:
+        """Load the tensors of files."""
+        self._ranks.tell("load", [str(each) for each in tensors.files])
+        _here(self._ranks, self._weights.load, tensors)
+
+    def finish(self) -> None:
+        self._agree("finish")
+
+    @property
+    def asleep(self) -> frozenset[SleepingPart]:
+        """The parts of the memory that are given back."""
+        found: frozenset[SleepingPart] = self._weights.asleep
+        return found
+
+    def check_sleep(self) -> None:
+        self._weights.check_sleep()
+
+    def sleep(self, level: int) -> int:
+        return int(self._agree("sleep", level))
+
+    def wake_up(self, parts: Collection[SleepingPart]) -> None:
+        self._agree("wake_up", frozenset(parts))
+
+    def _agree(self, name: str, *arguments: Any) -> Any:
+        return agreed(self._ranks, f"weights.{name}", getattr(self._weights, name), *arguments)

@@ -1,0 +1,69 @@
+"""One rank of a tensor-parallel model: vLLM's engine in a process of its own, which computes its share of
+every layer.
+
+Each rank schedules by itself, what it is asked in the same order as the others: so all run the same
+forwards, in which they exchange what they computed, and each has every row at the end. It is what vLLM's
+``external_launcher`` is for; here genrt launches.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from genrt.errors import EngineUnsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor import Executor
+
+__all__ = ["LAUNCHED", "Rank"]
+
+LAUNCHED = "external_launcher"
+"""The name of vLLM's executor whose ranks others launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank as it is opened.
+
+    Attributes:
+        number: from 0 on; rank 0 answers.
+        store: the file by which the ranks find each other.
+        configured: is called once vLLM has taken the options, and before it looks for other ranks.
+    """
+
+    number: int
+    store: str
+    configured: Callable[[], object] = lambda: None
+
+    def executor(self, config: VllmConfig) -> type[Executor]:
+        """Return what runs this rank's share of the model.
+
+        Raises:
+            EngineUnsupported: pipeline parallelism, several hosts, or a process whose sets of strings
+                are in an order of their own, as they would be in no other rank.
+        """
+        parallel = config.parallel_config
+        if parallel.world_size != parallel.tensor_parallel_size:
+            raise EngineUnsupported(
+                f"{LAUNCHED} is for tensor parallelism alone: leave the other parallel sizes out"
+            )
+        if sys.flags.hash_randomization:
+            raise EngineUnsupported(
+                "ranks need the same order of sets: start the process with PYTHONHASHSEED=0"
+            )
+        from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as vLLM's executor asserts
+        self.configured()
+        number, method = self.number, f"file://{self.store}"
+
+        class RankExecutor(ExecutorWithExternalLauncher):
+            def _distributed_args(self) -> tuple[str, int, int]:
+                return method, number, number
+
+        return RankExecutor
