@@ -21,7 +21,7 @@ from typing import Any
 from genrt.cluster.messages import Frames, dumped, framed, loaded, unflattened
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.vllm.rank import Rank
+from genrt.engines.vllm.rank import Rank, leave
 from genrt.engines.weights import TensorsIn
 from genrt.errors import GenrtError
 from genrt.questions.origins import Asked
@@ -147,7 +147,8 @@ def main(port: int, parent: int) -> None:
                     continue
                 kind, *arguments = loaded(each, follower.asked)
                 if kind == "close":
-                    follower.take("tell", "close")
+                    engine.close()
+                    leave()
                     return
                 follower.take(kind, *arguments)
     except BrokenPipeError:

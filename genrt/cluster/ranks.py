@@ -31,7 +31,7 @@ from genrt.cluster.follower import RECEIVED_BYTES, progress_of
 from genrt.cluster.messages import AskedNumbers, Frames, dumped, flat, framed, loaded
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.rank import LAUNCHED, Rank
+from genrt.engines.vllm.rank import LAUNCHED, Rank, leave
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import Decoding
@@ -48,6 +48,8 @@ END_SECONDS = 3.0
 
 RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 """The environment of a process with ranks, in which all sets of strings have the same order."""
+
+SHARED_MEMORY = Path("/dev/shm")
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
@@ -73,6 +75,7 @@ def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) 
         rank = Rank(0, ranks.store, begin)
         engine = open_engine("vllm", model, options, residency=residency, rank=rank)
         ranks.agreed()
+        ranks.unname()
     except BaseException:
         ranks.close()
         raise
@@ -121,6 +124,12 @@ class Ranks:
         for number, (link, _, _) in enumerate(self._links, 1):
             link.sendall(framed(dumped((number, self.store, model, options, residency))))
 
+    def unname(self) -> None:
+        """Take away the names of the memory that the ranks share on a CPU, once all have it: it goes with
+        them then, however they end."""
+        for each in SHARED_MEMORY.glob(f"{os.path.basename(self.store)}*"):
+            each.unlink(missing_ok=True)
+
     def tell(self, *message: Any) -> None:
         """Send all a message. Raises EngineDied if one is gone."""
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
@@ -157,19 +166,23 @@ class Ranks:
                 return loaded(each)
         raise EngineDied(f"rank {number} is gone")
 
+    def part(self) -> None:
+        """Have them close their engines, as is done here next. From now on they may end. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(EngineDied):
+                self.tell("close")
+
     def close(self) -> None:
-        """Have them close their engines, and end; kill those that do not soon. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        with contextlib.suppress(EngineDied):
-            self.tell("close")
+        """Wait until they have ended; kill those that do not soon. Idempotent."""
+        self.part()
         for link, child, _ in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(END_SECONDS)
             child.kill()
             child.wait()
             link.close()
+        self._links.clear()
         self._directory.cleanup()
 
 
@@ -190,6 +203,7 @@ class RankedEngine:
 
     def __init__(self, engine: Any, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
+        self._is_closed = False
         self.vocab_size: int = engine.vocab_size
         self.max_model_len: int = engine.max_model_len
         self.max_batch_size: int = engine.max_batch_size
@@ -270,9 +284,12 @@ class RankedEngine:
         return found
 
     def close(self) -> None:
-        # Ranks part with each other in their own time: none waits for another.
-        self._ranks.close()
-        self._engine.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._ranks.part()  # they close with this one: what they share may be waited for
+            self._engine.close()
+            leave()
+            self._ranks.close()
 
     def _agree(self, name: str, *arguments: Any) -> Any:
         return agreed(self._ranks, name, getattr(self._engine, name), *arguments)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.executor import Executor
 
-__all__ = ["LAUNCHED", "Rank"]
+__all__ = ["LAUNCHED", "Rank", "leave"]
 
 LAUNCHED = "external_launcher"
 """The name of vLLM's executor whose ranks others launch."""
@@ -67,3 +67,12 @@ class Rank:
                 return method, number, number
 
         return RankExecutor
+
+
+def leave() -> None:
+    """Leave the other ranks, once this process's engine is closed: vLLM keeps its groups for the next one,
+    and what they share would be left behind."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()

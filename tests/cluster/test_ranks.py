@@ -1,0 +1,328 @@
+"""Ranks: what one engine is told the others repeat, in the same order; and what happens when they part.
+
+The engines are exact here, as many as there are ranks, each behind what is sent between processes.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genrt.cluster import ranks as ranks_module
+from genrt.cluster.follower import Follower, progress_of
+from genrt.cluster.messages import AskedNumbers, dumped, loaded
+from genrt.cluster.opening import gpus_of
+from genrt.cluster.ranks import RankedEngine, Ranks, are_launched
+from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.weights import TensorsIn
+from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidAdapter, InvalidRequest
+from genrt.loading import load
+from genrt.questions.contexts import Adapter
+from genrt.questions.origins import Asked, Origins
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.scores import ScoreRequest
+from tests.scripted import logprobs, sample
+
+A, B, C = logprobs(1), logprobs(2), logprobs(3)
+
+
+class Recorded:
+    """An engine that writes down what it is told, and ends at each step what was asked first."""
+
+    vocab_size, max_model_len, max_batch_size = 7, 100, 8
+    device = torch.device("cpu")
+    tokenizer, keeps_residents, scores = None, True, True
+
+    def __init__(self, refuses: str | None = None) -> None:
+        self.told: list[Any] = []
+        self.asked: dict[Any, None] = {}
+        self.refuses = refuses
+        self.steps = 0
+        self.prefixes = self.weights = self
+        self.asleep: frozenset[str] = frozenset()
+
+    def _note(self, name: str, *arguments: Any) -> None:
+        self.told.append((name, *arguments))
+        if name == self.refuses:
+            raise InvalidAdapter("it does not fit")
+
+    def submit(self, requests: Any) -> None:
+        self._note("submit", *requests)
+        self.asked |= dict.fromkeys(requests)
+
+    def go_on(self, population: PopulationDraw) -> bool:
+        self._note("go_on", *map(bytes, map(population.contexts.packed, range(len(population)))))
+        if len(population) > 2:
+            return False
+        self.asked[population] = None
+        return True
+
+    def settle(self, population: PopulationDraw) -> None:
+        self._note("settle", len(population))
+
+    def release(self, asked: Any) -> None:
+        self._note("release", [each.count for each in asked])
+
+    def step(self) -> list[Finished]:
+        self.steps += 1
+        self._note("step")
+        if not self.asked:
+            return []
+        first = next(iter(self.asked))
+        del self.asked[first]
+        return [Finished(first, torch.zeros(7))]
+
+    def cancel(self, requests: Any) -> None:
+        self._note("cancel", len(requests))
+        for each in requests:
+            self.asked.pop(each, None)
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(steps=self.steps, requests=len(self.asked))
+
+    def close(self) -> None:
+        self._note("close")
+
+    def load(self, tensors: TensorsIn) -> None:
+        self._note("load", *map(str, tensors.files))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments: self._note(name, *arguments)
+
+
+class Here(Ranks):
+    """Other ranks in this process, behind the bytes of messages."""
+
+    def __init__(self, *engines: Any) -> None:
+        self._numbers, self._is_closed = AskedNumbers(), False
+        self.answers: list[list[tuple[Any, ...]]] = [[] for _ in engines]
+        self.followers = [
+            Follower(engine, lambda *message, n=n: self.answers[n].append(message))
+            for n, engine in enumerate(engines)
+        ]
+        self._links = [(each, each, each) for each in range(len(engines))]  # type: ignore[misc]
+
+    def tell(self, *message: Any) -> None:
+        gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
+        for each in self.followers:
+            for one in (("forget", gone), message) if gone else (message,):
+                each.take(*loaded(dumped(one, self._numbers.of), each.asked))
+
+    def _answer(self, number: int, *_: Any) -> Any:
+        return self.answers[number - 1].pop(0)
+
+    def part(self) -> None:
+        self._is_closed = True
+
+    def close(self) -> None:
+        self._links.clear()
+
+
+def ranked(*others: Any) -> tuple[RankedEngine, Recorded]:
+    first = Recorded()
+    return RankedEngine(first, Here(*others)), first
+
+
+def draws(count: int, origins: Origins | None = None) -> PopulationDraw:
+    import numpy as np
+
+    from genrt.questions.contexts import Limits
+    from genrt.questions.sequences import Sequences
+
+    sequences = Sequences.of(Limits(7, 100), [[n + 1, 2] for n in range(count)])
+    places = np.arange(count)
+    seeds = np.arange(count, dtype=np.uint64)
+    return PopulationDraw(sequences.contexts(places), None, None, 1.0, seeds, origins)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_ranks_do_the_same_in_the_same_order(seed: int) -> None:
+    rng = random.Random(seed)
+    others = Recorded(), Recorded()
+    engine, first = ranked(*others)
+    populations: list[PopulationDraw] = []
+    number = 0
+    for _ in range(200):
+        number += 1
+        kind = rng.choice(["submit", "step", "go_on", "cancel", "settle", "release", "keep"])
+        if kind == "submit":
+            rows = [logprobs(number, n) for n in range(rng.randrange(4))]
+            score = ScoreRequest(logprobs(1, 2, 3, number).packed, 1)
+            flush = [*rows, score, sample(1, number, seed=number)]
+            rng.shuffle(flush)
+            engine.submit(flush)
+        elif kind == "step":
+            engine.step()
+        elif kind == "go_on":
+            populations.append(draws(rng.randrange(1, 4)))
+            assert engine.go_on(populations[-1]) == (len(populations[-1]) < 3)
+        elif kind == "cancel":
+            engine.cancel(rng.sample([*first.asked], min(len(first.asked), rng.randrange(3))))
+        elif populations and kind == "settle":
+            engine.settle(populations[-1])
+        elif populations and kind == "release":
+            engine.release([populations.pop(0).asked])
+        elif kind == "keep":
+            engine.prefixes.keep(logprobs(number))
+        for other in others:
+            assert other.told == first.told
+            assert len(other.asked) == len(first.asked)
+    assert first.steps
+
+
+def test_what_nobody_goes_on_from_is_forgotten_everywhere() -> None:
+    other = Recorded()
+    engine, _ = ranked(other)
+    [follower] = engine._ranks.followers  # type: ignore[attr-defined]
+    population = draws(2)
+    engine.go_on(population)
+    engine.step()
+    assert len(follower.asked) == 1 and not follower._draws and not follower._numbers
+    del population
+    engine.submit([A])
+    assert not follower.asked
+
+
+@pytest.mark.parametrize("refusing", [(True, True), (True, False), (False, True), (False, False)])
+def test_an_adapter_is_in_all_ranks_or_in_none_or_they_end(refusing: tuple[bool, bool]) -> None:
+    here, there = ("add_adapter" if each else None for each in refusing)
+    first = Recorded(refuses=here)
+    engine = RankedEngine(first, Here(Recorded(refuses=there)))
+    adapter, path = Adapter("a", 1), Path("somewhere")
+    if refusing == (False, False):
+        engine.add_adapter(adapter, path)
+        return
+    with pytest.raises(InvalidAdapter if all(refusing) else EngineDied):
+        engine.add_adapter(adapter, path)
+
+
+def test_weights_are_read_by_every_rank() -> None:
+    other = Recorded()
+    engine, first = ranked(other)
+    engine.weights.begin()
+    engine.weights.load(TensorsIn([Path("a"), Path("b")]))
+    engine.weights.finish()
+    assert first.told == other.told == [("begin",), ("load", "a", "b"), ("finish",)]
+
+
+def test_ranks_that_have_parted_end_before_they_wait_for_each_other() -> None:
+    other = Recorded()
+    engine, _ = ranked(other)
+    engine.submit([A, B])
+    engine.step()
+    other.steps += 1
+    with pytest.raises(RuntimeError, match="parted"):
+        engine.step()
+
+
+def test_a_step_that_fails_is_the_end_of_all() -> None:
+    engine = RankedEngine(Recorded(refuses="step"), Here(Recorded()))
+    engine.submit([A])
+    with pytest.raises(EngineDied, match="every rank"):
+        engine.step()
+
+
+def test_how_far_a_rank_has_come_is_what_all_of_them_count() -> None:
+    counted = EngineStatistics(steps=1, requests=2, rows=3, seconds=4.0, bytes_to_host=5)
+    elsewhere = EngineStatistics(steps=1, requests=2, rows=3, seconds=9.0, bytes_to_host=0)
+    assert progress_of(counted) == progress_of(elsewhere)
+    assert progress_of(counted) != progress_of(EngineStatistics(steps=2, requests=2, rows=3))
+
+
+def test_a_rank_that_ends_by_itself_is_told_and_one_that_closes_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        ranks_module, "PROGRAM", "import socket; socket.socket(fileno={port}).recv(1)"
+    )
+    told: list[str] = []
+    seen = threading.Event()
+
+    def lost(reason: str) -> None:
+        told.append(reason)
+        seen.set()
+
+    ranks = Ranks(3, lost)
+    ranks._links[1][1].kill()
+    assert seen.wait(60)
+    assert told == ["rank 2 ended with status -9"]
+    ranks.close()
+    ranks.close()
+    assert told == ["rank 2 ended with status -9"]
+    quiet: list[str] = []
+    closed = Ranks(2, quiet.append)
+    closed.close()
+    assert not quiet
+
+
+def test_a_process_with_ranks_dies_with_any_of_them() -> None:
+    code = (
+        "import genrt.cluster.ranks as r, threading\n"
+        "r.PROGRAM = 'import sys; sys.exit(5)'\n"
+        "ranks = r.Ranks(2)\n"
+        "threading.Event().wait()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
+    assert ended.returncode == 1
+    assert b"rank 1 ended with status 5" in ended.stderr
+
+
+def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:
+    """Also where it waits for another rank in native code, for which a process that sleeps stands."""
+    code = (
+        "import os, subprocess, sys\n"
+        "rank = ('from genrt.cluster.follower import _die_with; import socket, threading; '\n"
+        "        '_die_with(%d); own = socket.socket(fileno={fd}); own.send(b\"up\"); '\n"
+        "        'threading.Event().wait()' % os.getpid())\n"
+        "subprocess.Popen([sys.executable, '-c', rank], pass_fds=[{fd}])\n"
+        "sys.stdin.read()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ours, theirs = socket.socketpair()  # theirs is open as long as the rank lives
+    with theirs:
+        fd = theirs.fileno()
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code.format(fd=fd)], stdin=subprocess.PIPE, pass_fds=[fd]
+        )
+    ours.settimeout(300)
+    assert ours.recv(2) == b"up"
+    parent.communicate(timeout=300)
+    assert parent.returncode == -9
+    assert ours.recv(1) == b""
+    ours.close()
+
+
+def test_options_ask_for_ranks_by_the_name_of_vllms_executor() -> None:
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    assert are_launched(options)
+    assert gpus_of(options) == 2
+    assert not are_launched({"tensor_parallel_size": 2})
+    with pytest.raises(EngineUnsupported, match="leave the cluster out"):
+        load("nowhere", engine_options=options, replicas=2, cluster="local")
+
+
+def test_a_refusal_everywhere_is_raised_as_it_is_here() -> None:
+    ranks = Here(Recorded())
+    ranks.answers[0].append(("refused", "no"))
+    own: GenrtError = InvalidRequest("no, here")
+    with pytest.raises(InvalidRequest, match="no, here"):
+        ranks.agreed(own)
+    ranks.answers[0].append(("failed", "out of memory"))
+    with pytest.raises(EngineDied, match="out of memory"):
+        ranks.agreed(own)
+
+
+def test_asked_numbers_of_the_same_question_are_the_same() -> None:
+    ranks = Here(Recorded())
+    asked = Asked(3)
+    assert ranks.number_of(asked) == ranks.number_of(asked) != ranks.number_of(Asked(3))

@@ -1,0 +1,121 @@
+"""A tensor-parallel model of two ranks, each with vLLM's engine: answers, residents, losses as of one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import genrt
+from genrt.cluster.health import ReplicaLimits
+from tests.cluster.test_replicas import processes, until
+from tests.cluster.test_vllm_replicas import CONTEXTS, OPTIONS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.proof]
+
+RANKS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "external_launcher",
+}
+LIMITS = ReplicaLimits(probe_seconds=0.5, most_silent=120, most_restarts=10)
+
+
+def answers(lm: genrt.AsyncLM) -> list[torch.Tensor]:
+    """Rows, scores, texts, and a population that grows, is resampled and cut, with what goes with it."""
+    lm.clear_cache()
+    population = lm.population(CONTEXTS[2], 8)
+    drawn = []
+    for step in range(8):
+        draws = population.draw_sync(seed=100 * step)
+        population.append(draws.token_ids)
+        if step % 3 == 2:
+            population.resample([0, 0, 1, 2, 2, 5, 6, 7])
+        if step == 5:
+            population.cut(len(CONTEXTS[2]) + 2)
+        drawn.append(draws.token_ids)
+    population.close()
+    return [
+        lm.batch_next_token_logprobs_sync(CONTEXTS),
+        lm.batch_next_token_logprobs_sync(CONTEXTS, adapter="a"),
+        torch.stack(drawn).float(),
+        torch.cat(lm.batch_score_sync(CONTEXTS, [[7, 8, 9, 10]] * len(CONTEXTS), adapter="a")),
+        torch.tensor(lm.sample_sync([5, 6], max_tokens=6, seed=4)).float(),
+        torch.tensor(lm.sample_sync([5, 6], max_tokens=6)).float(),
+        torch.tensor(
+            lm.generate_sync([7], max_tokens=5, regex="[a-c]{3}", seed=1).token_ids
+        ).float(),
+    ]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that a replica has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    commands = {int(each): Path(f"/proc/{each}/cmdline").read_bytes() for each in children}
+    return [each for each, command in commands.items() if b"follower" in command]
+
+
+@pytest.mark.promise(number=39)
+def test_two_ranks_answer_as_one_engine_does(
+    llama: Path, loras: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from tests.small_models import make_llama
+
+    other = make_llama(tmp_path / "other", seed=7)
+    with genrt.load(llama, engine_options=OPTIONS, seed=1) as one:
+        one.add_adapter_sync("a", loras[0])
+        expected = answers(one)
+        before = one.statistics()
+        answers(one)
+        alone = one.statistics().since(before).engine
+        one.update_weights_sync(load_file(other / "model.safetensors"))
+        renewed = answers(one)
+    with genrt.load(llama, engine_options=OPTIONS | RANKS, seed=1, replica_limits=LIMITS) as two:
+        two.add_adapter_sync("a", loras[0])
+        assert_equal(answers(two), expected)
+        before = two.statistics()
+        answers(two)
+        since = two.statistics().since(before).engine
+        names = ("steps", "rows", "extended", "forked", "computed_tokens", "sampled_tokens")
+        assert {name: getattr(since, name) for name in names} == {
+            name: getattr(alone, name) for name in names
+        }
+        with pytest.raises(genrt.InvalidAdapter):
+            two.add_adapter_sync("b", tmp_path)
+        two.update_weights_sync(load_file(other / "model.safetensors"))
+        assert_equal(answers(two), renewed)
+
+        # A rank dies: all do, and are started again, with the weights and adapters that there are.
+        [process] = processes(two)
+        [rank] = ranks_of(process)
+        subprocess.run(["kill", "-9", str(rank)], check=True)
+        assert_equal(answers(two), renewed)
+        until(two, "healthy", restarts=1)
+
+        # Rank 0 dies, and leaves none behind.
+        [process] = processes(two)
+        [rank] = ranks_of(process)
+        process.kill()
+        assert_equal(answers(two), renewed)
+        assert not Path(f"/proc/{rank}").exists() or "Z" in Path(f"/proc/{rank}/stat").read_text()
+        [process] = processes(two)
+        [last] = ranks_of(process)
+    assert not Path(f"/proc/{last}").exists()
+    assert not [*Path("/dev/shm").glob("genrt-ranks-*")]
+
+
+def test_what_ranks_cannot_do_is_said_at_once(llama: Path) -> None:
+    for wrong, message in (
+        ({"pipeline_parallel_size": 2}, "tensor parallelism alone"),
+        ({"max_num_sequences": 3}, "does not take these engine_options"),
+    ):
+        with pytest.raises(genrt.GenrtError, match=message):
+            genrt.load(llama, engine_options=OPTIONS | RANKS | wrong)
