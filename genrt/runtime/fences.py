@@ -4,8 +4,8 @@ Rules:
     All of it happens under the batcher's lock. The engine thread alone puts fences up.
     A fence is passed once nothing that was asked before it is queued, in flight or waiting for room.
     Questions behind a fence are asked when the last one is down, by the weights that there are then.
-    A text of which a stream has told some is asked anew too, and told on from there. It fails if the weights
-    are replaced meanwhile: the rest would be by other ones.
+    A text of which a stream has told some is asked anew too, and told on from there. It fails if the
+    weights are replaced meanwhile: the rest would be by other ones.
 """
 
 from __future__ import annotations

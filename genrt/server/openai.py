@@ -29,6 +29,7 @@ from genrt.numbers import named
 from genrt.server.asgi import Application
 from genrt.server.bodies import json_bytes
 from genrt.server.client import TASKS, RuntimeClient
+from genrt.server.failures import telling_failures
 from genrt.server.routes import JSON
 from genrt.server.turns import keeping_turns
 
@@ -112,6 +113,7 @@ async def openai_application(
     application.state.openai_serving_models.lora_requests = _Adapters(lm)
     renderer = application.state.online_renderer
     renderer.preprocess_chat = keeping_turns(lm, renderer.preprocess_chat)
+    telling_failures(application)
     if application.openapi_url is not None:
         application.router.routes.insert(0, _schema_route(application))
     return application, client

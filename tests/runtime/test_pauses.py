@@ -153,8 +153,7 @@ async def test_a_stream_ends_with_the_weights_that_it_was_begun_with(lm: AsyncLM
         await lm.pause(pending="restart")
         await lm.update_weights({"table": OTHER.table})
         with pytest.raises(StreamCut, match="weights were replaced"):
-            while True:
-                await anext(stream)
+            [_ async for _ in stream]
         lm.resume()
         assert (await other).weights_version == 1
 
