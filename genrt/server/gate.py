@@ -18,7 +18,7 @@ import binascii
 import hmac
 import ipaddress
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from genrt.errors import InvalidRequest
@@ -109,7 +109,6 @@ class Gate:
         application: serves who passes.
         api_key: what they have to show; ``None`` is nothing.
         limits: how much they may ask.
-        closed: paths that are not served.
         is_healthy: says whether a GET of ``/health`` is answered with 200, or 503.
     """
 
@@ -119,13 +118,11 @@ class Gate:
         *,
         api_key: str | None,
         limits: ServerLimits,
-        closed: Collection[str] = (),
         is_healthy: Callable[[], bool] = lambda: True,
     ) -> None:
         self._application = application
         self._api_key = None if api_key is None else api_key.encode()
         self._limits = limits
-        self._closed = frozenset(closed)
         self._is_healthy = is_healthy
         self._answers: set[_Answer] = set()
         self.held_bytes = 0
@@ -200,8 +197,6 @@ class Gate:
             raise HTTPError(
                 403, "without a key, the server answers to localhost and 127.0.0.1 alone"
             )
-        if scope["path"].rstrip("/") in self._closed:
-            raise HTTPError(404, "the server does not offer this")
 
     def _has_key(self, headers: list[tuple[bytes, bytes]], *, safe: bool) -> bool:
         """Return whether the key is shown: as a bearer, or as the password of a browser that reads."""

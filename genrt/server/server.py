@@ -126,7 +126,7 @@ class Server:
     async def _serve(
         self, listening: socket.socket, started: concurrent.futures.Future[None]
     ) -> None:
-        openai, client, closed = None, None, frozenset[str]()
+        openai, client = None, None
         own, trainers = self._own_routes(), None
         if self._takes_weights:
             trainers = TrainerRoutes(self._lm, self._limits.update_seconds)
@@ -137,7 +137,6 @@ class Server:
 
             arguments = front_end.front_end_options(self._options)
             openai, client = await front_end.openai_application(self._lm, self._model, arguments)
-            closed = front_end.CLOSED
         elif self._options:
             raise InvalidRequest(
                 "options are for vLLM's front end: this runtime has another engine"
@@ -146,7 +145,6 @@ class Server:
             _Routes(own, openai),
             api_key=self._api_key,
             limits=self._limits,
-            closed=closed,
             is_healthy=lambda: self._lm._thread.alive,
         )
         config = uvicorn.Config(

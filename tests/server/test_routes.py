@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import socket
-import time
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
