@@ -69,7 +69,9 @@ class Fleet:
         now: float = 0.0,
         number_of: Callable[[object], int] = id,
     ) -> None:
-        self.replicas = [Replica(number, Health(limits, now)) for number in range(count)]
+        health = [Health(limits, now, self._changed) for _ in range(count)]
+        self.replicas = [Replica(number, each) for number, each in enumerate(health)]
+        self._usable: frozenset[int] | None = None  # whom to ask; None is to be found out
         self.settings = 0
         self.moved = 0
         self._router = router
@@ -103,17 +105,15 @@ class Fleet:
 
     def place(self) -> dict[int, list[Request]]:
         """Return which of the questions that wait each replica is sent now."""
-        healthy = [r.number for r in self.replicas if r.health.state is State.HEALTHY]
-        usable = healthy or [r.number for r in self.serving]
         sent: dict[int, list[Request]] = {}
-        if not usable:
+        if not self._waiting or not self._has_usable():
             return sent
         waiting, self._waiting = self._waiting, {}
         for request in waiting:
             goes_on: list[int] = []
             if isinstance(request, PopulationDraw) and request.origins is not None:
                 goes_on = [self._number_of(each) for each in request.origins.asked]
-            number, work = self._router.route(request, usable, goes_on=goes_on)
+            number, work = self._router.route(request, goes_on=goes_on)
             replica = self.replicas[number]
             replica.work[request] = work
             self._at[request] = replica
@@ -269,6 +269,18 @@ class Fleet:
         )
 
     # -- how ----------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self._usable = None
+
+    def _has_usable(self) -> bool:
+        """Return whether anybody may be asked, and have the router know who."""
+        if self._usable is None:
+            healthy = [r.number for r in self.replicas if r.health.state is State.HEALTHY]
+            self._usable = frozenset(healthy or [each.number for each in self.serving])
+            if self._usable:
+                self._router.use(self._usable)
+        return bool(self._usable)
 
     def _take_off(self, replica: Replica, request: Request) -> None:
         self._router.done(replica.number, replica.work.pop(request))
