@@ -72,6 +72,7 @@ class Fleet:
         health = [Health(limits, now, self._changed) for _ in range(count)]
         self.replicas = [Replica(number, each) for number, each in enumerate(health)]
         self._usable: frozenset[int] | None = None  # whom to ask; None is to be found out
+        self._is_changed = True  # since ``has_changed`` was asked
         self.settings = 0
         self.moved = 0
         self._router = router
@@ -189,6 +190,7 @@ class Fleet:
     def change(self, now: float, *, having: Sequence[int] = ()) -> None:
         """Have new settings, which no replica has but these. Questions wait until one does."""
         self.settings += 1
+        self._is_changed = True
         for each in self.replicas:
             if each.number in having and each.health.serves:
                 each.health.settings = self.settings
@@ -223,18 +225,23 @@ class Fleet:
             each.is_probed, each.renewing = False, None
         return started
 
-    def tick(self, now: float) -> list[Replica]:
-        """Let time pass; return the replicas that are to be killed: they have been silent, failing, or
-        at one thing for too long."""
-        dying = []
+    def tick(self, now: float) -> None:
+        """Let time pass, in which some may have been at one thing for too long."""
         for each in self.replicas:
             lived = each.health.lives
             each.health.tick(now, busy=bool(each.work))
             if lived and not each.health.lives:
                 each.reason = "it took too long"
-            if each.health.state is State.DEAD:
-                dying.append(each)
-        return dying
+
+    def has_changed(self) -> bool:
+        """Return whether there may be somebody to kill, to start or to renew, since this was asked last:
+        all of that follows from states and settings."""
+        changed, self._is_changed = self._is_changed, False
+        return changed
+
+    def to_kill(self) -> list[Replica]:
+        """Return the replicas that have been silent, failing, or at one thing for too long."""
+        return [each for each in self.replicas if each.health.state is State.DEAD]
 
     def to_probe(self) -> list[Replica]:
         """Return the replicas to be probed now; those that have not answered the last probe are a step
@@ -271,7 +278,7 @@ class Fleet:
     # -- how ----------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        self._usable = None
+        self._usable, self._is_changed = None, True
 
     def _has_usable(self) -> bool:
         """Return whether anybody may be asked, and have the router know who."""
