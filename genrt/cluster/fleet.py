@@ -112,8 +112,8 @@ class Fleet:
         waiting, self._waiting = self._waiting, {}
         for request in waiting:
             goes_on: list[int] = []
-            if isinstance(request, PopulationDraw) and request.origins is not None:
-                goes_on = [self._number_of(each) for each in request.origins.asked]
+            if isinstance(request, PopulationDraw):
+                goes_on = [self._number_of(each) for each in request.came_from]
             number, work = self._router.route(request, goes_on=goes_on)
             replica = self.replicas[number]
             replica.work[request] = work
