@@ -304,5 +304,6 @@ class SimulatedPopulations:
         before = walker.population._origins.asked
         homes = [self._at[each] for each in before if each in self._at]
         there = {n for n, life in homes if replicas[n].life == life and n in usable}
-        walker.could_stay += bool(there)
-        walker.stayed += number in there
+        if len(there) == len({*homes}):  # and none of them is lost
+            walker.could_stay += bool(there)
+            walker.stayed += number in there
