@@ -45,7 +45,7 @@ MOST_ATTEMPTS = 3
 """How often a local Ray is begun, which on a busy machine may not be up within Ray's own bounds."""
 
 PATIENCE = {"RAY_gcs_server_port_wait_time_s": "60", "RAY_raylet_start_wait_time_s": "60"}
-"""Those of Ray's bounds on how long its processes may take to begin that it lets us choose, in seconds."""
+"""Ray's bounds on how long its processes may take to begin, as far as it lets us choose, in seconds."""
 
 
 class ActorLink:
@@ -380,7 +380,9 @@ def _own_environment() -> Iterator[None]:
 
     def rays() -> dict[str, str]:
         names = [name for name in os.environ if name.startswith("RAY_")]
-        return {name: os.environ[name] for name in [*names, "PYTHONBREAKPOINT"] if name in os.environ}
+        return {
+            name: os.environ[name] for name in [*names, "PYTHONBREAKPOINT"] if name in os.environ
+        }
 
     before = rays()
     try:
@@ -394,9 +396,9 @@ def _own_environment() -> Iterator[None]:
 @contextlib.contextmanager
 def _on_loopback(ray: Any) -> Iterator[None]:
     """Have a cluster that begins meanwhile listen on 127.0.0.1 alone."""
-    # Ray takes the host's address for 127.0.0.1, even if it is told that. The constant is what a variable,
-    # RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, sets for Ray's import, which may have been long ago: without it
-    # nodes are on 127.0.0.1, as they always are on those systems.
+    # Told to be on 127.0.0.1, Ray takes the host's address instead. Where it has no clusters of several
+    # hosts it is there, and this constant says so. Its variable, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER,
+    # is read when Ray is imported, which may have been long ago.
     constants = ray._private.ray_constants
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False

@@ -74,7 +74,9 @@ class Router:
         self._random = random.Random(seed)
         self._usable: Set[int] = frozenset(range(count))
         self._work = Loads(count)
-        self._crowd = Loads(count)  # the work, and the sequences of populations that a replica keeps
+        self._crowd = Loads(
+            count
+        )  # the work, and the sequences of populations that a replica keeps
         self._contexts: OrderedDict[int, int] = OrderedDict()
         self._families: OrderedDict[int, int] = OrderedDict()
         self._populations: dict[int, tuple[int, int]] = {}

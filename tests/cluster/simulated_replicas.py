@@ -241,7 +241,9 @@ class Simulation:
             self.engine.tend()
             return
         for end in self.engine.step():
-            if end.request in self._gone:  # withdrawn with another of its draw, that has just failed
+            if (
+                end.request in self._gone
+            ):  # withdrawn with another of its draw, that has just failed
                 continue
             assert end.request in self.waiting, (
                 "it ended twice, or was never asked, or was withdrawn"

@@ -1,4 +1,4 @@
-"""The least loaded replica, found without a scan: the same that a scan finds, and the router's decisions."""
+"""The least loaded replica, found without a scan: the same one, whatever a router decides by it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def test_the_router_decides_as_it_does_by_a_scan(
     for kind in (First, Scan):
         monkeypatch.setattr(routing, "Loads", kind)
         routers.append(Router(COUNT, seed=seed))
-    chosen, flying, populations = random.Random(seed), [], {}
+    chosen, flying = random.Random(seed), []
+    populations: dict[int, list[int]] = {}
     homes = Counter[int]()
     for number in range(3_000):
         request, goes_on = questions(chosen, populations)
