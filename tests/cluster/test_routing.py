@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from genrt.cluster.routing import MARGIN, Router
 from genrt.questions.contexts import Limits
 from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.programs import ProgramRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Sequences
 
@@ -131,3 +132,45 @@ def test_a_population_leaves_a_replica_that_is_flooded() -> None:
         router.route(population([1], 64))
     router.use({0, 1})
     assert router.route(population([1, 2], 4), goes_on=[1])[0] != home
+
+
+def test_a_population_stays_where_a_text_would_not() -> None:
+    router = Router(2, seed=0)
+    home, _ = router.route(population([1], 4))
+    router.stays(1, home, 4)
+    router.use({home})
+    for _ in range(3):
+        router.route(population([1], 64))
+    router.use({0, 1})
+    assert router.route(population([1, 2], 4), goes_on=[1])[0] == home
+    assert router.route(LogprobsRequest([1, 2]))[0] != home
+
+
+def test_populations_that_are_gone_take_no_room() -> None:
+    router = Router(2, seed=0)
+    homes = []
+    for number, count in ((1, 16), (2, 8)):
+        home, work = router.route(population([number], count))
+        router.stays(number, home, count)
+        router.done(home, work)
+        homes.append(home)
+    assert len({*homes}) == 2
+    router.left([1])
+    assert router.route(population([3], 4))[0] == homes[0]
+
+
+def test_programs_at_once_are_spread() -> None:
+    router = Router(4, seed=0)
+    homes = {router.route(ProgramRequest(b"", object, seed))[0] for seed in range(4)}
+    assert homes == {0, 1, 2, 3}
+
+
+def test_a_new_life_of_a_replica_has_no_work() -> None:
+    router = Router(2, seed=0)
+    router.use({0})
+    router.route(population([1], 64))
+    router.lost(0)
+    router.use({0, 1})
+    router.route(population([2], 8), goes_on=[])
+    assert {router.work(0), router.work(1)} == {0.0, 8.0 + 8 / 64}
+    assert len({router.route(ProgramRequest(b"", object, 0))[0] for _ in range(2)}) == 2
