@@ -147,6 +147,7 @@ class Population:
             temperature,
             seed,
             origins if origins.go_on(contexts.lengths) else None,
+            origins.asked or before.asked,
         )
         seconds = check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
