@@ -99,7 +99,7 @@ class Health:
 
     @property
     def state(self) -> State:
-        """What it may be asked for."""
+        """The state, which says what it may be asked for."""
         return self._state
 
     @state.setter
