@@ -66,7 +66,8 @@ def simulated(count: int, texts: int, steps: int, deaths: float, seed: int = 0) 
         for each in fleet.to_probe():
             if each.number not in silent and each.health.lives:
                 fleet.answered_probe(each.number, each.life)
-        for each in fleet.tick(now):
+        fleet.tick(now)
+        for each in fleet.to_kill():
             fleet.died(each.number, each.life, "silent")
         for each in fleet.to_start(now):
             if (since := silent.pop(each.number, None)) is not None:

@@ -8,6 +8,8 @@ import sys
 import time
 
 import genrt
+from genrt.cluster.arguments import add_replica_arguments, replica_options
+from genrt.cluster.opening import check_replicas
 from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--particles", type=int, default=64, help="how many texts grow side by side (64)")
     option("--max-tokens", type=int, default=32, help="the longest text, in tokens (32)")
     option("--seed", type=int, default=0, help="equal seeds make equal runs (0)")
+    add_replica_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,6 +74,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidRequest(
             "--engine exact has no model of its own: give --model, a directory that NGram.save wrote"
         )
+    check_replicas(**replica_options(vars(args)))
     with genrt.load(NGram.random(2, eos_token_id=1), engine="exact") as any_lm:
         regex(args.pattern, any_lm)
 
@@ -79,7 +83,7 @@ def _run(args: argparse.Namespace) -> None:
     name = args.model or "the embedded model, which is unpacked the first time,"
     _tell(f"Loading {name} on engine {args.engine} …")
     began = time.perf_counter()
-    with genrt.load(args.model, engine=args.engine) as lm:
+    with genrt.load(args.model, engine=args.engine, **replica_options(vars(args))) as lm:
         _tell(f"Loaded in {time.perf_counter() - began:.1f} s.")
         model = TextModel(
             lm,

@@ -17,6 +17,7 @@
     ├── EngineFailed (RuntimeError)      the engine raised; the requests of that step got this
     │   ├── EngineDied                   … and can't go on: restart it, or load again
     │   ├── Paused                       … or its owner has it refuse questions: ask again later
+    │   ├── StreamCut                    … or it cannot go on with a text it has told in part: ask again
     │   ├── OutOfMemory                  … because the device's memory ran out, for this request alone
     │   └── NotFinite                    the model's logits were NaN, +inf or all -inf
     ├── JobRefused (RuntimeError)        a job's output is not its own, or was made from something else
@@ -49,6 +50,7 @@ __all__ = [
     "OutOfMemory",
     "OutputFailed",
     "Paused",
+    "StreamCut",
     "TimedOut",
     "UnknownAdapter",
     "UnknownColumn",
@@ -126,6 +128,11 @@ class EngineDied(EngineFailed):
 
 class Paused(EngineFailed):
     """The runtime is paused or asleep, and its owner has questions refused meanwhile: ask again later."""
+
+
+class StreamCut(EngineFailed):
+    """A stream was told a part of a text, and the rest would not fit it: the weights are other ones, or
+    another engine drew another text. Ask again."""
 
 
 class OutOfMemory(EngineFailed):

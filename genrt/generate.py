@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import genrt
+from genrt.cluster.arguments import ReplicaOptions, add_replica_arguments, replica_options
 from genrt.errors import GenrtError, InvalidRequest, JobRefused, ModelNotFound
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT", help="lines of JSON, one for each row")
     _what_is_asked(parser.add_argument_group("what is asked"))
     _model(parser.add_argument_group("the model"))
+    add_replica_arguments(parser)
     _drawing(parser.add_argument_group("how texts are drawn, as lm.generate takes it"))
     _job(parser.add_argument_group("the job"))
 
@@ -184,10 +186,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(given: dict[str, Any]) -> int:
     from genrt import models
+    from genrt.cluster.opening import check_replicas
     from genrt.engines import check_choice
     from genrt.generation.jobs import Job
 
-    for name in ("command", "run"):
+    replicas = replica_options(given)
+    check_replicas(**replicas)
+    for name in ("command", "run", *replicas):
         given.pop(name, None)
     engine, engine_options = given.pop("engine"), given.pop("engine_options")
     model, adapter = given.pop("model", None), given.pop("adapter", None)
@@ -205,7 +210,8 @@ def _run(given: dict[str, Any]) -> int:
     with job.begin() as running:
         try:
             if running.report().left:
-                with _loaded(model, engine, engine_options, adapter, given["heartbeat"]) as lm:
+                options = engine_options, replicas
+                with _loaded(model, engine, *options, adapter, given["heartbeat"]) as lm:
                     running.run_sync(lm)
         finally:
             report = running.report()
@@ -235,14 +241,19 @@ def _decisive(engine: str, options: dict[str, Any], adapter: str | None) -> dict
 
 @contextlib.contextmanager
 def _loaded(
-    model: str | None, engine: str, options: dict[str, Any], adapter: str | None, seconds: float
+    model: str | None,
+    engine: str,
+    options: dict[str, Any],
+    replicas: ReplicaOptions,
+    adapter: str | None,
+    seconds: float,
 ) -> Iterator[AsyncLM]:
     from genrt.generation.reports import elapsed, heartbeat
 
     log, began = logging.getLogger("genrt.generation"), time.monotonic()
     log.info("loading %s on engine %s", model or "the embedded model", engine)
     with heartbeat(seconds, lambda: log.info("loading, %s", elapsed(time.monotonic() - began))):
-        lm = genrt.load(model, engine=engine, engine_options=options, restart="auto")
+        lm = genrt.load(model, engine=engine, engine_options=options, restart="auto", **replicas)
     with lm:
         if adapter is not None:
             lm.add_adapter_sync(ADAPTER, adapter)

@@ -147,6 +147,7 @@ class Population:
             temperature,
             seed,
             origins if origins.go_on(contexts.lengths) else None,
+            origins.asked or before.asked,
         )
         seconds = check_timeout(timeout)
         until = None if seconds is None else time.monotonic() + seconds
@@ -184,13 +185,12 @@ class Population:
             InvalidRequest: an argument that fits nothing; else as ``draw``.
         """
         moves = must_move(device, self._home.device)
-        contexts = self._contexts(self._places(where))
-        rows = contexts.rows(self._home.adapters.bound(self._adapter))
+        home, contexts = self._home, self._contexts(self._places(where))
+        rows = contexts.rows(home.adapters.bound(self._adapter))
         requests = [host_row(row) for row in rows] if moves else rows
         found = await self._ask(requests, stacked=bool(requests), timeout=timeout)
         if found:
             return cast("torch.Tensor", found[0])
-        home = self._home
         return torch.empty(0, home.limits.vocab_size, device="cpu" if moves else home.device)
 
     async def score(

@@ -21,6 +21,7 @@ import genrt
 from genrt import generate as command
 from genrt import loading
 from genrt.__main__ import main
+from genrt.cluster.health import ReplicaLimits
 from genrt.engines.exact import NGram
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.generation.jobs import Job
@@ -83,6 +84,24 @@ def test_a_second_run_opens_no_model(
     assert err == ""
 
 
+def test_a_job_goes_on_with_another_number_of_replicas(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> AsyncLM:
+        loaded.append([options.pop(each) for each in ("replicas", "replica_limits", "cluster")])
+        return loading.load(*arguments, **options)
+
+    monkeypatch.setattr(genrt, "load", load, raising=False)
+    assert generate(folder, "--limit", "2") == 0
+    limits = ["--replica-limits", '{"most_failures": 7}']
+    assert generate(folder, "--replicas", "2", "--cluster", "10.0.0.1:6379", *limits) == 0
+    assert len(lines_of(folder)) == 6
+    found = ReplicaLimits(most_failures=7)
+    assert loaded == [[None, None, None], [2, found, "10.0.0.1:6379"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -96,6 +115,8 @@ def test_a_second_run_opens_no_model(
         (["--heartbeat", "-1"], "heartbeat"),
         (["--engine", "other"], "engine must be one of"),
         (["--limit", "0"], "limit"),
+        (["--replicas", "0"], "replicas must be from 1"),
+        (["--cluster", "auto"], "say how many with --replicas N"),
     ],
 )
 def test_what_is_refused_opens_no_model_and_changes_nothing(

@@ -8,15 +8,17 @@ Rules:
     Rows of a flush are one array, which travels beside the message, through Ray's shared memory.
     Actors end with this process. A local Ray that genrt began ends with its last runtime.
     Ray's connection is the process's: runtimes share it. Only that is counted here.
+    A local Ray listens on 127.0.0.1 alone. Ray sets environment variables; they are put back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +39,13 @@ __all__ = ["Actors", "ReplicaActor"]
 
 END_SECONDS = 3.0
 """How long a replica may take to end by itself before it is killed."""
+
+
+MOST_ATTEMPTS = 3
+"""How often a local Ray is begun, which on a busy machine may not be up within Ray's own bounds."""
+
+PATIENCE = {"RAY_gcs_server_port_wait_time_s": "60", "RAY_raylet_start_wait_time_s": "60"}
+"""Ray's bounds on how long its processes may take to begin, as far as it lets us choose, in seconds."""
 
 
 class ActorLink:
@@ -303,13 +312,13 @@ class _Connection:
 
     def join(self, cluster: str) -> Any:
         """Return Ray, connected to the cluster."""
-        try:
-            import ray
-        except ImportError as error:
-            raise EngineNotInstalled(
-                "replicas on a cluster need Ray: pip install 'genrt[ray]'"
-            ) from error
-        with self._lock:
+        with self._lock, _own_environment():
+            try:
+                import ray
+            except ImportError as error:
+                raise EngineNotInstalled(
+                    "replicas on a cluster need Ray: pip install 'genrt[ray]'"
+                ) from error
             if not ray.is_initialized():
                 self._is_ours = True
                 try:
@@ -330,7 +339,7 @@ class _Connection:
         """Close the connection, if nobody is left and genrt has opened it."""
         import ray
 
-        with self._lock:
+        with self._lock, _own_environment():
             self._users -= 1
             if not self._users and self._is_ours:
                 self._is_ours = False
@@ -351,4 +360,49 @@ def _connect(ray: Any, cluster: str) -> None:
                 raise
         else:
             return
-    ray.init("local", include_dashboard=False, **quiet)
+    for name, seconds in PATIENCE.items():
+        os.environ.setdefault(name, seconds)
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        try:
+            with _on_loopback(ray):
+                ray.init("local", include_dashboard=False, **quiet)
+        except Exception:
+            if attempt == MOST_ATTEMPTS:
+                raise
+            ray.shutdown()  # what has begun
+        else:
+            return
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """Put back the environment variables that Ray, or whoever starts it, sets meanwhile."""
+
+    def rays() -> dict[str, str]:
+        names = [name for name in os.environ if name.startswith("RAY_")]
+        return {
+            name: os.environ[name] for name in [*names, "PYTHONBREAKPOINT"] if name in os.environ
+        }
+
+    before = rays()
+    try:
+        yield
+    finally:
+        for name in rays().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _on_loopback(ray: Any) -> Iterator[None]:
+    """Have a cluster that begins meanwhile listen on 127.0.0.1 alone."""
+    # Told to be on 127.0.0.1, Ray takes the host's address instead. Where it has no clusters of several
+    # hosts it is there, and this constant says so. Its variable, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER,
+    # is read when Ray is imported, which may have been long ago.
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before

@@ -306,6 +306,7 @@ class ReplicaEngine:
                 self._bury(number, life, event.reason)
         if self._clock() >= self._next_probe:
             self._next_probe = self._clock() + self._limits.probe_seconds
+            self.fleet.tick(self._clock())
             for each in self.fleet.to_probe():
                 self._transport.probe(each.number)
         self._mend()
@@ -316,13 +317,14 @@ class ReplicaEngine:
         for replica, life, since in [*self._calls.values()]:
             if now - since > self._limits.stall_seconds:
                 self._give_up(replica.number, life, "it did not do what it was told")
-        for each in self.fleet.tick(now):
-            self._transport.kill(each.number)
-            self._bury(each.number, each.life, each.reason)
-        for each in self.fleet.to_start(now):
-            self._transport.start(each.number, each.life)
-        for each in self.fleet.to_renew():
-            self._transport.send(each.number, ("renew", self._wanted()))
+        if self.fleet.has_changed():  # most of the time nothing has, of replicas there may be many
+            for each in self.fleet.to_kill():
+                self._transport.kill(each.number)
+                self._bury(each.number, each.life, each.reason)
+            for each in self.fleet.to_start(now):
+                self._transport.start(each.number, each.life)
+            for each in self.fleet.to_renew():
+                self._transport.send(each.number, ("renew", self._wanted()))
         self._send()
 
     def _send(self) -> None:

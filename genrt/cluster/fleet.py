@@ -69,7 +69,10 @@ class Fleet:
         now: float = 0.0,
         number_of: Callable[[object], int] = id,
     ) -> None:
-        self.replicas = [Replica(number, Health(limits, now)) for number in range(count)]
+        health = [Health(limits, now, self._changed) for _ in range(count)]
+        self.replicas = [Replica(number, each) for number, each in enumerate(health)]
+        self._usable: frozenset[int] | None = None  # whom to ask; None is to be found out
+        self._is_changed = True  # since ``has_changed`` was asked
         self.settings = 0
         self.moved = 0
         self._router = router
@@ -103,17 +106,15 @@ class Fleet:
 
     def place(self) -> dict[int, list[Request]]:
         """Return which of the questions that wait each replica is sent now."""
-        healthy = [r.number for r in self.replicas if r.health.state is State.HEALTHY]
-        usable = healthy or [r.number for r in self.serving]
         sent: dict[int, list[Request]] = {}
-        if not usable:
+        if not self._waiting or not self._has_usable():
             return sent
         waiting, self._waiting = self._waiting, {}
         for request in waiting:
             goes_on: list[int] = []
-            if isinstance(request, PopulationDraw) and request.origins is not None:
-                goes_on = [self._number_of(each) for each in request.origins.asked]
-            number, work = self._router.route(request, usable, goes_on=goes_on)
+            if isinstance(request, PopulationDraw):
+                goes_on = [self._number_of(each) for each in request.came_from]
+            number, work = self._router.route(request, goes_on=goes_on)
             replica = self.replicas[number]
             replica.work[request] = work
             self._at[request] = replica
@@ -189,6 +190,7 @@ class Fleet:
     def change(self, now: float, *, having: Sequence[int] = ()) -> None:
         """Have new settings, which no replica has but these. Questions wait until one does."""
         self.settings += 1
+        self._is_changed = True
         for each in self.replicas:
             if each.number in having and each.health.serves:
                 each.health.settings = self.settings
@@ -223,18 +225,23 @@ class Fleet:
             each.is_probed, each.renewing = False, None
         return started
 
-    def tick(self, now: float) -> list[Replica]:
-        """Let time pass; return the replicas that are to be killed: they have been silent, failing, or
-        at one thing for too long."""
-        dying = []
+    def tick(self, now: float) -> None:
+        """Let time pass, in which some may have been at one thing for too long."""
         for each in self.replicas:
             lived = each.health.lives
             each.health.tick(now, busy=bool(each.work))
             if lived and not each.health.lives:
                 each.reason = "it took too long"
-            if each.health.state is State.DEAD:
-                dying.append(each)
-        return dying
+
+    def has_changed(self) -> bool:
+        """Return whether there may be somebody to kill, to start or to renew, since this was asked last:
+        all of that follows from states and settings."""
+        changed, self._is_changed = self._is_changed, False
+        return changed
+
+    def to_kill(self) -> list[Replica]:
+        """Return the replicas that have been silent, failing, or at one thing for too long."""
+        return [each for each in self.replicas if each.health.state is State.DEAD]
 
     def to_probe(self) -> list[Replica]:
         """Return the replicas to be probed now; those that have not answered the last probe are a step
@@ -269,6 +276,18 @@ class Fleet:
         )
 
     # -- how ----------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self._usable, self._is_changed = None, True
+
+    def _has_usable(self) -> bool:
+        """Return whether anybody may be asked, and have the router know who."""
+        if self._usable is None:
+            healthy = [r.number for r in self.replicas if r.health.state is State.HEALTHY]
+            self._usable = frozenset(healthy or [each.number for each in self.serving])
+            if self._usable:
+                self._router.use(self._usable)
+        return bool(self._usable)
 
     def _take_off(self, replica: Replica, request: Request) -> None:
         self._router.done(replica.number, replica.work.pop(request))

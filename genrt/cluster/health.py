@@ -18,6 +18,7 @@ Rules:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -72,10 +73,20 @@ class ReplicaLimits:
 
 
 class Health:
-    """The health of one replica. Each method is told what happened, and when in seconds of any clock."""
+    """The health of one replica. Each method is told what happened, and when in seconds of any clock.
 
-    def __init__(self, limits: ReplicaLimits, now: float = 0.0) -> None:
-        self.state = State.RESTARTING
+    Args:
+        changed: called after each change of ``state``.
+    """
+
+    def __init__(
+        self,
+        limits: ReplicaLimits,
+        now: float = 0.0,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._changed = changed
+        self._state = State.RESTARTING
         self.restarts = 0
         self.settings = -1  # which settings it has: weights and adapters
         self._limits = limits
@@ -85,6 +96,17 @@ class Health:
         self._failures = 0
         self._budget = float(limits.most_restarts)
         self._served = now  # until when the budget was filled up
+
+    @property
+    def state(self) -> State:
+        """The state, which says what it may be asked for."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if state is not self._state:
+            self._state = state
+            self._changed()
 
     @property
     def serves(self) -> bool:

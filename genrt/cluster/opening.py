@@ -23,20 +23,20 @@ __all__ = ["check_replicas", "environments", "gpus_of", "open_replicas"]
 MOST_REPLICAS = 1024
 
 
-def check_replicas(replicas: object, limits: object, cluster: object = None) -> None:
+def check_replicas(replicas: object, replica_limits: object = None, cluster: object = None) -> None:
     """Raise InvalidRequest unless these are a number of replicas, or none, their limits, and a cluster's
     address, or none."""
     if replicas is not None:
         check_int("replicas", replicas, 1, MOST_REPLICAS)
-    if not isinstance(limits, ReplicaLimits | None):
-        raise InvalidRequest(f"replica_limits must be ReplicaLimits, got {shown(limits)}")
+    if not isinstance(replica_limits, ReplicaLimits | None):
+        raise InvalidRequest(f"replica_limits must be ReplicaLimits, got {shown(replica_limits)}")
     if cluster is not None and (not isinstance(cluster, str) or not cluster):
         raise InvalidRequest(
             f'cluster must be "auto", "local" or the address of a Ray cluster, got {shown(cluster)}'
         )
     if cluster is not None and replicas is None:
         raise InvalidRequest("a cluster is for replicas: say how many with replicas=…")
-    if limits is not None and replicas is None:
+    if replica_limits is not None and replicas is None:
         raise InvalidRequest("replica_limits are for replicas: say how many with replicas=…")
 
 

@@ -9,14 +9,16 @@ Rules:
     New populations are spread by how many sequences of others a replica keeps, beside its work.
     A program goes to the least loaded replica, wherever its rows may be: it asks for thousands.
     Of equally loaded replicas one is taken at random, by a generator of the router's own.
+    A question costs the same however many replicas there are: ``Loads`` knows the least loaded ones.
 """
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from genrt.cluster.loads import Loads
 from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import TOKEN_BYTES
 from genrt.questions.population_draws import PopulationDraw
@@ -70,96 +72,98 @@ class Router:
 
     def __init__(self, count: int, *, seed: int | None = None) -> None:
         self._random = random.Random(seed)
-        self._work = [0.0] * count
-        self._kept = [0] * count  # sequences of populations that a replica keeps
+        self._usable: Set[int] = frozenset(range(count))
+        self._work = Loads(count)
+        self._crowd = Loads(
+            count
+        )  # the work, and the sequences of populations that a replica keeps
         self._contexts: OrderedDict[int, int] = OrderedDict()
         self._families: OrderedDict[int, int] = OrderedDict()
         self._populations: dict[int, tuple[int, int]] = {}
 
-    def route(
-        self, request: Request, usable: Sequence[int], *, goes_on: Sequence[int] = ()
-    ) -> tuple[int, float]:
+    def use(self, usable: Set[int]) -> None:
+        """Ask only these replicas from now on, at least one."""
+        if usable != self._usable:
+            self._usable = usable
+            self._work.compare(usable)
+            self._crowd.compare(usable)
+
+    def route(self, request: Request, *, goes_on: Sequence[int] = ()) -> tuple[int, float]:
         """Return which of the usable replicas is asked, and how much work that is, which is the replica's
         until ``done``.
 
         Args:
-            usable: at least one.
             goes_on: the numbers of the populations that one goes on from.
         """
-        if len(usable) == 1:  # whoever comes later computes anew what it is asked about
-            work = work_of(request)
-            self._work[usable[0]] += work
-            return usable[0], work
-        if isinstance(request, ProgramRequest):
-            least, work = self._least(usable, new_population=True), work_of(request)
-            self._work[least] += work
-            return least, work
-        known, own, family, length = self._places(request)
-        home = next((place for place in map(self._home, goes_on) if place in usable), None)
-        margin = MARGIN
-        work = work_of(request)
-        if home is not None:
-            margin = POPULATION_MARGIN * max(work, MARGIN)
-        elif self._contexts.get(known, -1) in usable:
-            home = self._contexts[known]
-            if isinstance(request, PopulationDraw) and self._is_full(home, usable, len(request)):
-                home = None
-        if home is None or self._is_beyond(home, usable, margin):
-            is_new = isinstance(request, PopulationDraw)
-            work += PREFILL * length
-            home = self._families.get(family, -1)
-            if home not in usable or is_new or self._is_beyond(home, usable, MARGIN):
-                home = self._least(usable, new_population=is_new)
-        _remember(self._contexts, own, home)
-        _remember(self._families, family, home)
-        self._work[home] += work
+        home, work = self._chosen(request, goes_on)
+        self._add(home, work, 0)
         return home, work
 
     def done(self, replica: int, work: float) -> None:
         """Take a question's work off a replica: it is answered, withdrawn, or was lost."""
-        self._work[replica] = max(0.0, self._work[replica] - work)
+        self._add(replica, -min(work, self._work[replica]), 0)
 
     def stays(self, population: int, replica: int, count: int) -> None:
         """Note where the sequences of a population are, by the number of its question."""
         self.left([population])
         self._populations[population] = replica, count
-        self._kept[replica] += count
+        self._add(replica, 0.0, count)
 
     def left(self, populations: Sequence[int]) -> None:
         """Forget populations that nobody goes on from."""
         for each in populations:
             if (known := self._populations.pop(each, None)) is not None:
-                self._kept[known[0]] -= known[1]
+                self._add(known[0], 0.0, -known[1])
 
     def lost(self, replica: int) -> None:
         """Forget what a replica kept: it is another one now."""
         for each in [n for n, (place, _) in self._populations.items() if place == replica]:
             del self._populations[each]
-        self._work[replica], self._kept[replica] = 0.0, 0
+        self._work.put(replica, 0.0)
+        self._crowd.put(replica, 0.0)
 
     def work(self, replica: int) -> float:
         """Return how much a replica has to do."""
         return self._work[replica]
 
+    def _chosen(self, request: Request, goes_on: Sequence[int]) -> tuple[int, float]:
+        work = work_of(request)
+        if len(self._usable) == 1:  # whoever comes later computes anew what it is asked about
+            return next(iter(self._usable)), work
+        if isinstance(request, ProgramRequest):
+            return self._crowd.any_least(self._random), work
+        known, own, family, length = self._places(request)
+        home = next((place for place in map(self._home, goes_on) if place in self._usable), None)
+        margin = MARGIN
+        if home is not None:
+            margin = POPULATION_MARGIN * max(work, MARGIN)
+        elif (place := self._contexts.get(known, -1)) in self._usable:
+            is_full = isinstance(request, PopulationDraw) and self._is_full(place, len(request))
+            home = None if is_full else place
+        if home is None or self._is_beyond(home, margin):
+            is_new = isinstance(request, PopulationDraw)
+            work += PREFILL * length
+            home = self._families.get(family, -1)
+            if home not in self._usable or is_new or self._is_beyond(home, MARGIN):
+                home = (self._crowd if is_new else self._work).any_least(self._random)
+        _remember(self._contexts, own, home)
+        _remember(self._families, family, home)
+        return home, work
+
+    def _add(self, replica: int, work: float, kept: int) -> None:
+        if work:
+            self._work.put(replica, self._work[replica] + work)
+        self._crowd.put(replica, self._crowd[replica] + work + kept)
+
     def _home(self, population: int) -> int:
         return self._populations.get(population, (-1, 0))[0]
 
-    def _is_beyond(self, home: int, usable: Sequence[int], margin: float) -> bool:
-        return self._work[home] > min(self._work[each] for each in usable) + margin
+    def _is_beyond(self, home: int, margin: float) -> bool:
+        return self._work[home] > self._work.least() + margin
 
-    def _is_full(self, home: int, usable: Sequence[int], count: int) -> bool:
+    def _is_full(self, home: int, count: int) -> bool:
         """Return whether others have room for a population of so many, which nobody keeps yet."""
-        loads = [self._work[each] + self._kept[each] for each in usable]
-        return self._work[home] + self._kept[home] > min(loads) + count
-
-    def _least(self, usable: Sequence[int], *, new_population: bool) -> int:
-        loads = [
-            self._work[each] + (self._kept[each] if new_population else 0.0) for each in usable
-        ]
-        least = min(loads)
-        return self._random.choice(
-            [each for each, load in zip(usable, loads, strict=True) if load == least]
-        )
+        return self._crowd[home] > self._crowd.least() + count
 
     def _places(self, request: Request) -> tuple[int, int, int, int]:
         """Return keys of the context that a request goes on from, of its own and of its family, and how

@@ -36,6 +36,8 @@ class PopulationDraw:
         seeds: uint64 ``[n]``: what each is drawn from.
         origins: where each comes from, if all are one token longer than that.
         weights_version: the version of the model's weights, as a ``LogprobsRequest`` has it.
+        came_from: the questions whose sequences these were, before whatever has changed them since: who
+            was asked those has most of the rows.
         asked: stands for these sequences in what is asked later.
     """
 
@@ -46,6 +48,7 @@ class PopulationDraw:
     seeds: np.ndarray
     origins: Origins | None = None
     weights_version: int = 0
+    came_from: tuple[Asked, ...] = ()
     asked: Asked = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +79,7 @@ class PopulationDraw:
 
     def bound_to(self, adapter: Adapter | None) -> PopulationDraw:
         """Return the same question to another adapter."""
-        return replace(self, adapter=adapter, origins=None)
+        return replace(self, adapter=adapter, origins=None, came_from=())
 
     def of_weights(self, version: int) -> PopulationDraw:
         """Return the same question, about the same sequences, to this version of the weights."""
@@ -103,6 +106,7 @@ class PopulationDraw:
                 self.seeds[part],
                 None if self.origins is None else self.origins.take(part),
                 self.weights_version,
+                self.came_from,
             )
 
     def drawn(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
@@ -167,6 +171,7 @@ def population_draw(
     temperature: float,
     seed: int | None,
     origins: Origins | None = None,
+    came_from: tuple[Asked, ...] = (),
 ) -> PopulationDraw | None:
     """Return the request for draws after these contexts, of the sequences at ``places`` of ``count``;
     ``None`` if there are none. ``masks`` has one for each of the ``count``.
@@ -183,7 +188,9 @@ def population_draw(
     )
     if packed is not None and len(places) < count:
         packed = packed[places]
-    return PopulationDraw(contexts, adapter, packed, temperature, drawn_from, origins)
+    return PopulationDraw(
+        contexts, adapter, packed, temperature, drawn_from, origins, came_from=came_from
+    )
 
 
 def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -> BatchDraw:

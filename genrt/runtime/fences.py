@@ -4,7 +4,8 @@ Rules:
     All of it happens under the batcher's lock. The engine thread alone puts fences up.
     A fence is passed once nothing that was asked before it is queued, in flight or waiting for room.
     Questions behind a fence are asked when the last one is down, by the weights that there are then.
-    A text of which a stream has told some is never asked anew: the rest would be by other weights.
+    A text of which a stream has told some is asked anew too, and told on from there. It fails if the
+    weights are replaced meanwhile: the rest would be by other ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.errors import GenrtError, InvalidRequest, StreamCut
 from genrt.numbers import named
 from genrt.runtime.queue import Admission, Entries
 from genrt.runtime.waiters import Gatherings, Outcome, Waiter, deliver, hand_out
@@ -100,7 +101,6 @@ class Fences:
 
     def put_up(self, fence: Fence) -> None:
         """Have every later question wait until the fence is down."""
-        failed: list[tuple[Waiter, Outcome]] = []
         with self._lock:
             self.up[fence] = None
             self.is_watched = True
@@ -108,11 +108,7 @@ class Fences:
             for waiter in self._waiters() if fence.pending == "restart" else ():
                 self._drop(waiter)
                 waiter.found.clear()
-                if waiter.flow is not None and waiter.flow.is_told:
-                    failed.append((waiter, _begun()))
-                else:
-                    self._wait(waiter)
-        deliver(failed)
+                self._wait(waiter)
         self._wake()
 
     def _waiters(self) -> list[Waiter]:
@@ -122,15 +118,20 @@ class Fences:
 
     def take_down(self, fence: Fence, weights_version: int | None = None) -> None:
         """Have questions go on, unless another fence is up; idempotent. With a version, all are bound to
-        that one from now on."""
+        that one from now on, and texts that were told in part by another fail."""
         answered: list[Waiter] = []
+        cut: list[tuple[Waiter, Outcome]] = []
         with self._lock:
             if weights_version is not None:
                 self.weights_version = weights_version
+                cut = [(waiter, _cut()) for waiter in self._admission.told_in_part()]
+                for waiter, _ in cut:
+                    self._drop(waiter)
             self.up.pop(fence, None)
             if not self.up:
                 self._admission.go_on()
                 answered = self._admit()
+        deliver(cut)
         hand_out(answered)
         self._wake()
 
@@ -167,8 +168,8 @@ def _resolve(fence: Fence, error: GenrtError | None) -> None:
             fence.passed.set_exception(error)
 
 
-def _begun() -> EngineFailed:
-    return EngineFailed(
-        "the weights are replaced while this text is drawn, and a part of it has been told: ask again, "
+def _cut() -> StreamCut:
+    return StreamCut(
+        "the weights were replaced while this text was drawn, and a part of it had been told: ask again, "
         'or replace them with pending="finish"'
     )

@@ -59,7 +59,7 @@ class Passage(ABC, Generic[T]):
         """Return all that has come since the last call, if anything has.
 
         Raises:
-            EngineFailed: the text was begun anew, and differs from what was read.
+            StreamCut: the text was begun anew, and differs from what was read.
         """
 
     @abstractmethod

@@ -34,7 +34,8 @@ class PauseOptions(TypedDict, total=False):
 
     Attributes:
         pending: ``"finish"``, the default, has questions asked before answered first; with ``"restart"``
-            they wait too, and are asked anew.
+            they wait too, and are asked anew: streams go on from where they were, or raise StreamCut if
+            the weights were replaced meanwhile.
         asked: questions asked from now on wait (``"wait"``, the default), or raise Paused (``"raise"``).
     """
 

@@ -123,6 +123,10 @@ class Admission:
         """Return the waiters that wait for room."""
         return [waiter for waiter in self._clients if waiter not in self._held]
 
+    def told_in_part(self) -> list[Waiter]:
+        """Return the waiters, held ones too, whose stream was told a part of its text."""
+        return [each for each in self._clients if each.flow is not None and each.flow.is_told]
+
     def withdraw(self, waiter: Waiter) -> bool:
         """Have it wait no more; returns whether it did."""
         client = self._clients.pop(waiter, None)

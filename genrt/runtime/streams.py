@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self, cast
 
-from genrt.errors import EngineFailed
+from genrt.errors import GenrtError, StreamCut
 from genrt.questions.completions import Completion, CompletionRequest, Delta
 from genrt.questions.request import Streamed, Told
 from genrt.runtime.passages import Passage
@@ -120,8 +120,8 @@ class Flow(Passage[Delta]):
         )
 
 
-def _differs() -> EngineFailed:
-    return EngineFailed(
+def _differs() -> GenrtError:
+    return StreamCut(
         "the engine began this text anew, and drew another one than the stream had brought so far: ask "
         "again"
     )

@@ -110,6 +110,12 @@ class Transfers:
 
 
 def _receiving(answering: AnsweringEngine) -> Receiving:
+    if answering.replicated is not None:
+        raise EngineUnsupported(
+            "replicas receive nothing from vLLM's trainers: what these send is put into the memory of "
+            "one engine's workers, and no copy is kept for a replica that is started later. Give all of "
+            "them the new weights with lm.update_weights, as tensors or safetensors"
+        )
     weights = _checked(weights_of(answering.engine))
     weights.check_receives()
     return weights

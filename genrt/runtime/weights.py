@@ -78,7 +78,7 @@ class UpdateOptions(TypedDict, total=False):
     Attributes:
         pending: ``"finish"``, the default, has questions asked before answered first, by the old weights;
             ``"restart"`` asks them anew, by the new ones. A stream of which something has been told then
-            raises EngineFailed.
+            raises StreamCut.
         check_finite: refuse NaN and infinity too, which takes a look at every number; by default not.
         keep: keep a copy on disk for an engine after this one, as by default. Without, it cannot be
             restarted.

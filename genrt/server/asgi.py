@@ -14,6 +14,7 @@ from genrt.errors import (
     InvalidConstraint,
     InvalidRequest,
     Paused,
+    StreamCut,
     TimedOut,
     UnknownAdapter,
 )
@@ -76,7 +77,7 @@ def http_error(error: GenrtError) -> HTTPError:
         status = 400
     elif isinstance(error, TimedOut):
         status = 408
-    elif isinstance(error, Closed | EngineDied | Paused):
+    elif isinstance(error, Closed | EngineDied | Paused | StreamCut):
         status = 503
     return HTTPError(status, str(error))
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from copy import copy
-from http import HTTPStatus
 from typing import Any, NoReturn, cast
 
 from vllm.engine.protocol import EngineClient, StreamingInput
-from vllm.exceptions import GracefulHTTPError
 from vllm.inputs import EngineInput, PromptType
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -29,11 +27,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.native_texts import NativeText
-from genrt.errors import Closed, EngineDied, Paused
+from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
 from genrt.questions.native import NativeRequest
 from genrt.runtime.ask import Asker
 from genrt.runtime.passages import NativeFlow
+from genrt.server.failures import TextFailed
+from genrt.server.gate import CLOSING
 
 __all__ = ["TASKS", "RuntimeClient"]
 
@@ -53,6 +53,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         self._lm = lm
         self._asker = Asker(lambda: lm._thread.batcher, lm._adapters)
         self._flows: dict[str, set[NativeFlow]] = {}  # of texts under way, by the front end's ids
+        self._is_closing = False
         self.vllm_config = engine.vllm_config
         self.model_config = self.vllm_config.model_config
         self.renderer = renderer_from_config(self.vllm_config)
@@ -79,7 +80,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
 
         Raises:
             VLLMValidationError: a parameter is out of range.
-            GracefulHTTPError: the runtime is closed or paused, or has died.
+            TextFailed: the runtime is closed or paused, or cannot draw the text.
             NotImplementedError: a prompt that is still being written.
         """
         if isinstance(prompt, AsyncGenerator):
@@ -120,6 +121,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         flows = self._flows.setdefault(core.request_id, set())
         flows.add(flow)
         try:
+            self._check_open()
             bound = lm._adapters.bound(adapter)
             request = NativeRequest(tuple(token_ids), text, next(lm._nonces), bound, is_streamed)
             async with aclosing(self._asker.native(request, flow)) as told:
@@ -127,10 +129,11 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
                     for output in outputs:
                         yield output
             if not flow.is_over:
+                self._check_open()
                 end = CompletionOutput(text.index, "", [], None, None, finish_reason="abort")
                 yield RequestOutput(core.request_id, text.prompt, token_ids, None, [end], True)
-        except (Closed, EngineDied, Paused) as error:
-            raise _unavailable(str(error)) from error
+        except GenrtError as error:
+            raise TextFailed(error) from error
         finally:
             flows.discard(flow)
             if not flows and self._flows.get(core.request_id) is flows:
@@ -144,6 +147,17 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
         for each in [request_id] if isinstance(request_id, str) else [*request_id]:
             for flow in [*self._flows.get(each, ())]:
                 flow.leave()
+
+    def withdraw(self) -> None:
+        """Withdraw all texts, and refuse others: the server closes."""
+        self._is_closing = True
+        for flows in self._flows.values():
+            for flow in flows:
+                flow.leave()
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise Closed(CLOSING)
 
     # -- adapters -----------------------------------------------------------------------------
 
@@ -169,7 +183,8 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     @property
     def dead_error(self) -> BaseException:
         """The error for requests that come while nothing is answered: a restart may change that."""
-        return _unavailable("the runtime is closed, or its engine has died")
+        error: BaseException = TextFailed(Closed("the runtime is closed, or its engine has died"))
+        return error
 
     async def check_health(self) -> None:
         """Raise ``dead_error`` if the runtime answers nobody."""
@@ -229,11 +244,6 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
 
     async def is_paused(self) -> bool:
         return False
-
-
-def _unavailable(message: str) -> BaseException:
-    error: BaseException = GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE)
-    return error
 
 
 def _refuse(what: str) -> NoReturn:

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from genrt.cluster.arguments import add_replica_arguments, replica_options
+from genrt.cluster.opening import check_replicas
 from genrt.errors import EngineNotInstalled, InvalidRequest
 from genrt.loading import load
 from genrt.numbers import check_float, check_int, named
 from genrt.questions.contexts import check_seed
 from genrt.server.gate import ServerLimits, check_key
-from genrt.server.server import serving
+from genrt.server.server import Server, serving
 
 __all__ = ["add_arguments", "run"]
 
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
             default=each.default,
             help="see genrt.server.ServerLimits (%(default)s)",
         )
+    add_replica_arguments(parser)
     parser.epilog = (
         "What follows -- are options of `vllm serve`, of the engine and the front end, such as "
         "-- --max-model-len 4096 --enable-auto-tool-choice --tool-call-parser hermes"
@@ -94,10 +97,23 @@ def run(options: argparse.Namespace) -> int:
     check_int("port", options.port, 0, 65535)
     check_float("shutdown_seconds", options.shutdown_seconds, 0.0, 1e6)
     check_seed(options.seed)
+    replicas = replica_options(vars(options))
+    check_replicas(**replicas)
+    if options.trainers and replicas["replicas"] is not None:
+        raise InvalidRequest(
+            "--trainers sends weights to one engine: leave out --replicas. A runtime over replicas takes "
+            "new weights in its own process, by lm.update_weights"
+        )
     names = Counter(name for name, _ in adapters)
     if twice := [name for name, count in names.items() if count > 1]:
         raise InvalidRequest(f"--adapter: {named(twice[0])} is given twice")
     engine_options, front_end = ({}, {}) if not options.vllm else _of_vllm(options)
+    if front_end and replicas["replicas"] is not None:
+        option = next(iter(front_end)).replace("_", "-")
+        raise InvalidRequest(
+            f"--{option} is for vLLM's front end, which is served over one engine: leave it out, or "
+            "--replicas"
+        )
     if adapters and options.engine == "vllm":
         engine_options = {"enable_lora": True, "max_loras": len(adapters)} | engine_options
     ended = threading.Event()
@@ -109,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
             engine_options=engine_options,
             restart=None if options.no_restart else "auto",
             seed=options.seed,
+            **replicas,
         ) as lm:
             for name, path in adapters:
                 lm.add_adapter_sync(name, path)
@@ -125,15 +142,20 @@ def run(options: argparse.Namespace) -> int:
             )
             with server:
                 key = "with the key" if api_key else "without a key"
-                print(
-                    f"genrt: serving {server!r}, {key}; OpenAI clients: {server.url}/v1", flush=True
-                )
+                print(f"genrt: serving {server!r}, {key}; {_clients(options, server)}", flush=True)
                 with contextlib.suppress(KeyboardInterrupt):
                     ended.wait()
                 print("genrt: closing", flush=True)
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _clients(options: argparse.Namespace, server: Server) -> str:
+    """Return who may ask, and where."""
+    if options.engine == "vllm" and options.replicas is None:
+        return f"OpenAI clients: {server.url}/v1"
+    return f"genrt's own routes, and AsyncLM.connect({server.url!r})"
 
 
 def _adapter(given: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ Rules:
     On the loopback interface, without a key, the request must name a loopback host: a page in the user's
     browser cannot reach the server under a name of its own.
     A client that does not read what it asked for is dropped, and its work is withdrawn.
+    A server that closes tells those whose requests it withdraws: by a 503, or by a last event.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import binascii
 import hmac
 import ipaddress
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from genrt.errors import InvalidRequest
@@ -29,6 +30,11 @@ __all__ = ["Gate", "ServerLimits", "check_key", "is_loopback"]
 logger = logging.getLogger("genrt.server")
 
 HEALTH = "/health"
+
+EVENTS = b"text/event-stream"
+
+CLOSING = "the server is closing: ask again later"
+"""The message for those whose requests take longer than a server has that is closed."""
 
 LEAST_KEY = 8
 """How many characters a key has at least."""
@@ -103,7 +109,6 @@ class Gate:
         application: serves who passes.
         api_key: what they have to show; ``None`` is nothing.
         limits: how much they may ask.
-        closed: paths that are not served.
         is_healthy: says whether a GET of ``/health`` is answered with 200, or 503.
     """
 
@@ -113,33 +118,31 @@ class Gate:
         *,
         api_key: str | None,
         limits: ServerLimits,
-        closed: Collection[str] = (),
         is_healthy: Callable[[], bool] = lambda: True,
     ) -> None:
         self._application = application
         self._api_key = None if api_key is None else api_key.encode()
         self._limits = limits
-        self._closed = frozenset(closed)
         self._is_healthy = is_healthy
-        self.serving = 0
+        self._answers: set[_Answer] = set()
         self.held_bytes = 0
+
+    @property
+    def serving(self) -> int:
+        """How many requests are being served."""
+        return len(self._answers)
+
+    def withdraw(self) -> None:
+        """End all requests under way, but for answers that are on their way as they are."""
+        for answer in self._answers:
+            if not answer.is_begun or answer.has_events:
+                answer.time.reschedule(0.0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the server speaks HTTP alone, not {scope['type']}")
-        started = is_left = False
-
-        async def within_time(message: Message) -> None:
-            nonlocal started, is_left
-            started = True
-            try:
-                async with asyncio.timeout(self._limits.send_seconds):
-                    await send(message)
-            except TimeoutError:
-                is_left = True
-                raise ClientLeft from None
-
+        answer = _Answer(send, self._limits.send_seconds)
         try:
             if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
                 await self._tell_health(send)
@@ -149,21 +152,29 @@ class Gate:
                 raise HTTPError(
                     429, "the server is busy: too many requests at once", retry_after="1"
                 )
-            self.serving += 1
+            self._answers.add(answer)
             try:
-                await self._serve(scope, receive, within_time)
+                async with answer.time:
+                    await self._serve(scope, receive, answer.send)
+            except TimeoutError:
+                if not answer.time.expired():
+                    raise
+                raise HTTPError(503, CLOSING, connection="close") from None
             finally:
-                self.serving -= 1
+                self._answers.discard(answer)
         except HTTPError as error:
-            if not started:
+            if not answer.is_begun:
                 await send_error(error, send)
+            elif answer.has_events:
+                event = b"event: error\ndata: " + error.body + b"\n\n"
+                await send({"type": "http.response.body", "body": event})
         except ClientLeft:
             pass  # uvicorn closes a connection whose answer has no end
         except Exception:
-            if is_left:
+            if answer.is_left:
                 return  # an error of the application's, of which that was the cause
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            if not started:
+            if not answer.is_begun:
                 await send_error(HTTPError(500, "the server failed; its log says why"), send)
 
     async def _tell_health(self, send: Send) -> None:
@@ -186,8 +197,6 @@ class Gate:
             raise HTTPError(
                 403, "without a key, the server answers to localhost and 127.0.0.1 alone"
             )
-        if scope["path"].rstrip("/") in self._closed:
-            raise HTTPError(404, "the server does not offer this")
 
     def _has_key(self, headers: list[tuple[bytes, bytes]], *, safe: bool) -> bool:
         """Return whether the key is shown: as a bearer, or as the password of a browser that reads."""
@@ -254,6 +263,36 @@ class Gate:
                 not value.isdigit() or len(value) > 18 or int(value) > self._limits.body_bytes
             ):
                 raise HTTPError(413, f"the body is over {self._limits.body_bytes} bytes")
+
+
+class _Answer:
+    """The answer to one request.
+
+    Attributes:
+        is_begun: whether something of it was sent.
+        has_events: whether it is a stream of events, which has begun.
+        is_left: whether the client does not read it.
+        time: when it is withdrawn, if it is.
+    """
+
+    def __init__(self, send: Send, send_seconds: float) -> None:
+        self._send = send
+        self._send_seconds = send_seconds
+        self.is_begun = self.has_events = self.is_left = False
+        self.time = asyncio.timeout(None)
+
+    async def send(self, message: Message) -> None:
+        """Send a part of it. Raises ClientLeft if the client does not read."""
+        self.is_begun = True
+        if message["type"] == "http.response.start":
+            kinds = [value for name, value in message["headers"] if name == b"content-type"]
+            self.has_events = any(each.startswith(EVENTS) for each in kinds)
+        try:
+            async with asyncio.timeout(self._send_seconds):
+                await self._send(message)
+        except TimeoutError:
+            self.is_left = True
+            raise ClientLeft from None
 
 
 class ClientLeft(Exception):

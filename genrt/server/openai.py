@@ -29,10 +29,11 @@ from genrt.numbers import named
 from genrt.server.asgi import Application
 from genrt.server.bodies import json_bytes
 from genrt.server.client import TASKS, RuntimeClient
+from genrt.server.failures import telling_failures
 from genrt.server.routes import JSON
 from genrt.server.turns import keeping_turns
 
-__all__ = ["CLOSED", "front_end_options", "openai_application", "options_of"]
+__all__ = ["front_end_options", "openai_application", "options_of"]
 
 CLOSED = frozenset(
     "/scale_elastic_ep /is_scaling_elastic_ep /start_profile /stop_profile /v1/systemone".split()  # noqa: SIM905
@@ -112,6 +113,9 @@ async def openai_application(
     application.state.openai_serving_models.lora_requests = _Adapters(lm)
     renderer = application.state.online_renderer
     renderer.preprocess_chat = keeping_turns(lm, renderer.preprocess_chat)
+    telling_failures(application)
+    routes = application.router.routes
+    routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
     if application.openapi_url is not None:
         application.router.routes.insert(0, _schema_route(application))
     return application, client

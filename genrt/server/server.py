@@ -15,8 +15,8 @@ import concurrent.futures
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, cast
 
 import uvicorn
 from starlette.routing import Route, Router
@@ -41,6 +41,9 @@ KEEP_ALIVE_SECONDS = 75
 
 DRAIN_SECONDS = 5.0
 """How much longer than ``shutdown_seconds`` ``close`` waits for the thread."""
+
+TELL_SECONDS = 1.0
+"""How long clients have to take the end of what is withdrawn, before more is done."""
 
 
 class Server:
@@ -123,7 +126,7 @@ class Server:
     async def _serve(
         self, listening: socket.socket, started: concurrent.futures.Future[None]
     ) -> None:
-        openai, client, closed = None, None, frozenset[str]()
+        openai, client = None, None
         own, trainers = self._own_routes(), None
         if self._takes_weights:
             trainers = TrainerRoutes(self._lm, self._limits.update_seconds)
@@ -134,7 +137,6 @@ class Server:
 
             arguments = front_end.front_end_options(self._options)
             openai, client = await front_end.openai_application(self._lm, self._model, arguments)
-            closed = front_end.CLOSED
         elif self._options:
             raise InvalidRequest(
                 "options are for vLLM's front end: this runtime has another engine"
@@ -143,7 +145,6 @@ class Server:
             _Routes(own, openai),
             api_key=self._api_key,
             limits=self._limits,
-            closed=closed,
             is_healthy=lambda: self._lm._thread.alive,
         )
         config = uvicorn.Config(
@@ -156,9 +157,11 @@ class Server:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(self._shutdown_seconds)),
         )
-        self._uvicorn = server = _Uvicorn(config, lambda: started.set_result(None))
+        ends = [self.gate.withdraw] if client is None else [client.withdraw, self.gate.withdraw]
+        self._uvicorn = server = _Uvicorn(
+            config, lambda: started.set_result(None), self._shutdown_seconds, ends
+        )
         server.should_exit = self._is_closing
         try:
             await server.serve(sockets=[listening])
@@ -256,15 +259,45 @@ def serving(
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which says when it listens."""
+    """uvicorn's server, which says when it listens, and ends requests in its own way: uvicorn would
+    cancel them, and log that as their errors.
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    Args:
+        on_started: called when it listens.
+        shutdown_seconds: how long requests under way may go on.
+        ends: withdraw them then, one after the other for those that are left; at last they are cut.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_started: Callable[[], None],
+        shutdown_seconds: float,
+        ends: Sequence[Callable[[], None]],
+    ) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._shutdown_seconds = shutdown_seconds
+        self._ends = ends
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._shutdown_seconds)
+        for end in self._ends:
+            end()
+            await asyncio.sleep(TELL_SECONDS)
+        for connection in [*self.server_state.connections]:
+            cast("Any", connection).transport.abort()
 
 
 class _Routes:

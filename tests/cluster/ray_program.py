@@ -1,12 +1,13 @@
 """Two runtimes of two actors each over one local Ray: a line for each thing that is seen.
 
-Ray changes the process that it is in: signals, warnings, environment. So this is one of its own.
+Ray changes the process that it is in: signals, warnings. So this is one of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import Any
 
@@ -40,9 +41,12 @@ async def main() -> None:
         drawn = [each.tolist() for each in one.batch_draw_sync(CONTEXTS)[:2]]
         posterior = await SMC(TextModel(one, [0], max_tokens=6), num_particles=8).run(3)
     tell("ray is not imported", "ray" not in sys.modules)
+    environment = dict(os.environ)
     lm = await genrt.aload(SMALL, cluster="auto", **options)
     import ray
 
+    tell("the environment is as it was", dict(os.environ) == environment)
+    tell("a local Ray is on 127.0.0.1", ray.get_runtime_context().gcs_address[:10] == "127.0.0.1:")
     tell("same draws", [each.tolist() for each in (await lm.batch_draw(CONTEXTS))[:2]] == drawn)
     smc = SMC(TextModel(lm, [0], max_tokens=6), num_particles=8)
     found = await lm.run(smc, seed=3)
@@ -80,6 +84,9 @@ async def main() -> None:
     tell("and it is started again with the new weights", float(row.std()) < 1e-6)
     lm.close()
     tell("Ray ends with the last runtime", not ray.is_initialized())
+    with genrt.load(SMALL, cluster="local", **options) as lm:
+        again = [each.tolist() for each in lm.batch_draw_sync(CONTEXTS)[:2]]
+    tell("and begins again with the next", again == drawn and dict(os.environ) == environment)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,13 @@ from genrt.cluster.processes import _in_place
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import Worker
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
-from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, EngineFailed
 from genrt.questions.contexts import Adapter
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, is_row
+from tests.cluster.simulated_populations import KeepingEngine, Seen, SimulatedPopulations
 
 LIMITS = ReplicaLimits(
     probe_seconds=1.0,
@@ -167,7 +169,10 @@ class Simulation:
     """An engine over simulated replicas, with an account of what it was asked.
 
     Attributes:
+        waiting: what is asked and has not ended, in order.
         given_up: how many questions ended with too many deaths.
+        seen: what the engines of replicas saw.
+        refits: how often all replicas were given new weights.
     """
 
     def __init__(self, folder: Path, count: int = 4, *, seed: int = 0, **options: Any) -> None:
@@ -175,7 +180,10 @@ class Simulation:
         self.clock = Clock()
         self.model = NGram.random(5, order=1, seed=seed)
         opened = self.model  # as every replica finds it, whatever has been loaded since
-        self.transport = SimulatedReplicas(lambda: ExactEngine(opened), self.clock, seed=seed)
+        self.seen = Seen()
+        self.transport = SimulatedReplicas(
+            lambda: KeepingEngine(opened, self.seen), self.clock, seed=seed
+        )
         self.engine = ReplicaEngine(
             self.transport,
             count,
@@ -186,10 +194,13 @@ class Simulation:
             **options,
         )
         self.adapters: dict[Adapter, NGram] = {}
-        self.waiting: set[Request] = set()
-        self.given_up = self.ended = 0
+        self.populations = SimulatedPopulations(self.engine.fleet, self.adapters, seed)
+        self.waiting: dict[Request, None] = {}
+        self.given_up = self.ended = self.refits = 0
         self._version = self._adapter = 0
+        self._gone: set[Request] = set()
         self._random = random.Random(seed)
+        self._numbers = torch.Generator().manual_seed(seed)
 
     def ask(self, count: int) -> None:
         """Ask for rows that are not asked for yet."""
@@ -200,14 +211,29 @@ class Simulation:
             request = LogprobsRequest(ids, adapter, weights_version=self._version)
             if request not in self.waiting:
                 chosen[request] = None
-        self.engine.submit([*chosen])
-        self.waiting |= chosen.keys()
+        self._submit([*chosen])
+
+    def draw(self) -> None:
+        """Have a population draw."""
+        self._submit(self.populations.ask(self._version))
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+        self.waiting |= dict.fromkeys(requests)
 
     def cancel(self) -> None:
         """Withdraw some of what is asked."""
-        gone = [each for each in sorted(self.waiting, key=repr) if self._random.random() < 0.3]
+        for each in [*self.waiting]:
+            if each not in self.waiting or self._random.random() > 0.3:
+                continue
+            is_draw = isinstance(each, PopulationDraw)
+            self._withdraw(self.populations.withdraw(each) if is_draw else [each])
+
+    def _withdraw(self, requests: Sequence[Request]) -> None:
+        gone = [each for each in requests if each in self.waiting]
         self.engine.cancel(gone)
-        self.waiting -= set(gone)
+        for each in gone:
+            del self.waiting[each]
 
     def step(self) -> None:
         """Step, and check what has ended."""
@@ -215,19 +241,40 @@ class Simulation:
             self.engine.tend()
             return
         for end in self.engine.step():
+            if (
+                end.request in self._gone
+            ):  # withdrawn with another of its draw, that has just failed
+                continue
             assert end.request in self.waiting, (
                 "it ended twice, or was never asked, or was withdrawn"
             )
-            self.waiting.remove(end.request)
+            del self.waiting[end.request]
             self.ended += 1
             if end.error is not None:
                 assert type(end.error) is EngineFailed, end.error
                 self.given_up += 1
-                continue
-            model = self.model
-            if end.request.adapter is not None:
-                model = self.adapters[end.request.adapter]
-            assert is_row(model.row(end.request.token_ids), end.result, tolerance=1e-5), "stale"
+            else:
+                self._check(end.request, end.result)
+            if isinstance(end.request, PopulationDraw):
+                unwanted = self.populations.take(end)
+                self._gone |= {*unwanted}
+                self._withdraw(unwanted)
+        self._gone.clear()
+        assert not self.seen.wrong, self.seen.wrong
+
+    def _check(self, request: Request, result: Any) -> None:
+        """See that an answer is by the weights and adapters that there are."""
+        model = self.model
+        if request.adapter is not None:
+            model = self.adapters[request.adapter]
+        if not isinstance(request, PopulationDraw):
+            assert is_row(model.row(request.token_ids), result, tolerance=1e-5), "stale"
+            return
+        rows = [model.row(each.token_ids).float() for each in request.rows]
+        token_ids, logprobs, log_mass = request.drawn(rows).T
+        assert result.token_ids.tolist() == token_ids.int().tolist(), "stale"
+        assert torch.allclose(result.logprobs, logprobs.float(), atol=1e-5), "stale"
+        assert torch.allclose(result.log_mass, log_mass.float(), atol=1e-5), "stale"
 
     def settle(self) -> None:
         """Step until all is answered, with no fault that lasts."""
@@ -244,7 +291,8 @@ class Simulation:
         """Give all replicas new weights, once nothing is asked; some may die meanwhile."""
         self.settle()
         self._version += 1
-        table = 2 * torch.randn(5, 5, dtype=torch.float64)
+        self.refits += 1
+        table = 2 * torch.randn(5, 5, dtype=torch.float64, generator=self._numbers)
         weights = self.engine.weights
         weights.begin()
         weights.load([("table", table)])
@@ -262,13 +310,14 @@ class Simulation:
         adapter = Adapter("a", self._adapter)
         path = self.folder / str(self._adapter)
         path.mkdir()
-        table = torch.randn(5, 5)
+        table = torch.randn(5, 5, generator=self._numbers)
         save_file({"table": table}, path / WEIGHTS_NAME)
         (path / CONFIG_NAME).write_text("{}")
         self.engine.add_adapter(adapter, path)
         self.adapters[adapter] = NGram(self.model.vocabulary, table)
         if len(self.adapters) > 2:
             oldest = next(iter(self.adapters))
+            self.populations.without(oldest)
             del self.adapters[oldest]
             self.engine.remove_adapter(oldest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -43,7 +44,7 @@ def test_two_runtimes_over_a_local_cluster() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, found in seen if found is not True] == []
-    assert len(seen) == 11
+    assert len(seen) == 14
 
 
 def test_ray_is_imported_by_nobody_who_does_not_ask_for_it() -> None:
@@ -75,18 +76,25 @@ def test_what_is_no_cluster_is_refused() -> None:
 
 
 class FakeRay(SimpleNamespace):
-    """Ray's connection alone."""
+    """Ray's connection alone. ``fails`` is how many local clusters do not come up."""
 
-    def __init__(self, *, running: bool = False, connected: bool = False) -> None:
-        super().__init__(running=running, connected=connected, calls=[], refuses=False)
+    def __init__(self, *, running: bool = False, connected: bool = False, fails: int = 0) -> None:
+        super().__init__(running=running, connected=connected, calls=[], fails=fails, on_hosts=[])
         self.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
+        self._private = SimpleNamespace(ray_constants=SimpleNamespace(ENABLE_RAY_CLUSTER=True))
 
     def is_initialized(self) -> bool:
         return bool(self.connected)
 
     def init(self, address: str, **options: Any) -> None:
         self.calls.append((address, options.get("include_dashboard")))
-        if self.refuses or (address != "local" and not self.running):
+        self.on_hosts.append(self._private.ray_constants.ENABLE_RAY_CLUSTER)
+        os.environ.update(RAY_AUTH_MODE="token", PYTHONBREAKPOINT="ray's")
+        if address == "local":
+            self.fails -= 1
+            if self.fails >= 0:
+                raise RuntimeError("the raylet did not come up")
+        elif not self.running:
             raise ConnectionError("nobody is there")
         self.connected = True
 
@@ -111,6 +119,40 @@ def test_the_last_runtime_ends_what_the_first_began(monkeypatch: pytest.MonkeyPa
     assert not ray.is_initialized()
     connection.join("local")
     assert ray.is_initialized()
+
+
+def test_a_local_cluster_is_begun_again_and_listens_on_loopback_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connection = joined(monkeypatch, ray := FakeRay(fails=2))
+    connection.join("auto")
+    begun = [("local", False), "shutdown"]
+    assert ray.calls == [("auto", None), *begun, *begun, ("local", False)]
+    assert ray.on_hosts == [True, False, False, False]
+    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
+    connection.leave()
+    other = joined(monkeypatch, ray := FakeRay(fails=3))
+    with pytest.raises(EngineUnsupported, match="did not come up"):
+        other.join("local")
+    assert len([each for each in ray.calls if each == ("local", False)]) == 3
+    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [0, 3])
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "mine")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    before = dict(os.environ)
+    connection = joined(monkeypatch, FakeRay(fails=fails))
+    if fails:
+        with pytest.raises(EngineUnsupported):
+            connection.join("auto")
+    else:
+        connection.join("auto")
+        assert dict(os.environ) == before
+        connection.leave()
+    assert dict(os.environ) == before
 
 
 def test_a_connection_of_the_users_is_taken_and_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from genrt.cluster.routing import MARGIN, Router
 from genrt.questions.contexts import Limits
 from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.programs import ProgramRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.sequences import Sequences
 
@@ -27,7 +28,6 @@ def walk(router: Router, count: int, replicas: int, steps: int) -> tuple[list[Co
     """Have populations take steps at random, of which some are in flight at once; return how often each
     was where, and the most work that a replica had more than another."""
     chosen = random.Random(3)
-    usable = range(replicas)
     homes = [Counter[int]() for _ in range(count)]
     numbers: dict[int, int] = {}
     flying: list[tuple[int, float]] = []
@@ -36,7 +36,7 @@ def walk(router: Router, count: int, replicas: int, steps: int) -> tuple[list[Co
         who = chosen.randrange(count)
         asked = population([1, 2, 3, who % 7], 4)
         goes_on = [numbers[who]] if who in numbers else []
-        home, work = router.route(asked, usable, goes_on=goes_on)
+        home, work = router.route(asked, goes_on=goes_on)
         router.stays(last, home, len(asked))
         router.left(goes_on)
         numbers[who] = last
@@ -44,7 +44,7 @@ def walk(router: Router, count: int, replicas: int, steps: int) -> tuple[list[Co
         flying.append((home, work))
         while len(flying) > 64:
             router.done(*flying.pop(chosen.randrange(len(flying))))
-        works = [router.work(each) for each in usable]
+        works = [router.work(each) for each in range(replicas)]
         worst = max(worst, int(max(works) - min(works)))
     return homes, worst
 
@@ -65,7 +65,7 @@ def test_a_sequence_that_grows_stays_where_it_is() -> None:
     homes: dict[int, set[int]] = {}
     for _ in range(30):
         for number, each in enumerate(sequences):
-            home, work = router.route(LogprobsRequest(each), range(4))
+            home, work = router.route(LogprobsRequest(each))
             router.done(home, work)
             homes.setdefault(number, set()).add(home)
             each.append(number)
@@ -75,7 +75,7 @@ def test_a_sequence_that_grows_stays_where_it_is() -> None:
 def test_what_begins_alike_stays_together_up_to_the_margin() -> None:
     router = Router(2, seed=0)
     prompt = [*range(16)]
-    routed = [router.route(LogprobsRequest([*prompt, 7, each]), range(2)) for each in range(400)]
+    routed = [router.route(LogprobsRequest([*prompt, 7, each])) for each in range(400)]
     homes = [home for home, _ in routed]
     assert len(set(homes[: int(MARGIN) // 2])) == 1
     works = [router.work(each) for each in range(2)]
@@ -88,7 +88,7 @@ def test_what_begins_alike_stays_together_up_to_the_margin() -> None:
 def test_ties_are_broken_at_random_and_by_the_routers_own_generator() -> None:
     state = random.getstate()
     routes = [
-        [Router(8, seed=seed).route(LogprobsRequest([1]), range(8))[0] for seed in range(40)]
+        [Router(8, seed=seed).route(LogprobsRequest([1]))[0] for seed in range(40)]
         for _ in range(2)
     ]
     assert routes[0] == routes[1]
@@ -104,26 +104,73 @@ def test_ties_are_broken_at_random_and_by_the_routers_own_generator() -> None:
 def test_only_usable_replicas_are_asked(usable: set[int], contexts: list[list[int]]) -> None:
     router = Router(6, seed=0)
     for each in contexts:
-        router.route(LogprobsRequest(each), range(6))
-        assert router.route(LogprobsRequest(each), [*usable])[0] in usable
+        router.use({*range(6)})
+        router.route(LogprobsRequest(each))
+        router.use(usable)
+        assert router.route(LogprobsRequest(each))[0] in usable
 
 
 def test_a_population_is_not_looked_for_where_it_was_lost() -> None:
     router = Router(3, seed=0)
     first = population([1, 2], 8)
-    home, _ = router.route(first, range(3))
+    home, _ = router.route(first)
     router.stays(1, home, 8)
     router.lost(home)
-    others = [each for each in range(3) if each != home]
+    others = {*range(3)} - {home}
     assert router.work(home) == 0.0
-    assert router.route(population([1, 2, 3], 8), others, goes_on=[1])[0] in others
+    router.use(others)
+    assert router.route(population([1, 2, 3], 8), goes_on=[1])[0] in others
 
 
 def test_a_population_leaves_a_replica_that_is_flooded() -> None:
     router = Router(2, seed=0)
-    home, _ = router.route(population([1], 4), range(2))
+    home, _ = router.route(population([1], 4))
     router.stays(1, home, 4)
-    assert router.route(population([1, 2], 4), range(2), goes_on=[1])[0] == home
+    assert router.route(population([1, 2], 4), goes_on=[1])[0] == home
+    router.use({home})
     for _ in range(200):
-        router.route(population([1], 64), [home])
-    assert router.route(population([1, 2], 4), range(2), goes_on=[1])[0] != home
+        router.route(population([1], 64))
+    router.use({0, 1})
+    assert router.route(population([1, 2], 4), goes_on=[1])[0] != home
+
+
+def test_a_population_stays_where_a_text_would_not() -> None:
+    router = Router(2, seed=0)
+    home, _ = router.route(population([1], 4))
+    router.stays(1, home, 4)
+    router.use({home})
+    for _ in range(3):
+        router.route(population([1], 64))
+    router.use({0, 1})
+    assert router.route(population([1, 2], 4), goes_on=[1])[0] == home
+    assert router.route(LogprobsRequest([1, 2]))[0] != home
+
+
+def test_populations_that_are_gone_take_no_room() -> None:
+    router = Router(2, seed=0)
+    homes = []
+    for number, count in ((1, 16), (2, 8)):
+        home, work = router.route(population([number], count))
+        router.stays(number, home, count)
+        router.done(home, work)
+        homes.append(home)
+    assert len({*homes}) == 2
+    router.left([1])
+    assert router.route(population([3], 4))[0] == homes[0]
+
+
+def test_programs_at_once_are_spread() -> None:
+    router = Router(4, seed=0)
+    homes = {router.route(ProgramRequest(b"", object, seed))[0] for seed in range(4)}
+    assert homes == {0, 1, 2, 3}
+
+
+def test_a_new_life_of_a_replica_has_no_work() -> None:
+    router = Router(2, seed=0)
+    router.use({0})
+    router.route(population([1], 64))
+    router.lost(0)
+    router.use({0, 1})
+    router.route(population([2], 8), goes_on=[])
+    assert {router.work(0), router.work(1)} == {0.0, 8.0 + 8 / 64}
+    assert len({router.route(ProgramRequest(b"", object, 0))[0] for _ in range(2)}) == 2

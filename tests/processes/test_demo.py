@@ -87,6 +87,16 @@ def test_equal_seeds_print_equal_tables(model: str, capsys: pytest.CaptureFixtur
     assert tables[0] == tables[1] != tables[2]
 
 
+def test_two_replicas_print_the_table_of_one(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = []
+    for options in ((), ("--replicas", "2")):
+        assert run_exact(model, "--pattern", PATTERN, "--particles", "20", *options) == 0
+        tables.append(printed_posterior(capsys.readouterr().out))
+    assert tables[0] == tables[1]
+
+
 def test_a_run_in_which_all_particles_die_says_so(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +148,8 @@ def test_errors_are_one_line(
         (("--seed", "-1"), "--seed is -1"),
         (("--prompt", ""), "--prompt is empty"),
         (("--engine", "exact"), "--engine exact has no model of its own: give --model"),
+        (("--replicas", "0"), "replicas must be from 1"),
+        (("--replica-limits", "{}"), "say how many with --replicas N"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(

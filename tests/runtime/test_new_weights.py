@@ -23,6 +23,7 @@ from genrt.errors import (
     EngineUnsupported,
     InvalidRequest,
     InvalidWeights,
+    StreamCut,
 )
 from genrt.inference import SMC, TextModel
 from genrt.lm import AsyncLM
@@ -457,7 +458,7 @@ async def test_a_stream_that_has_told_something_is_never_of_two_versions() -> No
         async with stream:
             await anext(stream)
             await lm.update_weights({"table": TABLE}, pending="restart")
-            with pytest.raises(EngineFailed, match="weights"):
+            with pytest.raises(StreamCut, match="weights"):
                 async for _ in stream:
                     pass
         whole = lm.stream([1], max_tokens=9, seed=1)
@@ -465,6 +466,21 @@ async def test_a_stream_that_has_told_something_is_never_of_two_versions() -> No
             assert whole.partial.weights_version == 1
         assert whole.completion is not None
         assert whole.completion.weights_version == 1
+
+
+async def test_a_stream_goes_on_where_it_was_if_the_weights_stay(lm: AsyncLM) -> None:
+    expected = await lm.generate([1], max_tokens=900, seed=1, ignore_eos=True)
+    async with lm.stream([1], max_tokens=900, seed=1, ignore_eos=True) as stream:
+        await anext(stream)
+        source = slowly({}, then=RuntimeError("no more"))
+        with pytest.raises(RuntimeError, match="no more"):
+            await lm.update_weights(source, pending="restart")
+        assert stream.completion is None
+        tokens = [*stream.partial.token_ids]
+        async for delta in stream:
+            assert delta.start == len(tokens)
+            tokens += delta.token_ids
+    assert tuple(tokens) == expected.token_ids
 
 
 async def test_updates_follow_each_other(lm: AsyncLM) -> None:

@@ -13,7 +13,7 @@ import torch
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
-from genrt.errors import Closed, EngineFailed, EngineUnsupported, InvalidRequest
+from genrt.errors import Closed, EngineFailed, EngineUnsupported, InvalidRequest, StreamCut
 from genrt.lm import AsyncLM
 from tests.scripted import Gate, ScriptedEngine
 
@@ -125,6 +125,37 @@ async def test_what_was_asked_before_a_pause_ends_or_waits(pending: Any) -> None
         assert not engine.in_progress
         lm.resume()
         await asked
+
+
+@pytest.mark.parametrize("asked", ["wait", "raise"])
+async def test_a_stream_goes_on_after_a_pause_from_where_it_was(lm: AsyncLM, asked: Any) -> None:
+    expected = await lm.generate([1], max_tokens=900, seed=1, ignore_eos=True)
+    async with lm.stream([1], max_tokens=900, seed=1, ignore_eos=True) as stream:
+        tokens = [*(await anext(stream)).token_ids]
+        for _ in range(3):
+            await lm.pause(pending="restart", asked=asked)
+            steps = lm.statistics().engine.steps
+            assert stream.completion is None
+            await turns()
+            assert lm.statistics().engine.steps == steps
+            lm.resume()
+        async for delta in stream:
+            assert delta.start == len(tokens)
+            tokens += delta.token_ids
+    assert tuple(tokens) == expected.token_ids
+
+
+async def test_a_stream_ends_with_the_weights_that_it_was_begun_with(lm: AsyncLM) -> None:
+    async with lm.stream([1], max_tokens=900, seed=1, ignore_eos=True) as stream:
+        await anext(stream)
+        other = asyncio.ensure_future(lm.generate([1], max_tokens=900, seed=1, ignore_eos=True))
+        await turns()
+        await lm.pause(pending="restart")
+        await lm.update_weights({"table": OTHER.table})
+        with pytest.raises(StreamCut, match="weights were replaced"):
+            [_ async for _ in stream]
+        lm.resume()
+        assert (await other).weights_version == 1
 
 
 async def test_a_pause_that_is_cancelled_is_none() -> None:

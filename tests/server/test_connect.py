@@ -327,11 +327,17 @@ def _until_it_waits(engine: RemoteEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "nowhere", "ftp://x", "http://", "http://x:99999", None, 8, "file:///etc/passwd"]
+    "url",
+    [
+        *("", "nowhere", "ftp://x", "http://", "http://x:99999", None, 8, "file:///etc/passwd"),
+        *("http://[::1", "http://a b", "http://x/\u00e9", "http://\u00e9..com", "http://x/\0"),
+        *("http://\udcff", f"http://{'a' * 70}.com", "http://me:open-sesame@x", "http://x:-1"),
+    ],
 )
 async def test_what_is_no_url_is_refused(url: Any) -> None:
-    with pytest.raises(InvalidRequest, match="url"):
+    with pytest.raises(InvalidRequest, match="url") as raised:
         await AsyncLM.connect(url)
+    assert "sesame" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

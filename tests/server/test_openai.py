@@ -369,6 +369,25 @@ async def test_responses_tokens_and_metrics(
             assert (await http.post(path)).status_code == 404
 
 
+async def test_what_is_closed_is_closed_under_every_prefix(lm: AsyncLM) -> None:
+    options = OPTIONS | {"root_path": "/api"}
+    key = {"authorization": f"Bearer {KEY}"}
+    asked = {"prompt": [5], "max_tokens": 1}
+    async with (
+        serving(lm, api_key=KEY, model="tiny", options=options) as server,
+        httpx.AsyncClient(base_url=str(server.url), headers=key, timeout=120) as http,
+    ):
+        for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone"):
+            for prefix in ("", "/api", "/api/api"):
+                assert (await http.post(f"{prefix}{path}")).status_code == 404
+            assert path not in (await http.get("/openapi.json")).json()["paths"]
+        for prefix in ("", "/api"):
+            assert (await http.post(f"{prefix}/v1/completions", json=asked)).status_code == 200
+            without = {"authorization": ""}
+            found = await http.post(f"{prefix}/v1/completions", json=asked, headers=without)
+            assert found.status_code == 401
+
+
 WRONG: list[dict[str, Any]] = [
     *({"max_tokens": -1}, {"max_tokens": "x"}, {"temperature": -1}, {"n": 0}, {"n": 10**6}),
     *({"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": []}, {"prompt": "a " * 5000}, {"top_p": 0}),

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -157,6 +158,12 @@ def test_the_json_schema_of_an_inference_is_kept(client: httpx.Client) -> None:
     assert all(1 <= json.loads(each["text"]) <= 22 for each in found["posterior"])
 
 
+def wait_until_nobody_is_served(server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while server.gate is None or server.gate.serving:
+        assert time.monotonic() < deadline, "the server does not see that its client has left"
+
+
 def test_who_disconnects_withdraws_the_question() -> None:
     held = Gate()
     engine = ScriptedEngine(steps=lambda request: 1000, gate=held)
@@ -168,6 +175,7 @@ def test_who_disconnects_withdraws_the_question() -> None:
                 timeout=httpx.Timeout(20, read=0.05),
             )
         held.wait_until_held()
+        wait_until_nobody_is_served(server)
         held.open()
         while not engine.cancelled:  # the engine steps until it is told to forget it
             assert len(engine.stepped) < 1000, "the question outlived its client"
@@ -187,6 +195,7 @@ def test_who_disconnects_with_another_request_sent_withdraws_the_question() -> N
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             connection.sendall(request + request)
             held.wait_until_held()
+        wait_until_nobody_is_served(server)
         held.open()
         while not engine.cancelled:
             assert len(engine.stepped) < 1000, "the question outlived its client"

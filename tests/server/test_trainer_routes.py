@@ -150,5 +150,10 @@ def test_only_where_the_owner_says_so_and_the_engine_can(lm: genrt.AsyncLM) -> N
         pytest.raises(EngineUnsupported, match=r"lm\.update_weights"),
     ):
         serving(other, trainers=True).start()
+    with (
+        genrt.load(MODEL, engine="exact", replicas=1) as replicas,
+        pytest.raises(EngineUnsupported, match=r"replicas.*lm\.update_weights"),
+    ):
+        serving(replicas, trainers=True).start()
     with pytest.raises(InvalidRequest, match="trainers"):
         serving(lm, trainers="yes")  # type: ignore[arg-type]

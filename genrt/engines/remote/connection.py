@@ -48,29 +48,24 @@ class Connection:
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
-        parts = urllib.parse.urlsplit(url) if isinstance(url, str) else None
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequest("url must be that of a server, such as http://127.0.0.1:8000")
+        parts, port = _split(url)
         if api_key is not None and not (
             isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()
         ):
             raise InvalidRequest("api_key must be printable ASCII characters")
-        try:
-            port = parts.port
-        except ValueError as error:
-            raise InvalidRequest(f"url has no port that can be: {error}") from error
         self.url = url.rstrip("/")
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout = check_float("timeout", timeout, 0.001, 1e6)
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http: http.client.HTTPConnection
+        host = str(parts.hostname)
         if parts.scheme == "https":
             context = ssl.create_default_context()
             self._http = http.client.HTTPSConnection(
-                parts.hostname, port, timeout=self._timeout, context=context
+                host, port, timeout=self._timeout, context=context
             )
         else:
-            self._http = http.client.HTTPConnection(parts.hostname, port, timeout=self._timeout)
+            self._http = http.client.HTTPConnection(host, port, timeout=self._timeout)
 
     def get(self, path: str) -> bytes:
         """Return what is at a path; raises as ``post``."""
@@ -150,3 +145,22 @@ class Connection:
         elif 400 <= status < 500:
             kind = InvalidRequest
         return kind(f"{self.url}: {message}")
+
+
+def _split(url: str) -> tuple[urllib.parse.SplitResult, int | None]:
+    """Return the parts of a server's URL, and its port. Raises InvalidRequest if it is none."""
+    message = "url must be that of a server, such as http://127.0.0.1:8000"
+    if not isinstance(url, str) or not url.isprintable() or " " in url:
+        raise InvalidRequest(message)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+        (parts.hostname or "").encode("idna")
+        parts.path.encode("ascii")
+    except ValueError as error:
+        raise InvalidRequest(f"{message}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest(message)
+    if parts.username is not None:
+        raise InvalidRequest("url has a name or a password in it: give the server's key as api_key")
+    return parts, port

@@ -23,7 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.engines.vllm.completions import ORDERLY, READ_EVERY, check_v2, failure_of
 from genrt.engines.vllm.structures import StructureCompilers
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.errors import GenrtError, InvalidRequest, StreamCut
 from genrt.questions.completions import schema_text
 from genrt.questions.contexts import LAST_SEED
 from genrt.questions.native import NativeRequest
@@ -223,7 +223,7 @@ class NativeTexts:
         """Return the outputs that came since the last call, without what the reader knows.
 
         Raises:
-            EngineFailed: the text was begun anew, and differs from what was told.
+            StreamCut: the text was begun anew, and differs from what was told.
         """
         if not course.is_delta or not course.request.streamed:
             given, course.outputs = tuple(course.outputs), []
@@ -234,7 +234,7 @@ class NativeTexts:
         try:
             for made in given:
                 _leave_out_known(course, made)
-        except EngineFailed as error:
+        except StreamCut as error:
             course.error = error
             raise
         return tuple(made for made in given if made.finished or _has_news(made))
@@ -253,7 +253,7 @@ def _leave_out_known(course: _Course, made: RequestOutput) -> None:
     token_ids = list(output.token_ids)
     known = min(max(len(text.told) - course.seen, 0), len(token_ids))
     if token_ids[:known] != text.told[course.seen : course.seen + known]:
-        raise EngineFailed(
+        raise StreamCut(
             "the engine began this text anew, and drew another one than was told so far: ask again"
         )
     known_text = min(max(text.told_text - course.seen_text, 0), len(output.text))

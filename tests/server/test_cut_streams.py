@@ -1,0 +1,324 @@
+"""Streams of every kind that are cut while they are read: what clients are told, and what is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("openai")
+
+import openai
+
+import genrt
+from genrt.errors import InvalidRequest, NotFinite
+from genrt.lm import AsyncLM
+from genrt.server import Server, serving
+
+pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+OPTIONS = {"chat_template": TEMPLATE, "enable_scale_out": True}
+CHAT = [{"role": "user", "content": "Paris is a city."}]
+LONG = 400
+DRAWN = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": [5, 6], "max_tokens": LONG, **DRAWN}),
+    "two": ("/v1/completions", {"prompt": [5, 6], "n": 2, "max_tokens": LONG, **DRAWN}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": LONG, **DRAWN}),
+    "response": ("/v1/responses", {"input": "Paris is", "max_output_tokens": LONG, **DRAWN}),
+    "message": ("/v1/messages", {"model": "tiny", "messages": CHAT, "max_tokens": LONG}),
+    "tokens": (
+        "/inference/v1/generate",
+        {"token_ids": [5, 6], "sampling_params": {"max_tokens": LONG, **DRAWN}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def lm(llama: Path) -> Iterator[AsyncLM]:
+    options = {"enforce_eager": True, "max_num_seqs": 8}
+    with genrt.load(str(llama), engine_options=options, seed=7, restart="auto") as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def server(lm: AsyncLM) -> Iterator[Server]:
+    with serving(lm, model="tiny", options=OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture
+async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=str(server.url), timeout=120) as http:
+        yield http
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What is logged as an error meanwhile, by whomever."""
+    records: list[logging.LogRecord] = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler, vllms = Keeping(logging.ERROR), logging.getLogger("vllm")
+    level = vllms.level
+    vllms.setLevel(logging.ERROR)
+    loggers = [vllms, logging.getLogger()]
+    for each in loggers:
+        each.addHandler(handler)
+    yield records
+    vllms.setLevel(level)
+    for each in loggers:
+        each.removeHandler(handler)
+
+
+async def until(happened: Callable[[], object]) -> None:
+    """Let the loop go round until something has happened in another thread."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline, "it never happens"
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Told:
+    """What came on a stream: its events' data, and whether it came to an end."""
+
+    events: list[Any]
+    is_whole: bool
+
+    @property
+    def error(self) -> Any:
+        """The error that the last event tells."""
+        last = self.events[-1 if self.events[-1] != "[DONE]" else -2]
+        assert [each for each in self.events if "error" in each] == [last]
+        return last["error"]
+
+
+async def read(
+    http: httpx.AsyncClient, kind: str, between: Callable[[], Any], *, texts: int = 3
+) -> Told:
+    """Read a stream, and do something once it has brought some of its text."""
+    path, asked = KINDS[kind]
+    told, waited = Told([], False), 0
+    async with http.stream("POST", path, json=asked | {"stream": True}) as found:
+        assert found.status_code == 200
+        async for line in found.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            told.events.append(data if data == "[DONE]" else json.loads(data))
+            waited += 1
+            if waited == texts + 3 * (kind in ("response", "message")):
+                await between()
+        told.is_whole = True
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_new_weights_cut_a_stream_with_an_error_to_ask_again(
+    lm: AsyncLM, llama: Path, http: httpx.AsyncClient, kind: str, logged: list[Any]
+) -> None:
+    async def replace() -> None:
+        await lm.update_weights(str(llama), pending="restart")
+
+    told = await read(http, kind, replace)
+    assert told.is_whole
+    assert "ask again" in told.error["message"]
+    if kind == "message":
+        assert told.events[-1]["type"] == "error"
+        assert told.error["type"] == "overloaded_error"
+    else:
+        assert (told.error["code"], told.error["type"]) == (503, "ServiceUnavailableError")
+    if kind == "response":
+        numbers = [each["sequence_number"] for each in told.events]
+        assert numbers == [*range(len(numbers))]
+        assert told.events[-1]["type"] == "error"
+        assert told.events[-1]["message"] == told.error["message"]
+    assert logged == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_restart_by_its_owner_cuts_a_stream_and_the_next_is_served(
+    lm: AsyncLM, http: httpx.AsyncClient, kind: str, logged: list[Any]
+) -> None:
+    told = await read(http, kind, lm.arestart)
+    assert told.is_whole
+    assert "closed" in told.error["message"]
+    assert told.error.get("code", 503) == 503
+    assert logged == []
+
+    async def nothing() -> None:
+        pass
+
+    again = await read(http, kind, nothing)
+    assert not any("error" in each for each in again.events)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_pause_and_an_engines_death_are_seen_on_no_stream(
+    lm: AsyncLM, http: httpx.AsyncClient, kind: str, logged: list[Any]
+) -> None:
+    async def pause() -> None:
+        await lm.pause(pending="restart", asked="raise")
+        lm.resume()
+
+    def die(_: object) -> None:
+        raise genrt.EngineDied("for a test")
+
+    async def die_once() -> None:
+        with pytest.raises(genrt.EngineDied):
+            await asyncio.wrap_future(lm._thread.call(die))
+
+    async def nothing() -> None:
+        pass
+
+    if kind == "message":  # it has no seed: what can be compared is its end
+        for between in (pause, die_once):
+            told = await read(http, kind, between)
+            assert told.events[-1] == {"type": "message_stop"}
+        return
+    expected = text_of(await read(http, kind, nothing))
+    assert text_of(await read(http, kind, pause)) == expected
+    assert text_of(await read(http, kind, die_once)) == expected
+    assert logged == []
+
+
+def text_of(told: Told) -> Any:
+    """All that a stream has brought of its texts."""
+    assert told.is_whole
+    texts: dict[int, str] = {}
+    token_ids: list[int] = []
+    for event in told.events:
+        assert "error" not in event
+        if event == "[DONE]":
+            continue
+        if event.get("type") == "response.output_text.delta":
+            texts[0] = texts.get(0, "") + event["delta"]
+        for choice in event.get("choices", ()):
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+            token_ids += choice.get("token_ids") or ()
+    assert token_ids or all(texts.values())
+    return texts, token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_text_that_is_refused_is_told_and_not_logged(
+    lm: AsyncLM, http: httpx.AsyncClient, kind: str, is_streamed: bool, logged: list[Any]
+) -> None:
+    path, asked = KINDS[kind]
+    await lm.pause(asked="raise")
+    try:
+        found = await http.post(path, json=asked | {"stream": is_streamed})
+    finally:
+        lm.resume()
+    assert found.status_code == (200 if is_streamed else 503)
+    assert "paused" in found.text
+    if kind == "message":
+        assert '"overloaded_error"' in found.text
+    else:
+        assert '"ServiceUnavailableError"' in found.text
+    assert logged == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(InvalidRequest("wrong"), 400), (NotFinite("no row"), 500)]
+)
+async def test_an_error_of_the_question_or_of_the_model_keeps_its_status(
+    lm: AsyncLM,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    error: genrt.GenrtError,
+    status: int,
+    logged: list[Any],
+) -> None:
+    def fails(_: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(lm._adapters, "bound", fails)
+    for path, asked in KINDS.values():
+        found = await http.post(path, json=asked)
+        assert (found.status_code, str(error) in found.text) == (status, True)
+        found = await http.post(path, json=asked | {"stream": True})
+        assert str(error) in found.text
+        if path != "/v1/messages":
+            assert f'"code": {status}' in found.text
+    assert logged == []
+
+
+async def test_openais_client_raises_for_a_stream_that_is_cut(
+    lm: AsyncLM, server: Server, llama: Path
+) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        asked: Any = {"model": "tiny", "messages": CHAT, "max_tokens": LONG, "stream": True}
+        stream: Any = await client.chat.completions.create(**asked)
+        await anext(stream)
+        await anext(stream)
+        await lm.update_weights(str(llama), pending="restart")
+        with pytest.raises(openai.APIError, match="ask again") as raised:
+            [_ async for _ in stream]
+        body: Any = raised.value.body
+        assert body["code"] == 503
+        asked = {"model": "tiny", "input": "Paris", "max_output_tokens": LONG, "stream": True}
+        stream = await client.responses.create(**asked)
+        for _ in range(6):
+            await anext(stream)
+        await lm.update_weights(str(llama), pending="restart")
+        with pytest.raises(openai.APIError, match="ask again"):
+            [_ async for _ in stream]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_closes_ends_its_streams_and_the_runtime_is_free(
+    lm: AsyncLM, kind: str, logged: list[Any]
+) -> None:
+    async with serving(lm, model="tiny", options=OPTIONS, shutdown_seconds=0.01) as server:
+        closing: list[asyncio.Task[None]] = []
+
+        async def close() -> None:
+            await lm.pause(pending="restart")
+            closing.append(asyncio.create_task(asyncio.to_thread(server.close)))
+
+        async with httpx.AsyncClient(base_url=str(server.url), timeout=120) as http:
+            told = await read(http, kind, close)
+        assert told.is_whole
+        assert "closing" in told.error["message"]
+        assert told.error.get("code", 503) == 503
+        await closing[0]
+    lm.resume()
+    assert (await lm.generate([5, 6], max_tokens=3, ignore_eos=True)).token_ids
+    assert lm.statistics().batcher.in_flight == 0
+    assert logged == []
+
+
+async def test_a_server_that_closes_answers_what_is_no_stream(
+    lm: AsyncLM, logged: list[Any]
+) -> None:
+    async with serving(lm, model="tiny", options=OPTIONS, shutdown_seconds=0.01) as server:
+        await lm.pause()
+        async with httpx.AsyncClient(base_url=str(server.url), timeout=120) as http:
+            asked = [http.post(path, json=body) for path, body in KINDS.values()]
+            waiting = [asyncio.create_task(each) for each in asked]
+            await until(lambda: lm.statistics().batcher.waiting > len(waiting))
+            await asyncio.to_thread(server.close)
+            for each in await asyncio.gather(*waiting):
+                assert (each.status_code, "closing" in each.text) == (503, True)
+    lm.resume()
+    assert logged == []
