@@ -219,7 +219,7 @@ def _start(
                 open_engine, engine, found, options, reserve_bytes=reserved, residency=residency
             )
             if is_ranked:
-                make = partial(open_ranked, found, options, residency=residency)
+                make = partial(open_ranked, str(found), options, residency=residency)
         if replicas is None:
             return make()
         each = 1 if callable(engine) else gpus_of(options)

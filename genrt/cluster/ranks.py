@@ -1,5 +1,5 @@
-"""An Engine over the ranks of a tensor-parallel model: rank 0's, here, and one in each other rank's process,
-which repeat every call.
+"""An Engine over the ranks of a tensor-parallel model: rank 0's, here, and one in the process of each
+other rank, which repeats every call.
 
 Nothing but calls goes between the processes: each schedules by itself, and all come to the same steps.
 What an answer needs, rows and draws, is computed in each, so none waits for another's.
@@ -71,7 +71,7 @@ def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) 
     """
     ranks = Ranks(int(options.get("tensor_parallel_size", 1)))
     try:
-        begin = lambda: ranks.open(model, options, residency)  # noqa: E731
+        begin = lambda: ranks.open(model, options, residency)
         rank = Rank(0, ranks.store, begin)
         engine = open_engine("vllm", model, options, residency=residency, rank=rank)
         ranks.agreed()

@@ -34,11 +34,11 @@ from genrt.engines.weights import (
     Copying,
     Layout,
     NamedTensors,
+    TensorsIn,
     Weights,
     check_complete,
     check_tensors,
     forms_in,
-    TensorsIn,
     weight_files,
     weights_of,
 )

@@ -28,6 +28,7 @@ from genrt.loading import load
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.request import Request
 from genrt.questions.scores import ScoreRequest
 from tests.scripted import logprobs, sample
 
@@ -151,14 +152,12 @@ def test_all_ranks_do_the_same_in_the_same_order(seed: int) -> None:
     others = Recorded(), Recorded()
     engine, first = ranked(*others)
     populations: list[PopulationDraw] = []
-    number = 0
-    for _ in range(200):
-        number += 1
+    for number in range(1, 201):
         kind = rng.choice(["submit", "step", "go_on", "cancel", "settle", "release", "keep"])
         if kind == "submit":
             rows = [logprobs(number, n) for n in range(rng.randrange(4))]
             score = ScoreRequest(logprobs(1, 2, 3, number).packed, 1)
-            flush = [*rows, score, sample(1, number, seed=number)]
+            flush: list[Request] = [*rows, score, sample(1, number, seed=number)]
             rng.shuffle(flush)
             engine.submit(flush)
         elif kind == "step":
@@ -187,7 +186,9 @@ def test_what_nobody_goes_on_from_is_forgotten_everywhere() -> None:
     population = draws(2)
     engine.go_on(population)
     engine.step()
-    assert len(follower.asked) == 1 and not follower._draws and not follower._numbers
+    assert len(follower.asked) == 1
+    assert not follower._draws
+    assert not follower._numbers
     del population
     engine.submit([A])
     assert not follower.asked

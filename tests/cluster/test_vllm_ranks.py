@@ -78,7 +78,9 @@ def test_two_ranks_answer_as_one_engine_does(
         alone = one.statistics().since(before).engine
         one.update_weights_sync(load_file(other / "model.safetensors"))
         renewed = answers(one)
-    with genrt.load(llama, engine_options=OPTIONS | RANKS, seed=1, replica_limits=LIMITS) as two:
+    with genrt.load(
+        llama, engine_options=OPTIONS | RANKS, seed=1, replicas=1, replica_limits=LIMITS
+    ) as two:
         two.add_adapter_sync("a", loras[0])
         assert_equal(answers(two), expected)
         before = two.statistics()

@@ -62,7 +62,7 @@ class Rank:
         self.configured()
         number, method = self.number, f"file://{self.store}"
 
-        class RankExecutor(ExecutorWithExternalLauncher):
+        class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
             def _distributed_args(self) -> tuple[str, int, int]:
                 return method, number, number
 
@@ -70,8 +70,8 @@ class Rank:
 
 
 def leave() -> None:
-    """Leave the other ranks, once this process's engine is closed: vLLM keeps its groups for the next one,
-    and what they share would be left behind."""
+    """Leave the other ranks, once this process's engine is closed. vLLM keeps its groups for another one,
+    with what they share."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
