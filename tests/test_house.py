@@ -82,7 +82,11 @@ OPTIONAL = {
 }
 """Imported inside the functions that need them, but for the files that are all about one of them."""
 VLLM_FILES = {file for file in FILES if file.startswith("engines/vllm/")}
-VLLM_FILES |= {"server/client.py", "server/failures.py", "server/openai.py"}  # the front end, which is vLLM's own
+VLLM_FILES |= {
+    "server/client.py",
+    "server/failures.py",
+    "server/openai.py",
+}  # the front end, which is vLLM's own
 
 
 def tree_of(file: str) -> ast.Module:
