@@ -200,9 +200,18 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead("return False"),
         ),
         (
-            "Router._least",
+            "Router._chosen",
+            "a population that is new goes where work is least, whoever keeps how many",
+            Swap("self._crowd if is_new else self._work", "self._work"),
+        ),
+    ),
+    *breaks(
+        "cluster.loads",
+        "test_loads.py",
+        (
+            "Loads.any_least",
             "ties go to the first",
-            Swap("load == least", "each == usable[loads.index(least)]"),
+            Instead("return self._buckets[self.least()][0]"),
         ),
     ),
     *breaks(
@@ -282,9 +291,9 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead("return True"),
         ),
         (
-            "Fences.put_up",
+            "Fences.take_down",
             "a stream goes on by other weights than it began with",
-            Swap("waiter.flow is not None and waiter.flow.is_told", "False"),
+            Swap("self._admission.told_in_part()", "()"),
         ),
         only="version or weights or update",
     ),

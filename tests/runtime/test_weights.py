@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from itertools import count
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from genrt.runtime.waiters import Entry
 from tests.scripted import ByHand, ScriptedEngine, logprobs, passes, population_of, sample
 
 A, B, C = (logprobs(number) for number in range(1, 4))
-numbers = iter(range(4, 1000))
+numbers = count(4)
 
 
 def population(size: int, *, equal: bool = False) -> PopulationDraw:

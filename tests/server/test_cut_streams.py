@@ -128,14 +128,20 @@ async def read(
     return told
 
 
+async def replaced_under(lm: AsyncLM, llama: Path) -> None:
+    """Replace the weights, and let no text end before."""
+    await lm.pause(pending="restart")
+    try:
+        await lm.update_weights(str(llama), pending="restart")
+    finally:
+        lm.resume()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_new_weights_cut_a_stream_with_an_error_to_ask_again(
     lm: AsyncLM, llama: Path, http: httpx.AsyncClient, kind: str, logged: list[Any]
 ) -> None:
-    async def replace() -> None:
-        await lm.update_weights(str(llama), pending="restart")
-
-    told = await read(http, kind, replace)
+    told = await read(http, kind, lambda: replaced_under(lm, llama))
     assert told.is_whole
     assert "ask again" in told.error["message"]
     if kind == "message":
@@ -271,7 +277,7 @@ async def test_openais_client_raises_for_a_stream_that_is_cut(
         stream: Any = await client.chat.completions.create(**asked)
         await anext(stream)
         await anext(stream)
-        await lm.update_weights(str(llama), pending="restart")
+        await replaced_under(lm, llama)
         with pytest.raises(openai.APIError, match="ask again") as raised:
             [_ async for _ in stream]
         body: Any = raised.value.body
@@ -280,7 +286,7 @@ async def test_openais_client_raises_for_a_stream_that_is_cut(
         stream = await client.responses.create(**asked)
         for _ in range(6):
             await anext(stream)
-        await lm.update_weights(str(llama), pending="restart")
+        await replaced_under(lm, llama)
         with pytest.raises(openai.APIError, match="ask again"):
             [_ async for _ in stream]
 
