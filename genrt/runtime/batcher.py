@@ -218,9 +218,8 @@ class Batcher:
 
     def _sweep(self) -> list[object]:
         """Cancel waiters of closed loops and of finalizers, under the lock; return what is let go of."""
-        waiters = self._on_loops.closed()
-        waiters += [self._left.popleft() for _ in range(len(self._left))]
-        for waiter in waiters:
+        left = [self._left.popleft() for _ in range(len(self._left))]
+        for waiter in (waiters := self._on_loops.closed() + left):
             self._cancel(waiter)
         return [waiters, self._gatherings.of_closed_loops()]
 
