@@ -9,13 +9,7 @@ import vllm
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from genrt.engines.vllm.config import (
-    check_version,
-    configure,
-    on_loopback,
-    rounding,
-    translated,
-)
+from genrt.engines.vllm.config import check_version, configure, on_loopback, rounding, translated
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.process import undisturbed
