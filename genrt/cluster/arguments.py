@@ -20,7 +20,7 @@ __all__ = ["ReplicaOptions", "add_replica_arguments", "replica_options"]
 
 
 class ReplicaOptions(TypedDict):
-    """What ``genrt.load`` takes of replicas."""
+    """The arguments of ``genrt.load`` that are about replicas."""
 
     replicas: int | None
     replica_limits: ReplicaLimits | None

@@ -99,7 +99,7 @@ class Health:
 
     @property
     def state(self) -> State:
-        """What it may be asked for."""
+        """The state that it is in."""
         return self._state
 
     @state.setter

@@ -43,7 +43,7 @@ class Loads:
             self._enter(number)
 
     def put(self, number: int, load: float) -> None:
-        """Change a replica's load."""
+        """Set a replica's load."""
         if number not in self._places:
             self._loads[number] = load
             return
