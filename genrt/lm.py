@@ -648,7 +648,7 @@ class AsyncLM:
         that died is replaced without being asked, and no question notices.
 
         Raises:
-            EngineFailed: a step takes longer than 5 seconds: wait for it, then try again.
+            EngineFailed: a step takes longer than a minute: wait for it, then try again.
             Closed: in a forked child. Else what ``load`` raises; the runtime is then closed, as it is by
                 an interrupt.
         """

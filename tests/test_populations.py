@@ -235,6 +235,17 @@ async def test_a_cancelled_question_leaves_the_population_as_it_was(lm: AsyncLM)
     assert (await population.draw(seed=1)).token_ids.shape == (3,)
 
 
+async def test_a_blocking_draw_is_gone_on_from_too(lm: AsyncLM) -> None:
+    """The engine knows the sequences by the draw before, whichever way that was asked."""
+    for is_blocking in (False, True):
+        population = lm.population([1, 2], 3)
+        for _ in range(3):
+            draws = population.draw_sync(seed=1) if is_blocking else await population.draw(seed=1)
+            population.append(draws.token_ids)
+            assert len(population._origins.asked) == 1
+            assert population._origins.go_on(population.lengths.numpy())
+
+
 async def test_scores_are_those_of_the_sequences(lm: AsyncLM) -> None:
     """Of continuations of any length, in one flush; sequences that are alike are asked about once."""
     population = lm.population([[1, 2], [3], [1, 2], [4, 5, 6]])

@@ -371,14 +371,19 @@ def blocking_chunks(
 
 
 class _Blocking:
-    """An AsyncLM as its ``_sync`` twins see it: what they await is answered already, so no event loop is
-    needed, and a running one is not entered."""
+    """An AsyncLM, or a population, as its ``_sync`` twins see it: what they await is answered already, so
+    no event loop is needed, and a running one is not entered."""
+
+    _lm: Any
 
     def __init__(self, lm: Any) -> None:
-        self._lm = lm
+        object.__setattr__(self, "_lm", lm)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._lm, name, value)
 
     async def _ask(self, *args: Any, **kwargs: Any) -> list[Result]:
         answer: list[Result] = self._lm._ask_sync(*args, **kwargs)

@@ -375,14 +375,13 @@ class Batcher:
             for waiter in self._admission.bound_to(lost):
                 self._enter(waiter)  # its bounds do not matter: it fails below and is never sent
             bound = [entry for entry in self._entries.values() if entry.request.adapter in lost]
-            queued = [entry for entry in bound if not entry.in_flight]
-            for entry in queued:
+            for entry in (queued := [entry for entry in bound if not entry.in_flight]):
                 self._ready.discard(entry)
             self._admission.leave([entry.request for entry in queued])
             self._flight.send(queued)
-        if bound:
-            pairs = [(entry.request, cast("Adapter", entry.request.adapter)) for entry in bound]
-            self._settle([Finished(request, error=lost[adapter]) for request, adapter in pairs])
+        if requests := [entry.request for entry in bound]:
+            errors = [lost[cast("Adapter", each.adapter)] for each in requests]
+            self._settle([Finished(r, error=e) for r, e in zip(requests, errors, strict=True)])
 
     @property
     def is_closed(self) -> bool:

@@ -40,6 +40,10 @@ T = TypeVar("T")
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for the step in progress before it leaves the thread to end by itself."""
 
+RESTART_SECONDS = 60.0
+"""How long ``restart`` waits for the engine before: closing one takes seconds on a busy machine, and what
+waits here would only ask again."""
+
 EXIT_SECONDS = 60.0
 """How long an interpreter that exits waits for an engine that is being opened: it may crash if it goes on
 while the thread is anywhere in native code. For one that is open, it waits ``CLOSE_SECONDS``."""
@@ -286,13 +290,16 @@ class EngineThread:
         still waits gets ``Closed``. Returns ``opened``, which is to be waited for.
 
         Raises:
-            EngineFailed: the engine did not end its step within ``CLOSE_SECONDS``.
+            EngineFailed: the engine did not end its step within ``RESTART_SECONDS``.
             Closed: in a forked child.
         """
         self._check_process()
         with self._restart_lock:
-            self.close()
-            if self._thread.is_alive():
+            before = self._thread
+            self.close(wait=False)
+            if before.is_alive() and before is not threading.current_thread():
+                before.join(RESTART_SECONDS)
+            if before.is_alive():
                 raise EngineFailed(
                     "the engine is still in a step, or being opened: wait for that to end, then restart"
                 )

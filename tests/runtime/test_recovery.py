@@ -429,7 +429,7 @@ def test_restart_is_auto_or_nothing(restart: Any) -> None:
 
 
 def test_a_step_that_does_not_end_holds_up_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genrt.runtime.thread.CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr("genrt.runtime.thread.RESTART_SECONDS", 0.0)
     gate = Gate()
     engines = Engines({"gate": gate})
     with (
