@@ -426,11 +426,13 @@ class Held(ExactEngine):
 @pytest.mark.parametrize("pending", ["finish", "restart"])
 async def test_a_question_is_answered_by_one_version_throughout(pending: Any) -> None:
     gate = Gate()
+    fenced: list[AsyncLM] = []
 
     def no_fence_is_up() -> bool:  # before the update the text could end, and be of the old weights
-        return lm.weights_version == 0 and not lm._thread.batcher.fences.up
+        return not any(each.weights_version or each._thread.batcher.fences.up for each in fenced)
 
     async with genrt.load(engine=lambda: Held(gate, no_fence_is_up)) as lm:
+        fenced.append(lm)
         text = asyncio.ensure_future(lm.generate([1], max_tokens=9, seed=1, ignore_eos=True))
         score = asyncio.ensure_future(lm.score([1], [2, 3, 4, 5]))
         with lm.population([1, 2], 5) as population:
