@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NoReturn, Self, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 import torch
 
 from genrt.cluster.programs import run_program
-from genrt.engines.protocol import Engine, Reading
-from genrt.engines.weights import SleepingPart
+from genrt.engines.protocol import Engine
 from genrt.populations import Population, Populations, Prompts
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
-from genrt.questions.contexts import Limits, check_contexts, check_seed, nonces_of
+from genrt.questions.contexts import check_contexts, check_seed, nonces_of
 from genrt.questions.draws import batch_draw, draw_request, draw_requests
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Mask, Masks
@@ -33,24 +29,20 @@ from genrt.questions.scores import (
 )
 from genrt.questions.token_ids import TokenIds
 from genrt.questions.tops import top_request
-from genrt.runtime.adapter_names import AdapterNames
 from genrt.runtime.ask import Asker, blocking_chunks, blocking_question, blocking_stream
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.cache import RowCache
 from genrt.runtime.connecting import ConnectOptions, connected
-from genrt.runtime.pauses import PauseOptions, Pauses
-from genrt.runtime.statistics import Statistics
+from genrt.runtime.owner import EngineOwner
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts
-from genrt.runtime.thread import EngineThread, aside
-from genrt.runtime.weights import UpdateOptions, WeightsSource, WeightUpdates
-from genrt.tokens import encoding, vocabulary
+from genrt.runtime.thread import EngineThread
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
 __all__ = ["AsyncLM"]
 
 
-class AsyncLM:
+class AsyncLM(EngineOwner):
     """A language model that answers many concurrent questions in few engine calls.
 
     Made by ``load``, ``aload`` or ``connect``. Every ``await`` works on any event loop, in any thread,
@@ -67,20 +59,12 @@ class AsyncLM:
     def __init__(
         self, thread: EngineThread, cache: RowCache, engine: Engine, *, seed: int | None = None
     ) -> None:
-        self._thread = thread
-        self._limits = Limits(engine.vocab_size, engine.max_model_len)
-        self._adapters = AdapterNames(
-            thread, engine.adapters if isinstance(engine, Reading) else {}
-        )
+        super().__init__(thread, cache, engine)
         self._asker = asker = Asker(lambda: thread.batcher, self._adapters)
         self._ask, self._ask_sync = asker.ask, asker.ask_sync
         self._stream, self._stream_sync = asker.stream, asker.stream_sync
         self._chunks, self._chunks_sync = asker.chunks, asker.chunks_sync
         self._draw_from(seed)
-        self._cache = cache
-        self._pauses = Pauses(thread)
-        self._weights = WeightUpdates(thread, cache, self._pauses)
-        thread.belong_to(self)
 
     @classmethod
     async def connect(cls, url: str, **options: Unpack[ConnectOptions]) -> Self:
@@ -101,78 +85,6 @@ class AsyncLM:
         vars(own).update(vars(self), _whole=self)  # which closes when it is garbage
         own._draw_from(seed)
         return own
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AsyncLM) and other._thread is self._thread
-
-    def __hash__(self) -> int:
-        return hash(self._thread)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "a runtime cannot be copied or pickled: hand it on as it is, and load another elsewhere"
-        )
-
-    # -- the model ----------------------------------------------------------------------------
-
-    @property
-    def vocab_size(self) -> int:
-        """The length of a row; token ids are ``0 .. vocab_size - 1``."""
-        return self._limits.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest context, in tokens, that has a row."""
-        return self._limits.max_model_len
-
-    @property
-    def max_batch_size(self) -> int:
-        """How many requests the engine takes to one step at most, however many a flush has."""
-        return self._thread.engine.max_batch_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where rows are computed, cached and returned."""
-        return self._thread.engine.device
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer (transformers' for checkpoints). Raises InvalidRequest if it has none."""
-        return self._texts.tokenizer
-
-    @cached_property
-    def byte_vocab(self) -> list[bytes]:
-        """The bytes that each token adds to a text; ``vocab_size`` of them."""
-        return vocabulary.byte_vocab(self.tokenizer, self.vocab_size)
-
-    @cached_property
-    def str_vocab(self) -> list[str]:
-        """``byte_vocab`` as text; bytes that are no whole characters show as U+FFFD."""
-        return [token.decode(errors="replace") for token in self.byte_vocab]
-
-    def encode(self, text: str, *, lossy: bool = False) -> list[int]:
-        """Return the token ids of a text, with no special tokens added.
-
-        Raises:
-            InvalidRequest: the tokenizer would lose or change some of the text, unless ``lossy`` lets it.
-        """
-        return encoding.encode(self.tokenizer, text, lossy=lossy)
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[encoding.ChatOptions]
-    ) -> list[int]:
-        """Return the token ids of a conversation such as ``[{"role": "user", "content": "Hello!"}]``,
-        written by the tokenizer's own chat template. By default the assistant's turn is begun;
-        ``ChatOptions`` has the options.
-
-        Raises:
-            InvalidRequest: there is no chat template, it refuses the messages, or text would be lost.
-        """
-        return encoding.encode_chat(self.tokenizer, messages, **options)
-
-    def decode(self, token_ids: TokenIds) -> str:
-        """Return the text of token ids, special tokens included; the inverse of ``encode``."""
-        return encoding.decode(self.tokenizer, self._limits.token_ids(token_ids, allow_empty=True))
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -470,6 +382,8 @@ class AsyncLM:
         given = next(self._nonces) if own is None else own
         return await run_program(self, work, given, timeout)
 
+    run_sync = blocking_twin(run)
+
     # -- prefixes -----------------------------------------------------------------------------
 
     async def warm_up(self, prefix: Prefix, **options: Unpack[WarmUpOptions]) -> int:
@@ -513,168 +427,3 @@ class AsyncLM:
     warm_up_sync = blocking_question(warm_up)
     stream_sync = blocking_stream(stream)
     stream_chat_sync = blocking_stream(stream_chat)
-
-    # -- adapters -----------------------------------------------------------------------------
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names that ``adapter=`` takes."""
-        return self._adapters.loaded()
-
-    async def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
-
-        Calls made from then on can name it. A name that is loaded already is bound to the new weights;
-        questions asked before keep the old ones. Cancelling leaves the name as it was, or bound to these.
-
-        Raises:
-            InvalidAdapter: there is no safetensors adapter that fits, or the engine takes none.
-        """
-        await asyncio.wrap_future(self._adapters.add(name, path))
-
-    def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load an adapter as ``add_adapter`` does, blocking."""
-        self._adapters.add(name, path).result()
-
-    def remove_adapter(self, name: str) -> None:
-        """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before
-        are answered; then its weights and its cached rows go. Returns at once."""
-        self._adapters.remove(name)
-
-    # -- weights ------------------------------------------------------------------------------
-
-    @property
-    def weights_version(self) -> int:
-        """Which weights answer: 0 are those of the model that was loaded, and each update adds 1."""
-        return self._thread.weights_version
-
-    async def update_weights(self, source: WeightsSource, **options: Unpack[UpdateOptions]) -> int:
-        """Replace the model's weights in place; return their version. ``UpdateOptions`` has the options.
-
-        ``source`` has all tensors of the model's checkpoint, by its names: a mapping or pairs; the path
-        of a safetensors file, or of a directory of them; or an iterable, asynchronous or not, of chunks,
-        each a mapping or pairs. Leave tensors as they are until this returns.
-
-        Questions asked from now on wait for the new weights. Before these answer, cached rows, resident
-        sequences and the KV cache are dropped. Adapters stay. A population goes on, each step with the
-        weights that there are: its draws tell which.
-
-        What does not fit changes nothing, where it can be known beforehand: of tensors by name and of
-        files all of it, of chunks the first. An error after that, or leaving in the middle, is the
-        engine's death; with ``load(…, restart="auto")``, or by ``restart``, another one has the last
-        weights that were whole. Nothing is ever answered by a mixture.
-
-        Raises:
-            InvalidWeights: a tensor is unknown, missing, given twice, or of a wrong shape or type.
-            EngineUnsupported: the engine cannot replace its weights, or does not know their names.
-            EngineFailed: it cannot forget what the old weights computed, and keeps these; or, as
-                EngineDied, it failed with a part of the new ones. What an iterator raises is raised.
-            InvalidRequest: ``source`` or an option is none of these, or the engine sleeps; Closed.
-        """
-        return await self._weights.update(source, **options)
-
-    async def pause(self, **options: Unpack[PauseOptions]) -> None:
-        """Stop until ``resume``, a restart or the end; return once nothing runs. Weights may be replaced
-        meanwhile. Cancelling resumes. ``PauseOptions`` has the options.
-
-        Raises:
-            InvalidRequest: the runtime is paused already, or an option is wrong; Closed.
-        """
-        await self._pauses.pause(**options)
-
-    def resume(self) -> None:
-        """Resume after ``pause``; ignored if nothing is paused. Raises InvalidRequest while the engine
-        sleeps. Returns at once."""
-        self._pauses.resume()
-
-    async def sleep(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
-        """Pause, if that has not happened, and free the engine's memory on its device until ``wake_up``;
-        return how many bytes became free.
-
-        Level 1 moves the weights to the host; level 2 drops them, and ``wake_up`` reads them again. The
-        KV cache goes with every resident sequence; cached rows stay.
-
-        Raises:
-            EngineUnsupported: the engine cannot, as vLLM on a CPU or without ``enable_sleep_mode``.
-            InvalidRequest: it sleeps already, or an argument is wrong; EngineFailed, Closed.
-        """
-        return await self._pauses.sleep(level, **options)
-
-    async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
-        """Have the engine's memory back, and answer again; return whether all of it is awake. Tags
-        ``["weights"]`` have the weights' back alone, for an update while a trainer still has the rest.
-        Raises InvalidRequest for other tags than these and ``"kv_cache"``, EngineFailed if weights that
-        were dropped, and not replaced, cannot be read again."""
-        return await self._pauses.wake_up(tags)
-
-    def reset_prefix_cache(self) -> None:
-        """Have the engine forget, between two steps, what it has computed and nothing in progress needs.
-        Prefixes of ``warm_up`` are kept again once they are computed again. Returns at once."""
-        self._thread.call_alone(lambda answering: answering.forget_residents())
-
-    run_sync = blocking_twin(run)
-    update_weights_sync = blocking_twin(update_weights)
-    pause_sync = blocking_twin(pause)
-    sleep_sync = blocking_twin(sleep)
-    wake_up_sync = blocking_twin(wake_up)
-
-    # -- the runtime --------------------------------------------------------------------------
-
-    def clear_cache(self) -> None:
-        """Drop every cached row."""
-        self._cache.clear()
-
-    def statistics(self) -> Statistics:
-        """Return the counters at this moment, as a frozen value; ``later.since(earlier)`` has what was
-        done in between."""
-        batcher, cache = self._thread.batcher.statistics(), self._cache.statistics()
-        engine, replicas = self._thread.statistics(), self._thread.replicas()
-        return Statistics(batcher, cache, engine, replicas)
-
-    def close(self) -> None:
-        """End every waiter with ``Closed`` and free the engine; return when the step in progress has
-        ended, or after 5 seconds. Idempotent, from any thread."""
-        self._thread.close()
-
-    async def aclose(self) -> None:
-        """Close without holding up the event loop."""
-        await aside(self.close)
-
-    def restart(self) -> None:
-        """Close the engine, if that has not happened, and open another one with the same options and
-        adapters; this runtime then answers again. Cached rows stay, the engine's statistics start anew.
-
-        Questions that were still waiting raise ``Closed``. With ``load(…, restart="auto")`` an engine
-        that died is replaced without being asked, and no question notices.
-
-        Raises:
-            EngineFailed: a step takes longer than a minute: wait for it, then try again.
-            Closed: in a forked child. Else what ``load`` raises; the runtime is then closed, as it is by
-                an interrupt.
-        """
-        self._thread.restart_for(self)
-
-    async def arestart(self) -> None:
-        """Restart without holding up the event loop."""
-        await aside(self.restart)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    def __repr__(self) -> str:
-        engine = f"{type(self._thread.engine).__name__}, vocab_size={self.vocab_size}"
-        if not self._thread.alive:
-            return f"AsyncLM(closed, {engine})"
-        return (
-            f"AsyncLM(open, {engine}, max_model_len={self.max_model_len}, "
-            f"adapters={list(self._adapters.by_name)}, {self._thread.batcher!r}, {self._cache!r})"
-        )

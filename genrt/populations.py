@@ -403,9 +403,8 @@ class Populations:
         self.adapters.bound(adapter)
         given: Any = prompt
         is_one = isinstance(given, str) or _is_one(given)
-        is_several = getattr(given, "ndim", 0) > 1 or (
-            isinstance(given, Sequence) and len(given) > 0
-        )
+        is_list = isinstance(given, Sequence) and len(given) > 0
+        is_several = is_list or getattr(given, "ndim", 0) > 1
         if n is not None and is_several and not is_one:
             raise InvalidRequest("n is for one prompt; contexts begin a sequence each: leave n out")
         if n is not None:

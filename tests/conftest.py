@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +37,24 @@ def pytest_configure() -> None:
     tests start inherits that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import vLLM where tests need it, then freeze what there is. vLLM collects garbage seven times while
+    it opens and closes, and looked at a million objects of imported modules each time: most of what an
+    engine of these tests cost. Where objects are frozen, genrt keeps vLLM from thawing them."""
+    if any(item.get_closest_marker("vllm") for item in session.items):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("genrt.engines.vllm.opening")
+            importlib.import_module("vllm.v1.worker.cpu_worker")
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Thaw it: frozen modules do not end, of which their bindings would complain at the exit."""
+    gc.unfreeze()
 
 
 PRELOADED = os.environ.get("LD_PRELOAD")

@@ -153,6 +153,29 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
+        "populations",
+        "test_populations.py",
+        (
+            "Population.extend",
+            "sequences are extended by what another one gets",
+            Swap(
+                "[id_words(each, most, allow_empty=True) for each in given]",
+                "[id_words(each, most, allow_empty=True) for each in given[::-1]]",
+            ),
+        ),
+        only="extending",
+    ),
+    *breaks(
+        "populations",
+        "test_fleet_machine.py",
+        (
+            "Population.draw",
+            "a population that was cut is asked anywhere",
+            Swap("origins.asked or before.asked", "origins.asked"),
+        ),
+        only="walk",
+    ),
+    *breaks(
         "cluster.health",
         "test_health.py",
         (
@@ -180,6 +203,26 @@ MUTANTS: tuple[Mutant, ...] = (
             "a replica is restarted without end",
             Swap("self._budget < 1.0", "False"),
         ),
+        (
+            "Health.failed",
+            "a replica that fails at everything is asked for ever",
+            Swap("self._failures >= self._limits.most_failures", "False"),
+        ),
+        (
+            "Health.opened",
+            "a replica serves before it has weights and adapters",
+            Swap("self.state = State.STALE", "self.state = State.HEALTHY"),
+        ),
+        (
+            "Health.tick",
+            "a replica may take for ever to open",
+            Swap("self.lives and now - self._since > limits.open_seconds", "False"),
+        ),
+        (
+            "Health.tick",
+            "restarts are not given back to a replica that serves",
+            Swap("self._budget + filled", "self._budget"),
+        ),
     ),
     *breaks(
         "cluster.routing",
@@ -204,6 +247,31 @@ MUTANTS: tuple[Mutant, ...] = (
             "a population that is new goes where work is least, whoever keeps how many",
             Swap("self._crowd if is_new else self._work", "self._work"),
         ),
+        (
+            "Router._chosen",
+            "a population leaves a busy replica as a text does",
+            Swap("POPULATION_MARGIN * max(work, MARGIN)", "MARGIN"),
+        ),
+        (
+            "Router._chosen",
+            "a program goes where programs have been",
+            Swap("isinstance(request, ProgramRequest)", "False"),
+        ),
+        (
+            "Router.use",
+            "replicas that may not be asked are compared",
+            Drop("self._work.compare"),
+        ),
+        (
+            "Router.left",
+            "populations that are gone take room",
+            Drop("self._add"),
+        ),
+        (
+            "Router.lost",
+            "the work of a dead replica is the next one's",
+            Drop("self._work.put"),
+        ),
     ),
     *breaks(
         "cluster.loads",
@@ -212,6 +280,16 @@ MUTANTS: tuple[Mutant, ...] = (
             "Loads.any_least",
             "ties go to the first",
             Instead("return self._buckets[self.least()][0]"),
+        ),
+        (
+            "Loads.least",
+            "the least load is one that nobody has any more",
+            Swap("not self._buckets[self._heap[0]]", "False"),
+        ),
+        (
+            "Loads.put",
+            "loads that nobody has are kept without end",
+            Swap("len(self._heap) > 4 * len(self._places) + MOST_UNUSED", "False"),
         ),
     ),
     *breaks(
@@ -228,6 +306,48 @@ MUTANTS: tuple[Mutant, ...] = (
             Drop("each.health.outdated"),
         ),
         only="walk",
+    ),
+    *breaks(
+        "cluster.fleet",
+        "test_fleet.py",
+        (
+            "Fleet._has_usable",
+            "suspect replicas are asked beside healthy ones",
+            Swap(
+                "healthy or [each.number for each in self.serving]",
+                "[each.number for each in self.serving]",
+            ),
+        ),
+        (
+            "Fleet._changed",
+            "the router is not told whose health has changed",
+            Swap("(None, True)", "(self._usable, True)"),
+        ),
+        (
+            "Fleet.ended",
+            "a question at which an engine fails ends there",
+            Swap("bool(failed) and not self._is_alone(replica)", "False"),
+        ),
+        (
+            "Fleet.ended",
+            "what another life of a replica tells counts",
+            Swap("life != replica.life or not replica.health.lives", "False"),
+        ),
+        (
+            "Fleet.cancel",
+            "what is withdrawn is still a replica's work",
+            Drop("self._take_off"),
+        ),
+        (
+            "Fleet.change",
+            "a replica that lags behind is not told of what is newer",
+            Swap("self._is_changed = True", "pass"),
+        ),
+        (
+            "Fleet.to_renew",
+            "a replica is told of new settings again and again",
+            Swap("each.renewing != self.settings", "True"),
+        ),
     ),
     *breaks(
         "cluster.engine",
@@ -250,6 +370,31 @@ MUTANTS: tuple[Mutant, ...] = (
         only="in_their_order",
     ),
     *breaks(
+        "cluster.actors",
+        "test_actors.py",
+        (
+            "_own_environment",
+            "what Ray sets in the environment stays",
+            Drop("os.environ.update"),
+        ),
+        (
+            "_on_loopback",
+            "a local Ray listens on the host's address",
+            Swap("constants.ENABLE_RAY_CLUSTER = False", "pass"),
+        ),
+        (
+            "_connect",
+            "a local Ray that is slow is given up at once",
+            Swap("attempt == MOST_ATTEMPTS", "True"),
+        ),
+        (
+            "_Connection.leave",
+            "the first runtime that closes ends the others' Ray",
+            Swap("not self._users and self._is_ours", "self._is_ours"),
+        ),
+        only="begun or began or environment",
+    ),
+    *breaks(
         "cluster.programs",
         "test_shipped_programs.py",
         (
@@ -260,12 +405,52 @@ MUTANTS: tuple[Mutant, ...] = (
         only="without_seeds",
     ),
     *breaks(
+        "cluster.programs",
+        "test_shipped_programs.py",
+        (
+            "Outcome.result",
+            "an error does not say where in a replica it was raised",
+            Drop("self.error.add_note"),
+        ),
+        (
+            "packed_outcome",
+            "an error that cannot be read again is sent back",
+            Drop("unpacked"),
+        ),
+        only="comes_back or cannot_travel",
+    ),
+    *breaks(
+        "cluster.running",
+        "test_shipped_programs.py",
+        (
+            "Programs.withdraw",
+            "a program that is withdrawn goes on",
+            Drop("running.cancel"),
+        ),
+        (
+            "Programs._runtime_for",
+            "a runtime that a program has closed is the next one's",
+            Swap("self._thread is None or not self._thread.alive", "self._thread is None"),
+        ),
+        only="withdrawn_is or may_close",
+    ),
+    *breaks(
         "cluster.messages",
         "test_messages.py",
         (
             "_Loading._known",
             "a population's question is another one at each message",
             Swap("number not in self._asked", "True"),
+        ),
+        (
+            "Frames.add",
+            "a frame that has come in part is taken for whole",
+            Swap("end > len(self._data)", "False"),
+        ),
+        (
+            "AskedNumbers._forget",
+            "replicas keep sequences that nobody goes on from",
+            Swap("self.gone.append(self._numbers.pop(asked))", "self._numbers.pop(asked)"),
         ),
     ),
     *breaks(

@@ -27,12 +27,7 @@ from genrt.constraints.masking import abitmasks, amasks, bitmasks, masks
 from genrt.constraints.potentials import potential
 from genrt.constraints.predicates import predicate
 from genrt.constraints.products import all_of
-from genrt.constraints.protocols import (
-    CheckedState,
-    Constraint,
-    ConstraintState,
-    MaskedConstraint,
-)
+from genrt.constraints.protocols import CheckedState, Constraint, ConstraintState, MaskedConstraint
 from genrt.constraints.string_sets import strings
 
 __all__ = [

@@ -9,12 +9,7 @@ from typing import Any, Self, overload
 
 import numpy as np
 
-from genrt.constraints.protocols import (
-    Constraint,
-    MaskedConstraint,
-    checked_constraint,
-    is_checked,
-)
+from genrt.constraints.protocols import Constraint, MaskedConstraint, checked_constraint, is_checked
 from genrt.constraints.tokens import PackedState, words_of
 from genrt.errors import InvalidConstraint
 from genrt.structures.tokens import Tokens, Words, has_bit

@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from genrt.errors import InvalidRequest
-from genrt.questions.completions import (
-    Completion,
-    CompletionRequest,
-    Decoding,
-    Delta,
-    FinishReason,
-)
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
 from genrt.structures.guides import Guides
 from genrt.tokens.vocabulary import BytesTokenizer
 

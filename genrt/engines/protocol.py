@@ -31,8 +31,10 @@ __all__ = [
     "Replicated",
     "Scoring",
     "Speculating",
+    "check_supported",
     "failure",
     "survived",
+    "tokenizer_of",
 ]
 
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -296,6 +298,15 @@ def check_supported(engine: Engine, decoding: Decoding) -> None:
     reason = "it draws no completions" if unsupported is None else unsupported(decoding)
     if reason is not None:
         raise InvalidRequest(f"{type(engine).__name__} cannot do this: {reason}")
+
+
+def tokenizer_of(engine: Engine) -> Any:
+    """Return the model's tokenizer. Raises InvalidRequest if it has none."""
+    if engine.tokenizer is None:
+        raise InvalidRequest(
+            "this model has no tokenizer: ask with token ids, or load a checkpoint that has one"
+        )
+    return engine.tokenizer
 
 
 def failure(error: Exception, what: str = "the engine failed") -> GenrtError:

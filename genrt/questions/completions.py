@@ -9,14 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_bool, check_float, check_int, named, shown
-from genrt.questions.contexts import (
-    TOKEN_BYTES,
-    Adapter,
-    Limits,
-    abbreviated,
-    check_seed,
-    seed_at,
-)
+from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
 from genrt.questions.samples import (
     DECODING_CHECKS,
     Check,

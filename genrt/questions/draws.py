@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from genrt.numbers import check_float
-from genrt.questions.contexts import (
-    Adapter,
-    Limits,
-    check_contexts,
-    check_seed,
-    seed_at,
-    seed_of,
-)
+from genrt.questions.contexts import Adapter, Limits, check_contexts, check_seed, seed_at, seed_of
 from genrt.questions.masks import Mask, Masks, check_masks, packed_mask
 from genrt.questions.reads import (
     Answering,

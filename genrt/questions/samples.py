@@ -9,14 +9,7 @@ from typing import Any, ClassVar, Required, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.numbers import check_float, check_int, shown
-from genrt.questions.contexts import (
-    TOKEN_BYTES,
-    Adapter,
-    Limits,
-    abbreviated,
-    check_seed,
-    seed_at,
-)
+from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
 from genrt.questions.token_ids import TokenIds
 
 __all__ = [

@@ -6,14 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from genrt.engines.protocol import check_supported
+from genrt.engines.protocol import check_supported, tokenizer_of
 from genrt.errors import InvalidRequest
 from genrt.numbers import shown
-from genrt.questions.completions import (
-    CompletionRequest,
-    TurnOptions,
-    completion_requests,
-)
+from genrt.questions.completions import CompletionRequest, TurnOptions, completion_requests
 from genrt.questions.contexts import Limits
 from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions, prefix_request
 from genrt.questions.reads import ReadRequest
@@ -39,15 +35,6 @@ class Texts:
         self._limits = limits
         self._adapters = adapters
         self._nonces = nonces
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer; raises InvalidRequest if it has none."""
-        if self._thread.engine.tokenizer is None:
-            raise InvalidRequest(
-                "this model has no tokenizer: ask with token ids, or load a checkpoint that has one"
-            )
-        return self._thread.engine.tokenizer
 
     def samples(
         self, contexts: Sequence[TokenIds], options: SampleOptions, *, method: str
@@ -103,7 +90,7 @@ class Texts:
         """
         given: dict[str, Any] = {**options}
         tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", None)
-        ids = encoding.encode_turn(self.tokenizer, messages, tools, kwargs)
+        ids = encoding.encode_turn(tokenizer_of(self._thread.engine), messages, tools, kwargs)
         return self.requests([ids], given, kwargs or {})
 
     def prefix(self, prefix: Prefix, options: WarmUpOptions) -> tuple[ReadRequest, float | None]:
@@ -140,7 +127,8 @@ class Texts:
         bound = self._adapters.bound(adapter)
         given: Any = prefix
         if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping):
-            given = encoding.encode_shared_turns(self.tokenizer, given, tools, chat_template_kwargs)
+            tokenizer = tokenizer_of(self._thread.engine)
+            given = encoding.encode_shared_turns(tokenizer, given, tools, chat_template_kwargs)
         elif tools is not None or chat_template_kwargs is not None:
             raise InvalidRequest(
                 "tools and chat_template_kwargs belong to a conversation: give its first messages"

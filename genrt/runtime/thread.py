@@ -309,17 +309,6 @@ class EngineThread:
             self._thread.start()
             return self.opened
 
-    def restart_for(self, owner: object) -> None:
-        """Restart, and wait until another engine is open; the thread belongs to this owner again. What is
-        raised, an interrupt too, closes it."""
-        try:
-            opened = self.restart()
-            self.belong_to(owner)
-            opened.result()
-        except BaseException:
-            self.close(wait=False)
-            raise
-
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise Closed(

@@ -17,13 +17,7 @@ from genrt.testing.laws import (
 )
 from genrt.testing.simulated_engine import Faults
 from genrt.testing.simulation import Report, run_simulated, simulate
-from genrt.testing.strategies import (
-    constraints,
-    potentials,
-    seeds,
-    small_lms,
-    token_sequences,
-)
+from genrt.testing.strategies import constraints, potentials, seeds, small_lms, token_sequences
 from genrt.testing.witness import Witness
 
 __all__ = [

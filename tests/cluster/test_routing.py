@@ -159,10 +159,15 @@ def test_populations_that_are_gone_take_no_room() -> None:
     assert router.route(population([3], 4))[0] == homes[0]
 
 
-def test_programs_at_once_are_spread() -> None:
-    router = Router(4, seed=0)
-    homes = {router.route(ProgramRequest(b"", object, seed))[0] for seed in range(4)}
-    assert homes == {0, 1, 2, 3}
+def test_programs_go_where_there_is_least_to_do_and_to_keep() -> None:
+    for seed in range(8):
+        router = Router(4, seed=seed)
+        homes = [router.route(ProgramRequest(b"", object, each)) for each in range(4)]
+        assert {home for home, _ in homes} == {0, 1, 2, 3}
+        for each in homes:
+            router.done(*each)
+        router.stays(1, homes[-1][0], 16)
+        assert router.route(ProgramRequest(b"", object, 4))[0] != homes[-1][0]
 
 
 def test_a_new_life_of_a_replica_has_no_work() -> None:

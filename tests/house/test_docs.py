@@ -196,7 +196,7 @@ def test_every_blocking_twin_says_whose_it_is(module: str) -> None:
     classes = [value for name in there.__all__ if inspect.isclass(value := getattr(there, name))]
     twins = [
         (owner, name, twin)
-        for owner in classes
+        for owner in dict.fromkeys(base for each in classes for base in each.__mro__)
         for name, twin in vars(owner).items()
         if name.endswith("_sync") and not name.startswith("_")
     ]

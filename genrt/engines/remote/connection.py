@@ -8,13 +8,7 @@ import ssl
 import urllib.parse
 from typing import Any
 
-from genrt.errors import (
-    EngineDied,
-    EngineFailed,
-    EngineUnsupported,
-    GenrtError,
-    InvalidRequest,
-)
+from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
 from genrt.numbers import check_float
 
 __all__ = ["Connection", "ServerBusy"]

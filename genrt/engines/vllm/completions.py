@@ -31,13 +31,7 @@ from genrt.engines.vllm.laws import LAW
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
 from genrt.engines.vllm.structures import StructureCompilers
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
-from genrt.questions.completions import (
-    Completion,
-    CompletionRequest,
-    Decoding,
-    Delta,
-    FinishReason,
-)
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
 from genrt.questions.contexts import seed_of
 from genrt.tokens.sampling import GREEDY_BELOW
 

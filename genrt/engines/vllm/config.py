@@ -28,13 +28,7 @@ from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.rank import LAUNCHED
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
-from genrt.errors import (
-    EngineDied,
-    EngineUnsupported,
-    GenrtError,
-    InvalidRequest,
-    ModelNotFound,
-)
+from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
 
 __all__ = [
     "check_version",

@@ -10,13 +10,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from genrt.engines.vllm.config import (
-    check_version,
-    configure,
-    on_loopback,
-    rounding,
-    translated,
-)
+from genrt.engines.vllm.config import check_version, configure, on_loopback, rounding, translated
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.process import undisturbed

@@ -11,15 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from genrt.engines.vllm.block_copies import BlockCopies
-from genrt.engines.vllm.runners import (
-    NextTokens,
-    Prepared,
-    Runner,
-    Seat,
-    Stopped,
-    copies,
-    prepared,
-)
+from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Seat, Stopped, copies, prepared
 from genrt.engines.vllm.step_launches import InputTokens, Rows, rows_of
 
 if TYPE_CHECKING:
