@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 import genrt
 from genrt.cluster.health import ReplicaLimits
 from tests.cluster.test_replicas import processes, until
-from tests.cluster.test_vllm_replicas import CONTEXTS, OPTIONS
+from tests.cluster.test_vllm_replicas import CONTEXTS
+from tests.cluster.test_vllm_replicas import OPTIONS as REPLICA_OPTIONS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 
+OPTIONS = REPLICA_OPTIONS | {"dtype": "float32"}
 RANKS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "external_launcher",
