@@ -126,7 +126,7 @@ class Follower:
 
 
 def main(port: int, parent: int) -> None:
-    """Follow rank 0, over this socket, until the other end is closed."""
+    """Do what rank 0 says, over this socket, until the other end is closed."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is the runtime's
     link, frames = socket.socket(fileno=port), Frames()

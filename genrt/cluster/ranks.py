@@ -33,7 +33,7 @@ from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, leave
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
-from genrt.errors import EngineDied, GenrtError
+from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.completions import Decoding
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
@@ -67,8 +67,13 @@ def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) 
     each on a device of its own.
 
     Raises:
-        GenrtError: as ``open_engine``.
+        GenrtError: as ``open_engine``; EngineUnsupported if sets of strings are in an order of this
+            process's own, as they would be in no other rank.
     """
+    if sys.flags.hash_randomization:
+        raise EngineUnsupported(
+            "ranks need the same order of sets: start the process with PYTHONHASHSEED=0"
+        )
     ranks = Ranks(int(options.get("tensor_parallel_size", 1)))
     try:
         begin = lambda: ranks.open(model, options, residency)
@@ -340,14 +345,17 @@ class RankedWeights:
         self._weights, self._ranks = weights, ranks
 
     def layout(self) -> Layout:
+        """Return what every tensor has to be like."""
         found: Layout = self._weights.layout()
         return found
 
     def checkpoint(self) -> list[Path]:
+        """Return the files that the model was opened with."""
         found: list[Path] = self._weights.checkpoint()
         return found
 
     def begin(self) -> None:
+        """Forget, in all ranks, what the old weights have computed."""
         self._agree("begin")
 
     def load(self, tensors: TensorsIn) -> None:
@@ -356,6 +364,7 @@ class RankedWeights:
         _here(self._ranks, self._weights.load, tensors)
 
     def finish(self) -> None:
+        """Have all ranks compute by the new weights."""
         self._agree("finish")
 
     @property
@@ -365,12 +374,15 @@ class RankedWeights:
         return found
 
     def check_sleep(self) -> None:
+        """Raise EngineUnsupported if the memory cannot be given back."""
         self._weights.check_sleep()
 
     def sleep(self, level: int) -> int:
+        """Give back the memory of all ranks; return how many bytes became free at rank 0."""
         return int(self._agree("sleep", level))
 
     def wake_up(self, parts: Collection[SleepingPart]) -> None:
+        """Have these parts of the memory back, in all ranks."""
         self._agree("wake_up", frozenset(parts))
 
     def _agree(self, name: str, *arguments: Any) -> Any:

@@ -6,8 +6,7 @@ Rules:
     A request gets a new id each time it is submitted: a late output of a cancelled one matches nothing.
     After a failed step the prefix cache is emptied: its blocks may never have been written.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` runs at start
-and refuses a vLLM that does not work this way.
+It touches what ``docs/new_vllm.md`` lists; ``self_check.py`` refuses, at start, a vLLM that is otherwise.
 """
 
 from __future__ import annotations

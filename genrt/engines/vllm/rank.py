@@ -9,7 +9,6 @@ forwards, in which they exchange what they computed, and each has every row at t
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,17 +43,12 @@ class Rank:
         """Return what runs this rank's share of the model.
 
         Raises:
-            EngineUnsupported: pipeline parallelism, several hosts, or a process whose sets of strings
-                are in an order of their own, as they would be in no other rank.
+            EngineUnsupported: pipeline parallelism, or several hosts.
         """
         parallel = config.parallel_config
         if parallel.world_size != parallel.tensor_parallel_size:
             raise EngineUnsupported(
                 f"{LAUNCHED} is for tensor parallelism alone: leave the other parallel sizes out"
-            )
-        if sys.flags.hash_randomization:
-            raise EngineUnsupported(
-                "ranks need the same order of sets: start the process with PYTHONHASHSEED=0"
             )
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
