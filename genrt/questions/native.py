@@ -15,7 +15,7 @@ class Telling(Protocol):
     """What a native text asks for."""
 
     def tell(self, outputs: Iterable[Any]) -> None:
-        """Take note of what the reader of a stream is told, and not to be told again."""
+        """Keep in mind that the reader of a stream has been told this, and is not to be told it again."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

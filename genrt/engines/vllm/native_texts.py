@@ -55,6 +55,7 @@ class NativeText:
     told_text: int = 0
 
     def tell(self, outputs: Iterable[RequestOutput]) -> None:
+        """Keep in mind that the reader has been told this: an engine that begins anew leaves it out."""
         for made in outputs:
             for output in made.outputs:
                 self.told += output.token_ids
