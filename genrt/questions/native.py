@@ -12,7 +12,7 @@ __all__ = ["NativeRequest", "Telling"]
 
 
 class Telling(Protocol):
-    """What a native text asks for."""
+    """Takes note of what the reader of a native text's stream has been told."""
 
     def tell(self, outputs: Iterable[Any]) -> None:
         """Keep in mind that the reader of a stream has been told this, and is not to be told it again."""
