@@ -350,6 +350,25 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
+        "cluster.joining",
+        "test_joining.py",
+        (
+            "ReplicaStreams.take",
+            "what a stream was told is told again by another replica",
+            Drop("streamed.asked.tell"),
+        ),
+        (
+            "ReplicaStreams.begun",
+            "what was not read yet is told twice after a death",
+            Drop("self._came[each].clear"),
+        ),
+        (
+            "ReplicaStreams.end",
+            "what was not read yet is lost at the end",
+            Swap("(*told, *rest)", "rest"),
+        ),
+    ),
+    *breaks(
         "cluster.engine",
         "test_fleet_machine.py",
         (

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,8 +27,8 @@ import torch
 
 from genrt.cluster.fleet import Fleet, Replica
 from genrt.cluster.health import ReplicaLimits
-from genrt.cluster.joining import ReplicaPrefixes, joined, summed
-from genrt.cluster.messages import AskedNumbers, flat
+from genrt.cluster.joining import ReplicaPrefixes, ReplicaStreams, summed
+from genrt.cluster.messages import AskedNumbers, flat, loaded
 from genrt.cluster.routing import Router
 from genrt.cluster.transport import Came, Gone, Pulsed, Transport
 from genrt.cluster.weights import ReplicaWeights
@@ -86,7 +86,7 @@ class ReplicaEngine:
         self._asked: dict[int, Request] = {}
         self._tickets: dict[Request, int] = {}
         self._ends: list[Finished] = []
-        self._streams: dict[Streamed, deque[Told]] = {}
+        self._streams = ReplicaStreams()
         self._calls: dict[int, tuple[Replica, int, float]] = {}
         self._results: dict[int, Any] = {}
         self._adapters: dict[Adapter, str] = {}
@@ -146,6 +146,7 @@ class ReplicaEngine:
         self._transport.interrupt()
 
     def cancel(self, requests: Sequence[Request]) -> None:
+        self._streams.forget(requests)
         for number, unwanted in self.fleet.cancel(requests).items():
             tickets = [self._forgotten(each) for each in unwanted]
             self._transport.send(number, ("cancel", tickets))
@@ -176,11 +177,9 @@ class ReplicaEngine:
         return None
 
     def progress(self, streamed: Sequence[Streamed]) -> list[Told | None]:
-        for each in streamed:
-            if each not in self._streams and each in self._tickets:
-                self._streams[each] = deque()
-                self._stream([each])
-        return [joined(self._streams.get(each)) for each in streamed]
+        new = [each for each in streamed if each in self._tickets and self._streams.begin(each)]
+        self._stream(new)
+        return [self._streams.take(each) for each in streamed]
 
     def statistics(self) -> EngineStatistics:
         return summed([self._past, *self._counted])
@@ -201,6 +200,12 @@ class ReplicaEngine:
         self._is_closed = True
         self._transport.close()
         self.weights.close()
+
+    @cached_property
+    def vllm_config(self) -> Any:
+        """vLLM's configuration of the model; ``None`` if the replicas' engines are others."""
+        packed = None if self._facts is None else self._facts.vllm_config
+        return None if packed is None else loaded(packed)
 
     @property
     def is_busy(self) -> bool:
@@ -342,11 +347,10 @@ class ReplicaEngine:
                 self._asked[self._last] = request
             pairs = [(self._tickets[request], request) for request in requests]
             self._transport.send(number, ("ask", *flat(pairs)))
-            if self._streams:
-                self._stream([each for each in requests if each in self._streams])
+            self._stream(self._streams.begun(requests))
 
-    def _stream(self, streamed: Sequence[Any]) -> None:
-        for number, replica in enumerate(self.fleet.replicas):
+    def _stream(self, streamed: Sequence[Request]) -> None:
+        for number, replica in enumerate(self.fleet.replicas if streamed else ()):
             tickets = [self._tickets[each] for each in streamed if each in replica.work]
             if tickets:
                 self._transport.send(number, ("stream", tickets))
@@ -386,9 +390,7 @@ class ReplicaEngine:
             if ticket in self._asked
         ]
         for ticket, told in answers.told:
-            request: Any = self._asked.get(ticket)
-            if request in self._streams:
-                self._streams[request].append(told)
+            self._streams.add(self._asked.get(ticket), told)
         self.fleet.worked(number, life, self._clock())
         for end in self.fleet.ended(number, life, ends):
             self._end(end)
@@ -423,9 +425,7 @@ class ReplicaEngine:
 
     def _end(self, end: Finished) -> None:
         self._forgotten(end.request)
-        ended: Any = end.request
-        self._streams.pop(ended, None)
-        self._ends.append(end)
+        self._ends.append(self._streams.end(end))
 
     def _forgotten(self, request: Request) -> int:
         """Forget a question's ticket, if it has one, and return it."""

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from genrt.engines.protocol import EngineStatistics
+from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.questions.completions import Delta
-from genrt.questions.request import Told
+from genrt.questions.native import NativeRequest
+from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["ReplicaPrefixes", "joined", "summed"]
+__all__ = ["ReplicaPrefixes", "ReplicaStreams", "joined", "summed"]
 
 
 class ReplicaPrefixes:
@@ -39,6 +40,53 @@ class ReplicaPrefixes:
     def release(self, prefix: LogprobsRequest) -> None:
         if self._kept.pop(prefix, self) is None:
             self._tell("release", prefix)
+
+
+class ReplicaStreams:
+    """The streams in progress over replicas, with what has come of each and was not asked for yet."""
+
+    def __init__(self) -> None:
+        self._came: dict[Request, deque[Told]] = {}
+
+    def begin(self, streamed: Streamed) -> bool:
+        """Keep what comes of this one from now on; return whether it is new."""
+        is_new = streamed not in self._came
+        self._came.setdefault(streamed, deque())
+        return is_new
+
+    def add(self, request: Request | None, told: Told) -> None:
+        """Keep a part, unless nobody reads it."""
+        if request in self._came:
+            self._came[request].append(told)
+
+    def take(self, streamed: Streamed) -> Told | None:
+        """Return what has come since the last call; ``None`` if that is nothing."""
+        told = joined(self._came.get(streamed))
+        if told is not None and isinstance(streamed, NativeRequest):
+            streamed.asked.tell(told)  # a replica that begins it anew goes on from there
+        return told
+
+    def begun(self, requests: Sequence[Request]) -> list[Request]:
+        """Return those of them that are streams, now that replicas begin them, if anew, then with what
+        was not asked for yet."""
+        streamed = [each for each in requests if each in self._came]
+        for each in streamed:
+            self._came[each].clear()
+        return streamed
+
+    def end(self, end: Finished) -> Finished:
+        """Forget a stream that has ended; return its end, with what was not asked for in front of the
+        rest."""
+        told: Any = joined(self._came.pop(end.request, None))
+        if told is None or end.error is not None or not isinstance(end.request, NativeRequest):
+            return end
+        rest: Any = end.result
+        return replace(end, result=(*told, *rest))
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Forget these, which are withdrawn."""
+        for each in requests:
+            self._came.pop(each, None)
 
 
 def summed(several: Sequence[EngineStatistics]) -> EngineStatistics:

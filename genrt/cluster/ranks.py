@@ -218,6 +218,10 @@ class RankedEngine:
         self.weights = RankedWeights(engine.weights, ranks)
 
     @property
+    def vllm_config(self) -> Any:
+        return self._engine.vllm_config
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self._engine.tokenizer

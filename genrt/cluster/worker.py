@@ -18,13 +18,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from genrt.cluster.messages import unflattened
+from genrt.cluster.messages import dumped, unflattened
 from genrt.cluster.running import Programs, SharedEngine
 from genrt.cluster.segments import LEAST_SHARED, Segments
 from genrt.engines.protocol import (
     Engine,
     EngineStatistics,
     Finished,
+    Fronted,
     Keeping,
     check_supported,
     survived,
@@ -47,7 +48,8 @@ __all__ = ["Answers", "Facts", "Renewal", "Worker", "with_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The engine of a replica, as it tells of it once it is open; ``tokenizer`` is packed."""
+    """The engine of a replica, as it tells of it once it is open; ``tokenizer`` is packed, and so is
+    ``vllm_config``, which takes vLLM to unpack."""
 
     vocab_size: int
     max_model_len: int
@@ -55,6 +57,7 @@ class Facts:
     tokenizer: bytes
     sleep_refused: str | None
     scores: bool
+    vllm_config: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ class Worker:
             packed_tokenizer(engine.tokenizer),
             refused or None,
             bool(getattr(engine, "scores", False)),
+            dumped(engine.vllm_config) if isinstance(engine, Fronted) else None,
         )
 
     def take(self, kind: str, *arguments: Any) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "Engine",
     "EngineStatistics",
     "Finished",
+    "Fronted",
     "Keeping",
     "Populating",
     "Reading",
@@ -288,6 +289,15 @@ class Keeping(Protocol):
     @property
     def prefixes(self) -> Prefixes:
         """The contexts that it keeps."""
+
+
+@runtime_checkable
+class Fronted(Protocol):
+    """An Engine that vLLM's own front ends can be served over."""
+
+    @property
+    def vllm_config(self) -> Any:
+        """vLLM's configuration of the model; ``None`` if the engine is not vLLM after all."""
 
 
 def check_supported(engine: Engine, decoding: Decoding) -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, abbreviated
 
-__all__ = ["NativeRequest"]
+__all__ = ["NativeRequest", "Telling"]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Telling(Protocol):
+    """Takes note of what the reader of a native text's stream has been told."""
+
+    def tell(self, outputs: Iterable[Any]) -> None:
+        """Keep in mind that the reader of a stream has been told this, and is not to be told it again."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class NativeRequest:
-    """A text after ``token_ids``. The answer is a tuple of outputs as the engine makes them. No two such
-    requests are equal, whatever they ask.
+    """A text after ``token_ids``. The answer is a tuple of outputs as the engine makes them. Two such
+    requests are one if their nonces are, which no runtime uses twice.
 
     Attributes:
-        asked: how the text is drawn, as the engine takes it.
+        asked: how the text is drawn, and what of it was told, as the engine takes it: a ``Telling``.
         nonce: decides the draws, where ``asked`` has no seed.
         streamed: whether the engine tells of outputs meanwhile; the answer has the rest then.
     """
 
-    token_ids: tuple[int, ...]
-    asked: Any
+    token_ids: tuple[int, ...] = field(compare=False)
+    asked: Any = field(compare=False)
     nonce: int
     adapter: Adapter | None = None
     streamed: bool = False

@@ -45,8 +45,8 @@ RESTART_SECONDS = 60.0
 waits here would only ask again."""
 
 EXIT_SECONDS = 60.0
-"""How long an interpreter that exits waits for an engine that is being opened: it may crash if it goes on
-while the thread is anywhere in native code. For one that is open, it waits ``CLOSE_SECONDS``."""
+"""How long an interpreter that exits waits for the thread, which opens an engine, steps or closes
+it: a process may crash if its interpreter goes while a thread is anywhere in native code."""
 
 
 class Rounds(threading.Thread):
@@ -63,7 +63,6 @@ class Rounds(threading.Thread):
         self._close = close
         # Not an Event, whose lock a finalizer could find held by its own thread.
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_opening = False
 
     def run(self) -> None:
         """Take rounds until the last is over."""
@@ -82,19 +81,17 @@ class Rounds(threading.Thread):
 
     def open(self, open_engine: Callable[[], Engine]) -> Engine:
         """Return a new engine. Should the interpreter exit meanwhile, it waits for that."""
-        self._is_opening = True
         atexit.register(self._close_at_exit)
         try:
             engine = open_engine()
         finally:
-            self._is_opening = False
             atexit.unregister(self._close_at_exit)
         atexit.register(self._close_at_exit)  # to be called before what the engine has registered
         return engine
 
     def _close_at_exit(self) -> None:
         self._close(wait=False)
-        self.join(EXIT_SECONDS if self._is_opening else CLOSE_SECONDS)
+        self.join(EXIT_SECONDS)
 
 
 class EngineThread:

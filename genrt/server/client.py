@@ -25,7 +25,7 @@ from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from genrt.engines.vllm.engine import VLLMEngine
+from genrt.engines.protocol import Fronted
 from genrt.engines.vllm.native_texts import NativeText
 from genrt.errors import Closed, GenrtError
 from genrt.lm import AsyncLM
@@ -49,7 +49,7 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
     """
 
     def __init__(self, lm: AsyncLM) -> None:
-        engine = cast("VLLMEngine", lm._thread.engine)
+        engine = cast("Fronted", lm._thread.engine)
         self._lm = lm
         self._asker = Asker(lambda: lm._thread.batcher, lm._adapters)
         self._flows: dict[str, set[NativeFlow]] = {}  # of texts under way, by the front end's ids

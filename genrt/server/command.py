@@ -108,12 +108,6 @@ def run(options: argparse.Namespace) -> int:
     if twice := [name for name, count in names.items() if count > 1]:
         raise InvalidRequest(f"--adapter: {named(twice[0])} is given twice")
     engine_options, front_end = ({}, {}) if not options.vllm else _of_vllm(options)
-    if front_end and replicas["replicas"] is not None:
-        option = next(iter(front_end)).replace("_", "-")
-        raise InvalidRequest(
-            f"--{option} is for vLLM's front end, which is served over one engine: leave it out, or "
-            "--replicas"
-        )
     if adapters and options.engine == "vllm":
         engine_options = {"enable_lora": True, "max_loras": len(adapters)} | engine_options
     ended = threading.Event()
@@ -153,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _clients(options: argparse.Namespace, server: Server) -> str:
     """Return who may ask, and where."""
-    if options.engine == "vllm" and options.replicas is None:
+    if options.engine == "vllm":
         return f"OpenAI clients: {server.url}/v1"
     return f"genrt's own routes, and AsyncLM.connect({server.url!r})"
 

@@ -314,7 +314,7 @@ class _Routes:
 
 
 def _is_vllm(lm: AsyncLM) -> bool:
-    return type(lm._thread.engine).__module__.startswith("genrt.engines.vllm.")
+    return getattr(lm._thread.engine, "vllm_config", None) is not None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

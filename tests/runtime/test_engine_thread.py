@@ -728,7 +728,7 @@ PROGRAMS = {
         started.acquire()
     """,
     "mid-step": """
-        engine_thread.CLOSE_SECONDS = 0.1
+        engine_thread.EXIT_SECONDS = 0.1
         held.acquire()
         asker = threading.Thread(target=ask, args=[lm], daemon=True)
         asker.start()

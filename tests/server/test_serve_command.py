@@ -39,10 +39,6 @@ KEY = "open-sesame-42"
         (["--engine", "transformers", "--", "--max-num-seqs", "3"], "the engine is transformers"),
         (["--replicas", "0"], "replicas must be from 1"),
         (["--replicas", "2", "--trainers"], "leave out --replicas"),
-        (
-            ["--replicas", "2", "--", "--enable-auto-tool-choice"],
-            "--enable-auto-tool-choice is for",
-        ),
         (["--cluster", "auto"], "say how many with --replicas N"),
         (["--replica-limits", "{}"], "say how many with --replicas N"),
         (["--replicas", "2", "--cluster", ""], "cluster must be"),

@@ -39,6 +39,7 @@ __all__ = [
     "rounding",
     "row_params",
     "translated",
+    "without_layers",
 ]
 
 SUPPORTED = ((0, 32), (0, 34))
@@ -193,6 +194,15 @@ LOGPROBS = SamplingParams(
     output_kind=RequestOutputKind.FINAL_ONLY,
 )
 """How vLLM is asked for a row: for one greedy token, which nobody reads."""
+
+
+def without_layers(config: VllmConfig) -> VllmConfig:
+    """Return a configuration as front ends read it: vLLM hangs the layers of an open model into it, with
+    weights and KV cache, and it may travel to another process."""
+    found = copy(config)
+    found.compilation_config = copy(config.compilation_config)
+    found.compilation_config.static_forward_context = {}
+    return found
 
 
 def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:

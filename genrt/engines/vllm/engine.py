@@ -27,7 +27,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
-from genrt.engines.vllm.config import translated
+from genrt.engines.vllm.config import translated, without_layers
 from genrt.engines.vllm.core_steps import CoreSteps
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
@@ -64,7 +64,7 @@ class VLLMEngine:
         self._llm_engine: LLMEngine | None = llm_engine
         self._core, config = llm_engine.engine_core, llm_engine.vllm_config
         self._core._finalizer.atexit = False  # the runtime closes it; a forked child must not
-        self.vllm_config = config
+        self.vllm_config = without_layers(config)
         self._globals = own
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self.vocab_size = int(config.model_config.get_vocab_size())

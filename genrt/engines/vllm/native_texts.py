@@ -54,6 +54,13 @@ class NativeText:
     told: list[int] = field(default_factory=list)
     told_text: int = 0
 
+    def tell(self, outputs: Iterable[RequestOutput]) -> None:
+        """Keep in mind that the reader has been told this: an engine that begins anew leaves it out."""
+        for made in outputs:
+            for output in made.outputs:
+                self.told += output.token_ids
+                self.told_text += len(output.text)
+
 
 @dataclass(slots=True)
 class _Course:
@@ -263,8 +270,7 @@ def _leave_out_known(course: _Course, made: RequestOutput) -> None:
         output.token_ids, output.text = token_ids[known:], output.text[known_text:]
         if output.logprobs:
             output.logprobs = output.logprobs[known:]
-    text.told += token_ids[known:]
-    text.told_text = max(text.told_text, course.seen_text)
+    text.tell([made])
 
 
 def _has_news(made: RequestOutput) -> bool:
