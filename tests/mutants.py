@@ -1356,13 +1356,23 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "engines.vllm.open_scheduler",
+        "engines.vllm.seats",
         "test_residency.py",
         (
-            "OpenScheduler.reseat",
+            "Seats.take",
             "the copy of a shared block is forgotten",
-            Swap("donated[full].block_id if length % self.block_size else None", "None"),
+            Swap("blocks[donor.request_id][full].block_id if rest else None", "None"),
         ),
+        (
+            "Seats.take",
+            "a fork overwrites a block that others have",
+            Swap("self._pool.is_block_writable(before[full])", "True"),
+        ),
+        only="30-4-4 or population",
+    ),
+    *breaks(
+        "engines.vllm.open_scheduler",
+        "test_residency.py",
         (
             "OpenScheduler._evict",
             "an evicted sequence is thought to be resident",
@@ -1374,11 +1384,30 @@ MUTANTS: tuple[Mutant, ...] = (
         "engines.vllm.open_scheduler",
         "test_residency.py",
         (
-            "OpenScheduler.reseat",
+            "OpenScheduler.can_reseat",
             "a fork takes the seat of another adapter's sequence",
             Swap("request.lora_request != donor.lora_request", "False"),
         ),
         only="adapters",
+    ),
+    *breaks(
+        "engines.vllm.seats",
+        "test_seats.py",
+        (
+            "Seats.paired",
+            "a fork takes any seat among long sequences",
+            Swap("max(count - 1 - behind, 0)", "0"),
+        ),
+        (
+            "Seats._take_tokens",
+            "a request has another's tokens and its own hashes",
+            Swap("donor.block_hashes[hashed : length // self._hashed]", "[]"),
+        ),
+        (
+            "last_seats",
+            "the blocks of a seat that was left at once are written",
+            Swap("before.block_ids[: seat.kept - before.kept]", "before.block_ids"),
+        ),
     ),
     *breaks(
         "engines.vllm.admission_blocks",
@@ -1448,7 +1477,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "SeatTables.write",
             "a seat's blocks are written over those it keeps",
-            Swap("block_ids += seat.block_ids[seat.kept :]", "block_ids += seat.block_ids"),
+            Swap(
+                "firsts = slots * blocks.block_tables[0].gpu.shape[1] + kept",
+                "firsts = slots * blocks.block_tables[0].gpu.shape[1]",
+            ),
         ),
     ),
     *breaks(

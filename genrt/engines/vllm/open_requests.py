@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from genrt.engines.residency import Packed, Residents
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 from genrt.engines.vllm.runner_v1 import RunnerV1
 from genrt.engines.vllm.runner_v2 import RunnerV2
+from genrt.engines.vllm.seats import Fork
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -104,20 +105,18 @@ class OpenRequests:
             free = passed_over[population]
             while free and place not in seated:
                 request_id = free.pop()
-                if self._reseat(request_id, parent, len(request) - 1):
+                [fork] = self._scheduler.forks([request_id], [parent], len(request) - 1)
+                if self._scheduler.can_reseat([fork]):
+                    self._reseat([fork])
                     self._wake([request_id], [request.last_token])
                     seated[place] = request_id
         return seated
 
-    def _reseat(self, request_id: str, donor: str, length: int) -> bool:
-        """Have a parked request go on with the first tokens of another one; return False, and change
-        nothing, where it is impossible."""
-        seat = self._scheduler.reseat(request_id, donor, length)
-        if seat is None:
-            return False
-        self._residents.remove(request_id)
-        self.steps.reseat(seat)
-        return True
+    def _reseat(self, forks: Sequence[Fork]) -> None:
+        """Have parked requests go on as forks, for which there is room."""
+        for fork in forks:
+            self._residents.remove(fork.request.request_id)
+        self.steps.reseat(self._scheduler.reseat(forks))
 
     def go_on(
         self,
@@ -135,21 +134,18 @@ class OpenRequests:
         """
         scheduler, request_ids = self._scheduler, [*parents]
         forked = _repeated(parents)
-        seats = [*islice(free, len(forked))] if forked else []
-        if seats and not scheduler.can_reseat(
-            seats, [parents[place] for place in forked[: len(seats)]]
-        ):
+        forks = scheduler.forks([*free], [parents[place] for place in forked]) if forked else []
+        if forks and not scheduler.can_reseat(forks):
             return None
-        others = forked[len(seats) :]
+        others = forked[len(forks) :]
         added = dict(zip(others, begin(others) if others else (), strict=True))
         for place, request_id in added.items():
             donor = parents[place]
             scheduler.share(request_id, donor, scheduler.requests[donor].num_computed_tokens)
-        for place, request_id in zip(forked, seats, strict=False):
-            donor = parents[place]
-            if not self._reseat(request_id, donor, scheduler.requests[donor].num_computed_tokens):
-                raise RuntimeError("vLLM has no block where its pool has a free one")
-            request_ids[place] = request_id
+        if forks:
+            self._reseat(forks)
+        for place, fork in zip(forked, forks, strict=False):
+            request_ids[place] = fork.request.request_id
         if added:  # which run without being woken
             woken = [place for place in range(len(parents)) if place not in added]
             self._wake_in_order([request_ids[n] for n in woken], [token_ids[n] for n in woken])
@@ -163,17 +159,19 @@ class OpenRequests:
         self.remember(request_ids)
         return request_ids
 
-    def spread(self, parents: Sequence[str], seats: Sequence[str]) -> bool:
-        """Have parked requests go on, in the order of the two, as forks of requests whose step is under
-        way, with all tokens of these; return False, and change nothing, where that is impossible."""
+    def spread(self, parents: Sequence[str], free: Sequence[str]) -> list[str] | None:
+        """Have parked requests, of which there are enough, go on as forks of requests whose step is under
+        way, with all tokens of these; return those of them that do, in the order of the parents.
+        ``None``, and nothing changes, where that is impossible."""
         scheduler = self._scheduler
-        if not scheduler.can_reseat(seats, parents, beside=len(scheduler.running)):
-            return False
-        for request_id, donor in zip(seats, parents, strict=True):
-            if not self._reseat(request_id, donor, scheduler.requests[donor].num_computed_tokens):
-                raise RuntimeError("vLLM has no block where its pool has a free one")
-            self._asked_in[request_id] = self._flush
-        return True
+        forks = scheduler.forks(free, parents)
+        # Each may need another block for the token that follows, as may each that runs.
+        if not scheduler.can_reseat(forks, beside=len(forks) + len(scheduler.running)):
+            return None
+        self._reseat(forks)
+        request_ids = [fork.request.request_id for fork in forks]
+        self._asked_in.update(dict.fromkeys(request_ids, self._flush))
+        return request_ids
 
     def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
         """Wake these in the order of the last time, if they are the same: a prepared step is of that."""

@@ -36,7 +36,8 @@ from vllm.v1.request import RequestStatus
 from genrt.engines.vllm.admission_blocks import most_blocks, needed_blocks
 from genrt.engines.vllm.decode_output import decode_output
 from genrt.engines.vllm.positions import FIRST
-from genrt.engines.vllm.runners import NextTokens, Seat, in_common
+from genrt.engines.vllm.runners import NextTokens
+from genrt.engines.vllm.seats import Fork, Seat, Seats
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
@@ -96,7 +97,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         )
         if self._shares_blocks:
             manager = self.kv_cache_manager
-            self._blocks = manager.coordinator.single_type_managers[0], manager.block_pool
+            self._pool = manager.block_pool
+            of_group = manager.coordinator.single_type_managers[0]
+            self._seats = Seats(of_group, self._pool, self.hash_block_size)
         # For other models and options ``schedule`` does more than ``decode_step`` knows of.
         self._decodes_plainly = self._shares_blocks and not (
             self.connector
@@ -144,62 +147,34 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             prompts.append(request.num_prompt_tokens)
         return NextTokens(request_ids, token_ids, positions, prompts)
 
-    def can_reseat(
-        self, request_ids: Sequence[str], donor_ids: Sequence[str], *, beside: int = 0
-    ) -> bool:
-        """Return whether these parked requests can surely be reseated, each as a fork of its donor, and
-        go on with ``beside`` others."""
-        blocks = len(request_ids) * (2 if beside else 1) + beside
-        if not self._decodes_plainly or self._blocks[1].get_num_free_blocks() < blocks:
+    def forks(
+        self, request_ids: Sequence[str], donor_ids: Sequence[str], length: int | None = None
+    ) -> list[Fork]:
+        """Return parked requests as forks of the first ``length`` tokens of these, or of all that are
+        computed: for each of them, the first ones if there are too few, that which costs least."""
+        donors = [self.requests[each] for each in donor_ids[: len(request_ids)]]
+        if not self._shares_blocks:
+            return []
+        found = self._seats.paired([self.parked[each] for each in request_ids], donors)
+        return [
+            Fork(request, donor, donor.num_computed_tokens if length is None else length)
+            for request, donor in zip(found, donors, strict=True)
+        ]
+
+    def can_reseat(self, forks: Sequence[Fork], *, beside: int = 0) -> bool:
+        """Return whether these can surely be reseated, and ``beside`` blocks be had after that."""
+        if not self._decodes_plainly:
             return False
-        loras = [[self.requests[n].lora_request for n in ids] for ids in (request_ids, donor_ids)]
-        return loras[0] == loras[1]
+        for request, donor, length in forks:
+            if donor.num_computed_tokens < length or request.lora_request != donor.lora_request:
+                return False
+        return self._seats.have_room([fork.request for fork in forks], beside=beside)
 
-    def reseat(self, request_id: str, donor_id: str, length: int) -> Seat | None:
-        """Have a parked request go on with the first ``length`` tokens of another one and their blocks.
-
-        All of these tokens must be computed. The last block is the request's own: the runner makes it a
-        copy if ``length`` ends inside a block. Return ``None``, and change nothing, where it is
-        impossible.
-        """
-        request, donor = self.parked[request_id], self.requests[donor_id]
-        if (
-            not self._decodes_plainly
-            or donor.num_computed_tokens < length
-            or request.lora_request != donor.lora_request
-        ):
-            return None
-        manager, pool = self._blocks
-        # The request's own blocks are freed before it gets a new one: one that nobody shares will do.
-        if pool.get_num_free_blocks() == 0 and all(
-            block.ref_cnt > 1 for block in manager.req_to_blocks[request_id]
-        ):
-            return None
-        full = length // self.block_size
-        donated, before = manager.req_to_blocks[donor_id], manager.pop_blocks_for_free(request_id)
-        kept = donated[:full]
-        # Mostly the two begin alike, and those blocks stay as they are. Of the others, the two may have
-        # some in common too: they are touched before any is freed.
-        alike = in_common(before, kept)
-        pool.touch(kept[alike:])
-        pool.free_blocks(reversed(before[alike:]))
-        [own] = pool.get_new_blocks(1)
-        manager.req_to_blocks[request_id] = [*kept, own]
-        manager.num_cached_block[request_id] = full
-        request.prompt_token_ids = donor._all_token_ids[:length]
-        start = alike * self.block_size
-        request._all_token_ids[start:] = donor._all_token_ids[start:length]
-        request._output_token_ids.clear()
-        request.block_hashes[:] = donor.block_hashes[: length // self.hash_block_size]
-        request.num_prompt_tokens = request.num_computed_tokens = length
-        self.reseated += 1
-        return Seat(
-            request_id,
-            request.prompt_token_ids,
-            block_ids=[*(block.block_id for block in kept), own.block_id],
-            copied=donated[full].block_id if length % self.block_size else None,
-            kept=alike,
-        )
+    def reseat(self, forks: Sequence[Fork]) -> list[Seat]:
+        """Have these requests go on as their donors' tokens, with the blocks of these. The last block is
+        a request's own: the runner makes it a copy if the tokens end inside a block."""
+        self.reseated += len(forks)
+        return self._seats.take(forks)
 
     def admit(self) -> None:
         """Move woken requests to the running ones, within ``max_num_running_reqs`` and ``max_loras``."""
@@ -293,7 +268,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         computed = [request.num_computed_tokens for request in requests]
         # The first token of a block needs the block; with the last one vLLM enters it by its hash.
         at_edges = [n for n, count in enumerate(computed) if (count + 1) % self.block_size <= 1]
-        if len(at_edges) > self._blocks[1].get_num_free_blocks():
+        if len(at_edges) > self._pool.get_num_free_blocks():
             return None
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
         for n in at_edges:

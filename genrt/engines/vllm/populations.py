@@ -203,8 +203,9 @@ class SeatedPopulations:
         if len(others) > MOST_FORKS:
             return None
         free = [each for each, flush in seats.spare.items() if kept.untouched([(each, flush)])]
-        forks, parents = free[: len(others)], [request_ids[places[number]] for number in others]
-        if len(forks) < len(others) or not kept.spread(parents, forks):
+        parents = [request_ids[places[number]] for number in others]
+        forks = kept.spread(parents, free) if len(free) >= len(others) else None
+        if forks is None:
             return None
         seats.own = [request_ids[row] for row in places]
         for number, fork in zip(others, forks, strict=True):

@@ -11,7 +11,8 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from genrt.engines.vllm.block_copies import BlockCopies
-from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Seat, Stopped, copies, prepared
+from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Stopped, prepared
+from genrt.engines.vllm.seats import Seat, copies, last_seats
 from genrt.engines.vllm.step_launches import InputTokens, Rows, rows_of
 
 if TYPE_CHECKING:
@@ -76,15 +77,17 @@ class RunnerV1(Runner):
     def reseat(self, seats: Sequence[Seat]) -> None:
         self._blocks.copy(copies(seats))
         batch = self._runner.input_batch
-        for request_id, token_ids, block_ids, *_ in seats:
-            record = self._runner.requests[request_id]
-            record.prompt_token_ids = token_ids
-            record.num_prompt_tokens = record.num_computed_tokens = len(token_ids)
-            record.output_token_ids.clear()
+        for request, length, new, _, kept in last_seats(seats):
+            record = self._runner.requests[request.request_id]
+            block_ids = [*record.block_ids[0][:kept], *new]
+            record.prompt_token_ids = request.prompt_token_ids
+            record.num_prompt_tokens, record.num_computed_tokens = request.num_prompt_tokens, length
+            outputs = request._output_token_ids[: length - request.num_prompt_tokens]
+            record.output_token_ids[:] = outputs  # not a token that follows and was appended since
             record.block_ids = (block_ids,)
-            index = batch.req_id_to_index.get(request_id)
+            index = batch.req_id_to_index.get(request.request_id)
             if index is not None:
-                batch.num_prompt_tokens[index] = len(token_ids)
+                batch.num_prompt_tokens[index] = request.num_prompt_tokens
                 batch.block_table.add_row((block_ids,), index)
 
     def write(self, tokens: NextTokens) -> None:

@@ -15,17 +15,9 @@ from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from genrt.engines.vllm.block_copies import BlockCopies
-from genrt.engines.vllm.runners import (
-    NextTokens,
-    Prepared,
-    Runner,
-    Seat,
-    Stopped,
-    copies,
-    last_seats,
-    prepared,
-)
+from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Stopped, prepared
 from genrt.engines.vllm.seat_tables import SeatTables
+from genrt.engines.vllm.seats import Seat, copies, last_seats
 from genrt.engines.vllm.step_launches import InputTokens, Rows, rows_of
 from genrt.launches import Repeated
 
@@ -253,7 +245,7 @@ class RunnerV2(Runner):
         self._blocks.copy(copies(seats))
         last = last_seats(seats)
         self._seats.write(last)
-        self._overcounted.difference_update(seat.request_id for seat in last)
+        self._overcounted.difference_update(seat.request.request_id for seat in last)
         self._is_moved = True
 
     def write(self, tokens: NextTokens) -> None:

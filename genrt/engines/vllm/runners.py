@@ -11,7 +11,6 @@ What ``runner_v1.py`` and ``runner_v2.py`` touch of vLLM is listed in ``docs/new
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,15 +20,13 @@ import torch
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from genrt.engines.vllm.seats import Seat
+
 __all__ = [
     "NextTokens",
     "Prepared",
     "Runner",
-    "Seat",
     "Stopped",
-    "copies",
-    "in_common",
-    "last_seats",
     "prepared",
 ]
 
@@ -75,18 +72,6 @@ class NextTokens:
         if len(places) != len(request_ids) or not places.keys() >= set(request_ids):
             return None
         return self.at([places[request_id] for request_id in request_ids])
-
-
-class Seat(NamedTuple):
-    """A request that goes on as another sequence: that one's tokens, all of them computed, its blocks,
-    the block of which the last one must become a copy, ``None`` if the last block is new, and how many
-    blocks from the first on the request had before."""
-
-    request_id: str
-    token_ids: list[int]
-    block_ids: list[int]
-    copied: int | None
-    kept: int = 0
 
 
 class Prepared(NamedTuple):
@@ -152,27 +137,3 @@ def prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Pr
     scheduled = output.scheduled_cached_reqs
     positions = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
     return Prepared(request_ids, [positions[request_id] for request_id in request_ids], launch)
-
-
-def copies(seats: Sequence[Seat]) -> list[tuple[int, int]]:
-    """Return which KV blocks these requests go on with become copies of which, one after the other."""
-    return [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
-
-
-def last_seats(seats: Sequence[Seat]) -> list[Seat]:
-    """Return the last seat of each request, with the blocks that it kept through all of its seats."""
-    last: dict[str, Seat] = {}
-    for seat in seats:
-        before = last.get(seat.request_id, seat)
-        last[seat.request_id] = Seat(*seat[:-1], kept=min(before.kept, seat.kept))
-    return [*last.values()]
-
-
-def in_common(these: Sequence[Any], those: Sequence[Any]) -> int:
-    """Return how many blocks two sequences of them have in common, from the first on."""
-    most = min(len(these), len(those))
-    # Where two sequences have parted they have no block in common.
-    parted = bisect(range(most), 0, key=lambda n: these[n] is not those[n])
-    if these[:parted] == those[:parted]:
-        return parted
-    return next(n for n in range(most) if these[n] is not those[n])

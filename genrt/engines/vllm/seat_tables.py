@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genrt.engines.vllm.runners import Seat
+from genrt.engines.vllm.seats import Seat
 from genrt.launches import Staged, room_for
 
 __all__ = ["SeatTables"]
@@ -34,20 +34,21 @@ class SeatTables:
     def write(self, seats: Sequence[Seat]) -> None:
         """Have these requests, no two of them the same, go on as other sequences."""
         states, blocks = self._states, self._blocks
-        slots = np.array([states.req_id_to_index[seat.request_id] for seat in seats])
-        lengths = [len(seat.token_ids) for seat in seats]
+        slots = np.array([states.req_id_to_index[seat.request.request_id] for seat in seats])
+        lengths = [seat.length for seat in seats]
         for on_host in (states.prompt_len, states.prefill_len):
             on_host.np[slots] = lengths
             on_host.copy_to_uva()
         states.num_computed_prefill_tokens[slots] = states.num_computed_tokens_np[slots] = lengths
-        blocks.num_blocks.np[0, slots] = [len(seat.block_ids) for seat in seats]
+        counts = np.array([len(seat.block_ids) for seat in seats])
+        kept = np.array([seat.kept for seat in seats])
+        blocks.num_blocks.np[0, slots] = kept + counts
         blocks.num_blocks.copy_to_uva()
-        width = blocks.block_tables[0].gpu.shape[1]
-        places: list[int] = []
-        block_ids: list[int] = []
-        for slot, seat in zip(slots.tolist(), seats, strict=True):
-            places += range(slot * width + seat.kept, slot * width + len(seat.block_ids))
-            block_ids += seat.block_ids[seat.kept :]
+        # Where the first of each seat's blocks goes, for each of them, and how far behind it the block.
+        firsts = slots * blocks.block_tables[0].gpu.shape[1] + kept
+        ends = np.cumsum(counts)
+        places = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
+        block_ids = [block_id for seat in seats for block_id in seat.block_ids]
         key = room_for(len(slots)), room_for(len(places))
         if key not in self._staged:
             self._staged[key] = self._writes(*key)

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from genrt.engines.vllm.open_scheduler import OpenScheduler
-from genrt.engines.vllm.runners import NextTokens, Prepared, Runner, Seat
+from genrt.engines.vllm.runners import NextTokens, Prepared, Runner
+from genrt.engines.vllm.seats import Seat
 from genrt.engines.vllm.step_launches import read_elsewhere
 from genrt.tokens.rows import Leaving
 
@@ -120,14 +121,14 @@ class DecodeSteps:
         """Have the next step compute these tokens too."""
         self._tokens.add(tokens)
 
-    def reseat(self, seat: Seat) -> None:
-        """Have a request go on as another sequence from the next step on."""
-        self._seats.append(seat)
+    def reseat(self, seats: Sequence[Seat]) -> None:
+        """Have requests go on as other sequences from the next step on."""
+        self._seats += seats
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Drop what was to be computed for requests that vLLM does not know any more."""
         self.discard()
-        self._seats = [seat for seat in self._seats if seat.request_id not in request_ids]
+        self._seats = [seat for seat in self._seats if seat.request.request_id not in request_ids]
         self._tokens = self._tokens.without(request_ids)
 
     def discard(self) -> None:

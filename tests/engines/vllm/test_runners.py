@@ -232,9 +232,10 @@ def tokens(**token_ids: int) -> Any:
 def seat(
     request_id: str, length: int, block_ids: list[int], copied: int | None, kept: int = 0
 ) -> Any:
-    from genrt.engines.vllm.runners import Seat
+    from genrt.engines.vllm.seats import Seat
 
-    return Seat(request_id, list(range(length)), block_ids, copied, kept)
+    request: Any = SimpleNamespace(request_id=request_id)
+    return Seat(request, length, block_ids[kept:], copied, kept)
 
 
 def test_what_is_scripted_is_in_the_table() -> None:

@@ -1,0 +1,177 @@
+"""Seats: vLLM requests that go on as other sequences, with the tokens and KV blocks of these.
+
+A fork takes over a request that nobody needs any more. Its full blocks are those of the sequence that it
+is a fork of, its last one is its own. What the two had in common before stays as it is, which is most of
+it where sequences part late: what a fork costs does not grow with their length.
+
+What this touches of vLLM is listed in ``docs/new_vllm.md``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["Fork", "Seat", "Seats", "copies", "last_seats"]
+
+
+FEW = 16
+"""Up to how many blocks a fork is cheap in any seat."""
+
+
+class Fork(NamedTuple):
+    """A request that is to go on as the first ``length`` tokens of another one, all of them computed."""
+
+    request: Request
+    donor: Request
+    length: int
+
+
+class Seat(NamedTuple):
+    """A request that goes on as another sequence of so many tokens.
+
+    Attributes:
+        request: vLLM's, which has the tokens.
+        block_ids: of its blocks after the first ``kept``, which it had before.
+        copied: the block of which the last one must become a copy; ``None`` if the last one is empty.
+    """
+
+    request: Request
+    length: int
+    block_ids: list[int]
+    copied: int | None
+    kept: int = 0
+
+
+class Seats:
+    """Seats requests of one scheduler, all of whose blocks are of one group.
+
+    Args:
+        manager: vLLM's, of that group.
+        pool: that blocks come from.
+        hashed: how many tokens have a hash together.
+    """
+
+    def __init__(self, manager: Any, pool: Any, hashed: int) -> None:
+        self._manager, self._pool, self._hashed = manager, pool, hashed
+
+    def have_room(self, requests: Iterable[Request], *, beside: int) -> bool:
+        """Return whether these can surely be seated, and ``beside`` blocks be had after that."""
+        requests, free = [*requests], self._pool.get_num_free_blocks()
+        if free < len(requests) + beside:  # which a request can free first: one that nobody shares
+            blocks = self._manager.req_to_blocks
+            free += sum(
+                any(block.ref_cnt == 1 for block in blocks[each.request_id]) for each in requests
+            )
+        return bool(free >= len(requests) + beside)
+
+    def paired(self, requests: Sequence[Request], donors: Sequence[Request]) -> list[Request]:
+        """Return one of these for each donor, of which there are no more: if these are long, one that has
+        many blocks in common with it, as far as a few of them show."""
+        tables = self._manager.req_to_blocks
+        count = min((len(tables[each.request_id]) for each in donors), default=0)
+        if count <= FEW or len(requests) == 1:
+            return [*requests[: len(donors)]]
+        left, behind = [*requests], 1
+        found: dict[int, Request] = {}
+        while len(found) < len(donors) and behind < 2 * count:
+            at = max(count - 1 - behind, 0)  # sequences that part late are looked for first
+            alike: dict[int, list[Request]] = {}
+            for request in left:
+                blocks = tables[request.request_id]
+                if at < len(blocks):
+                    alike.setdefault(blocks[at].block_id, []).append(request)
+            for place, donor in enumerate(donors):
+                if place not in found and (
+                    same := alike.get(tables[donor.request_id][at].block_id)
+                ):
+                    found[place] = same.pop()
+            taken = {each.request_id for each in found.values()}
+            left = [each for each in left if each.request_id not in taken]
+            behind *= 2
+        return [found[n] if n in found else left.pop() for n in range(len(donors))]
+
+    def take(self, forks: Sequence[Fork]) -> list[Seat]:
+        """Seat these, for which there is room; none is the donor of another."""
+        blocks, size = self._manager.req_to_blocks, self._manager.block_size
+        touched: list[Any] = []
+        freed: list[Any] = []
+        lacking: list[list[Any]] = []
+        alike: list[int] = []
+        for request, donor, length in forks:
+            before, donated = blocks[request.request_id], blocks[donor.request_id]
+            full = length // size
+            same = in_common(before, donated, full)
+            # Its own last block is overwritten, unless others have it, or may look for it.
+            stays = len(before) > full and self._pool.is_block_writable(before[full])
+            touched += donated[same:full]
+            freed += reversed([*before[same:full], *before[full + stays :]])
+            before[same:] = [*donated[same:full], *([before[full]] if stays else ())]
+            if not stays:
+                lacking.append(before)
+            alike.append(same)
+            self._manager.num_cached_block[request.request_id] = full
+            self._take_tokens(request, donor, same * size, length)
+        # Two sequences may have blocks in common beyond those: they are touched before any is freed.
+        self._pool.touch(touched)
+        self._pool.free_blocks(freed)
+        for before, own in zip(lacking, self._pool.get_new_blocks(len(lacking)), strict=True):
+            before.append(own)
+        seats = []
+        for (request, donor, length), kept in zip(forks, alike, strict=True):
+            block_ids = [block.block_id for block in blocks[request.request_id][kept:]]
+            full, rest = divmod(length, size)
+            copied = blocks[donor.request_id][full].block_id if rest else None
+            seats.append(Seat(request, length, block_ids, copied, kept))
+        return seats
+
+    def _take_tokens(self, request: Request, donor: Request, start: int, length: int) -> None:
+        """Give a request the first ``length`` tokens of another, of which it has ``start`` already."""
+        hashed = start // self._hashed
+        request._all_token_ids[start:] = donor._all_token_ids[start:length]
+        request.block_hashes[hashed:] = donor.block_hashes[hashed : length // self._hashed]
+        prompt = donor.num_prompt_tokens
+        if length < prompt:
+            request.prompt_token_ids, request.num_prompt_tokens = (
+                donor._all_token_ids[:length],
+                length,
+            )
+            request._output_token_ids.clear()
+        else:
+            shared = request.prompt_token_ids is donor.prompt_token_ids
+            first = max(start - prompt, 0) if shared else 0
+            request._output_token_ids[first:] = donor._output_token_ids[first : length - prompt]
+            request.prompt_token_ids, request.num_prompt_tokens = donor.prompt_token_ids, prompt
+        request.max_tokens = donor.num_prompt_tokens + donor.max_tokens - request.num_prompt_tokens
+        request.num_computed_tokens = length
+
+
+def copies(seats: Sequence[Seat]) -> list[tuple[int, int]]:
+    """Return which KV blocks these requests go on with become copies of which, one after the other."""
+    return [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
+
+
+def last_seats(seats: Sequence[Seat]) -> list[Seat]:
+    """Return the last seat of each request, with the blocks that it kept through all of its seats."""
+    last: dict[str, Seat] = {}
+    for seat in seats:
+        request_id = seat.request.request_id
+        before = last.get(request_id)
+        if before is not None and before.kept < seat.kept:
+            block_ids = [*before.block_ids[: seat.kept - before.kept], *seat.block_ids]
+            seat = Seat(seat.request, seat.length, block_ids, seat.copied, before.kept)
+        last[request_id] = seat
+    return [*last.values()]
+
+
+def in_common(these: Sequence[Any], those: Sequence[Any], most: int) -> int:
+    """Return how many of the first ``most`` blocks of two sequences are of the same tokens, as far as the
+    blocks say: two that have a block in common have all tokens before it in common."""
+    most = min(len(these), len(those), most)
+    if most and these[most - 1] is those[most - 1]:
+        return most
+    return bisect(range(most), 0, key=lambda n: these[n] is not those[n])

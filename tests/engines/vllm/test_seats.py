@@ -1,0 +1,246 @@
+"""Requests that take other seats: their tokens, their blocks, and what is left of the pool."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from genrt.engines.vllm.seats import Fork, Seat, Seats, copies, in_common, last_seats
+
+pytestmark = pytest.mark.vllm
+
+SIZE = 4
+MOST = 40
+"""Tokens of a context; what vLLM is told a request may have."""
+
+
+class Sequences:
+    """Requests with blocks of vLLM's own pool, as its scheduler leaves them after a step."""
+
+    def __init__(self, blocks: int = 200, hashed: int = SIZE) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        self.pool = BlockPool(blocks, True, hashed)
+        self.hashed = hashed
+        self.manager = SimpleNamespace(req_to_blocks={}, num_cached_block={}, block_size=SIZE)
+        self.seats = Seats(self.manager, self.pool, hashed)
+        self.requests: list[Any] = []
+
+    def add(self, tokens: list[int], *, grown: int = 0, like: Any = None, shared: int = 0) -> Any:
+        """A request of these tokens, the last ``grown`` of which are no prompt; the first ``shared``
+        blocks are those of ``like``."""
+        prompt = tokens[: len(tokens) - grown]
+        request = SimpleNamespace(
+            request_id=str(len(self.requests)),
+            prompt_token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            num_computed_tokens=len(tokens),
+            max_tokens=MOST - len(prompt),
+            _all_token_ids=[*tokens],
+            _output_token_ids=tokens[len(prompt) :],
+            block_hashes=self.hashes(tokens),
+        )
+        blocks = [] if like is None else self.blocks(like)[:shared]
+        self.pool.touch(blocks)
+        blocks += self.pool.get_new_blocks(-(-len(tokens) // SIZE) - len(blocks))
+        self.manager.req_to_blocks[request.request_id] = blocks
+        self.requests.append(request)
+        return request
+
+    def hashes(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        full = len(tokens) // self.hashed
+        return [tuple(tokens[: self.hashed * (n + 1)]) for n in range(full)]
+
+    def blocks(self, request: Any) -> list[Any]:
+        return [*self.manager.req_to_blocks[request.request_id]]
+
+    def check(self) -> None:
+        """Every request is whole, and every block held as often as requests have it."""
+        held: dict[int, int] = {}
+        for request in self.requests:
+            tokens = request._all_token_ids
+            assert request.prompt_token_ids + request._output_token_ids == tokens
+            assert request.num_prompt_tokens == len(request.prompt_token_ids)
+            assert request.num_prompt_tokens + request.max_tokens == MOST
+            assert request.block_hashes == self.hashes(tokens)
+            for block in self.blocks(request):
+                held[block.block_id] = held.get(block.block_id, 0) + 1
+        pool = self.pool.blocks
+        assert {block.block_id: block.ref_cnt for block in pool if block.ref_cnt > 0} == held
+        assert self.pool.get_num_free_blocks() == len(pool) - 1 - len(held)
+
+
+def fork(request: Any, donor: Any, length: int | None = None) -> Fork:
+    return Fork(request, donor, donor.num_computed_tokens if length is None else length)
+
+
+@pytest.mark.parametrize("length", [1, 4, 6, 8, 11])
+def test_a_fork_has_the_tokens_and_full_blocks_of_its_donor(length: int) -> None:
+    all_of = Sequences()
+    donor = all_of.add([*range(11)], grown=5)
+    request = all_of.add([*range(100, 109)])
+    [seat] = all_of.seats.take([fork(request, donor, length)])
+    assert request._all_token_ids == [*range(length)]
+    assert request.num_computed_tokens == length == seat.length
+    full = length // SIZE
+    blocks, donated = all_of.blocks(request), all_of.blocks(donor)
+    assert blocks[:full] == donated[:full]
+    assert len(blocks) == full + 1
+    assert blocks[full] not in donated
+    assert seat.block_ids == [block.block_id for block in blocks]
+    assert seat.copied == (donated[full].block_id if length % SIZE else None)
+    assert all_of.manager.num_cached_block[request.request_id] == full
+    all_of.check()
+
+
+def test_what_two_sequences_have_in_common_stays_and_so_does_the_last_block() -> None:
+    all_of = Sequences()
+    donor = all_of.add([*range(14)], grown=3)
+    request = all_of.add([*range(12), 7, 7], grown=3, like=donor, shared=3)
+    before, free = all_of.blocks(request), all_of.pool.get_num_free_blocks()
+    [seat] = all_of.seats.take([fork(request, donor)])
+    assert all_of.blocks(request) == before
+    assert all_of.pool.get_num_free_blocks() == free
+    assert (seat.kept, seat.block_ids) == (3, [before[3].block_id])
+    assert seat.copied == all_of.blocks(donor)[3].block_id
+    assert request.prompt_token_ids is donor.prompt_token_ids
+    again = request.prompt_token_ids
+    donor._all_token_ids.append(5)
+    donor._output_token_ids.append(5)
+    donor.num_computed_tokens += 1
+    all_of.seats.take([fork(request, donor)])
+    assert request.prompt_token_ids is again
+    assert request._output_token_ids == [11, 12, 13, 5]
+    all_of.check()
+
+
+@pytest.mark.parametrize("why", ["shared", "cached"])
+def test_a_last_block_that_others_have_or_may_find_is_not_overwritten(why: str) -> None:
+    all_of = Sequences()
+    donor = all_of.add([1, 2, 3, 4, 5, 6])
+    request = all_of.add([1, 2, 3, 4, 9, 9], like=donor, shared=1)
+    last = all_of.blocks(request)[1]
+    if why == "shared":
+        all_of.add([1, 2, 3, 4, 9, 9], like=request, shared=2)
+    else:
+        last.set_block_hash(b"of these tokens, and of a group", SIZE)
+    [seat] = all_of.seats.take([fork(request, donor)])
+    assert all_of.blocks(request)[1] is not last
+    assert seat.block_ids == [all_of.blocks(request)[1].block_id]
+    all_of.check()
+
+
+def test_blocks_that_both_have_beyond_where_they_part_survive() -> None:
+    """They are freed by the one and touched by the other: in that order they would be lost."""
+    all_of = Sequences(blocks=8)
+    donor = all_of.add([*range(10)])
+    request = all_of.add([*range(10)])
+    blocks = all_of.manager.req_to_blocks
+    all_of.pool.free_blocks([blocks["1"][1]])
+    blocks["1"][1] = blocks["0"][1]
+    all_of.pool.touch([blocks["0"][1]])
+    all_of.seats.take([fork(request, donor)])
+    assert all_of.blocks(request)[:2] == [all_of.blocks(request)[0], all_of.blocks(donor)[1]]
+    all_of.check()
+
+
+def test_there_is_room_for_what_can_be_freed() -> None:
+    all_of = Sequences(blocks=8)
+    donor = all_of.add([1, 2, 3, 4, 5])
+    requests = [all_of.add([1, 2, 3, 4, n], like=donor, shared=1) for n in (8, 9)]
+    twin = all_of.add([1, 2, 3, 4, 9], like=requests[1], shared=2)
+    assert all_of.seats.have_room(requests, beside=1)
+    assert not all_of.seats.have_room(requests, beside=3)
+    all_of.pool.get_new_blocks(3)
+    assert all_of.seats.have_room(requests[:1], beside=0), "its own last block"
+    assert not all_of.seats.have_room(requests[:1], beside=1)
+    assert not all_of.seats.have_room([requests[1]], beside=0), "its twin has that too"
+    assert not all_of.seats.have_room([twin], beside=0)
+
+
+def test_a_request_that_takes_two_seats_has_the_blocks_of_the_last() -> None:
+    one, other = (SimpleNamespace(request_id=name) for name in "ab")
+    seats = [
+        Seat(one, 9, [5, 6, 7], copied=1, kept=0),
+        Seat(other, 3, [2], copied=None),
+        Seat(one, 11, [8], copied=3, kept=2),
+    ]
+    assert last_seats(seats) == [Seat(one, 11, [5, 6, 8], 3, 0), seats[1]]
+    assert last_seats([seats[2], seats[0]]) == [seats[0]]
+    assert copies(seats) == [(1, 7), (3, 8)]
+
+
+@pytest.mark.parametrize("shared", [0, 3, 10, 15, 18])
+def test_a_fork_takes_the_seat_of_the_most_similar_sequence(shared: int) -> None:
+    """Of four families of three, each with ``shared`` blocks that are the same for all."""
+    all_of = Sequences(blocks=400)
+    root = all_of.add([0] * 80)
+    families: list[list[Any]] = []
+    for family in range(4):
+        first = all_of.add(
+            [0] * SIZE * shared + [family] * (80 - SIZE * shared), like=root, shared=shared
+        )
+        families.append(
+            [first] + [all_of.add([*first._all_token_ids], like=first, shared=19) for _ in "ab"]
+        )
+    requests = [family[n] for n in (1, 2) for family in families]
+    donors = [families[n][0] for n in (2, 0, 3, 1, 2, 2)]
+    found = all_of.seats.paired(requests, donors)
+    assert len({each.request_id for each in found}) == 6
+    for donor, request in zip(donors[:5], found, strict=False):
+        assert request._all_token_ids == donor._all_token_ids
+    assert found[5] in requests, "its family has no third"
+    assert all_of.seats.paired(requests, []) == []
+
+
+def test_among_short_sequences_any_seat_will_do() -> None:
+    all_of = Sequences()
+    requests = [all_of.add([n] * 9) for n in range(4)]
+    donor = all_of.add([3] * 9, like=requests[3], shared=2)
+    assert all_of.seats.paired(requests, [donor]) == requests[:1]
+
+
+def test_how_many_blocks_two_sequences_have_in_common() -> None:
+    a, b, c, d = (object() for _ in range(4))
+    assert in_common([a, b, c], [a, b, c], 3) == 3
+    assert in_common([a, b, c], [a, b, c], 2) == 2
+    assert in_common([a, b], [a, b, c], 3) == 2
+    assert in_common([a, b, d], [a, b, c], 3) == 2
+    assert in_common([a, b], [c, d], 2) == 0
+    assert in_common([a, b, d], [c, b, d], 3) == 3, "of the same tokens, if not the same blocks"
+    assert in_common([], [a], 0) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("hashed", [SIZE, 2])
+def test_many_generations_leave_every_block_with_whom_it_belongs(seed: int, hashed: int) -> None:
+    """Half are replaced in every step, of sequences that begin alike or not; then all grow."""
+    rng, all_of = random.Random(seed), Sequences(hashed=hashed)
+    first = all_of.add([rng.randrange(9) for _ in range(9)])
+    for number in range(7):
+        shared = rng.randrange(3)
+        tokens = first._all_token_ids[: SIZE * shared] + [number] * (9 - SIZE * shared)
+        all_of.add(tokens, grown=rng.randrange(3), like=first, shared=shared)
+    for _ in range(20):
+        order = rng.sample(all_of.requests, 8)
+        forks = [fork(*pair) for pair in zip(order[:4], order[4:], strict=True)]
+        wanted = [list(each.donor._all_token_ids) for each in forks]
+        assert all_of.seats.have_room([each.request for each in forks], beside=0)
+        seats = all_of.seats.take(forks)
+        assert [each.request._all_token_ids for each in forks] == wanted
+        for seat in seats:
+            ids = [block.block_id for block in all_of.blocks(seat.request)]
+            assert ids[seat.kept :] == seat.block_ids
+        all_of.check()
+        for request in all_of.requests:
+            token = rng.randrange(9)
+            for tokens in (request._all_token_ids, request._output_token_ids):
+                tokens.append(token)
+            request.num_computed_tokens += 1
+            request.block_hashes[:] = all_of.hashes(request._all_token_ids)
+            blocks = all_of.manager.req_to_blocks[request.request_id]
+            if len(blocks) * SIZE < len(request._all_token_ids):
+                blocks += all_of.pool.get_new_blocks(1)
