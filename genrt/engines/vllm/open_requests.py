@@ -243,6 +243,15 @@ class OpenRequests:
         parked, asked_in = self._scheduler.parked, self._asked_in
         return all([each in parked and asked_in.get(each) == flush for each, flush in requests])
 
+    def left(self, requests: Iterable[tuple[str, int]]) -> dict[str, int]:
+        """Return those of these that are untouched, each with its flush."""
+        parked, asked_in = self._scheduler.parked, self._asked_in
+        return {
+            each: flush
+            for each, flush in requests
+            if each in parked and asked_in.get(each) == flush
+        }
+
     def resident(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
         """Return the request that is parked with this context, and the flush it was part of last."""
         request_id = self._residents.of_context(adapter, context)

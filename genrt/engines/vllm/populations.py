@@ -202,7 +202,7 @@ class SeatedPopulations:
         others = [number for number, row in enumerate(places) if first[row] != number]
         if len(others) > MOST_FORKS:
             return None
-        free = [each for each, flush in seats.spare.items() if kept.untouched([(each, flush)])]
+        free = [*kept.left(seats.spare.items())]
         parents = [request_ids[places[number]] for number in others]
         forks = kept.spread(parents, free) if len(free) >= len(others) else None
         if forks is None:
@@ -322,12 +322,8 @@ class SeatedPopulations:
 
 def _free(kept: OpenRequests, several: Sequence[_Seats], used: set[str]) -> dict[str, int]:
     """Return the requests of which nothing goes on, with their flushes."""
-    return {
-        request_id: flush
-        for seats in several
-        for request_id, flush in seats.pairs()
-        if request_id not in used and kept.untouched([(request_id, flush)])
-    }
+    pairs = [pair for seats in several for pair in seats.pairs()]
+    return kept.left((each, flush) for each, flush in pairs if each not in used)
 
 
 def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Seats | None:
