@@ -76,27 +76,28 @@ class Seats:
         count = min((len(tables[each.request_id]) for each in donors), default=0)
         if count <= FEW or len(requests) == 1:
             return [*requests[: len(donors)]]
-        left, behind = [*requests], 1
         found: dict[int, Request] = {}
-        while len(found) < len(donors) and behind < 2 * count:
+        left = [(each, tables[each.request_id]) for each in requests]
+        donated = [tables[each.request_id] for each in donors]
+        behind = 1
+        while len(found) < len(donors) and behind < 4 * count:
             at = max(count - 1 - behind, 0)  # sequences that part late are looked for first
-            alike: dict[int, list[Request]] = {}
-            for request in left:
-                blocks = tables[request.request_id]
-                if at < len(blocks):
-                    alike.setdefault(blocks[at].block_id, []).append(request)
-            for place, donor in enumerate(donors):
-                if place not in found and (
-                    same := alike.get(tables[donor.request_id][at].block_id)
-                ):
-                    found[place] = same.pop()
-            taken = {each.request_id for each in found.values()}
-            left = [each for each in left if each.request_id not in taken]
-            behind *= 2
-        return [found[n] if n in found else left.pop() for n in range(len(donors))]
+            wanted: dict[int, list[int]] = {}
+            for place, blocks in enumerate(donated):
+                if place not in found:
+                    wanted.setdefault(blocks[at].block_id, []).append(place)
+            others = []
+            for request, blocks in left:
+                if at < len(blocks) and (places := wanted.get(blocks[at].block_id)):
+                    found[places.pop()] = request
+                else:
+                    others.append((request, blocks))
+            left = others
+            behind *= 4
+        return [found[n] if n in found else left.pop()[0] for n in range(len(donors))]
 
     def take(self, forks: Sequence[Fork]) -> list[Seat]:
-        """Seat these, for which there is room; none is the donor of another."""
+        """Have these requests go on as forks, for which there is room; none is the donor of another."""
         blocks, size = self._manager.req_to_blocks, self._manager.block_size
         touched: list[Any] = []
         freed: list[Any] = []
