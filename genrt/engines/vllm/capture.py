@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -329,7 +329,13 @@ class WorkerRows:
 
     def genrt_install(self, own_processors: bool) -> None:
         """Do what ``install`` does; the store stays here."""
-        install(self.model_runner, own_processors)
+        runner = self.model_runner
+        install(runner, own_processors)
+        # On a CPU vLLM forgets where a later stage of a pipeline receives, unless it compiles the model.
+        if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     def genrt_take(self, tickets: list[int]) -> tuple[np.ndarray, list[bool]] | None:
         """Take rows: return the finite ones, ``[n, vocab_size]`` on the host, and which are finite. Only

@@ -105,9 +105,9 @@ class OpenRequests:
             free = passed_over[population]
             while free and place not in seated:
                 request_id = free.pop()
-                [fork] = self._scheduler.forks([request_id], [parent], len(request) - 1)
-                if self._scheduler.can_reseat([fork]):
-                    self._reseat([fork])
+                fork = self._scheduler.forks([request_id], [parent], len(request) - 1)
+                if self._scheduler.can_reseat(fork):
+                    self._reseat(fork)
                     self._wake([request_id], [request.last_token])
                     seated[place] = request_id
         return seated

@@ -152,13 +152,13 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     ) -> list[Fork]:
         """Return parked requests as forks of the first ``length`` tokens of these, or of all that are
         computed: for each of them, the first ones if there are too few, that which costs least."""
-        donors = [self.requests[each] for each in donor_ids[: len(request_ids)]]
-        if not self._shares_blocks:
-            return []
-        found = self._seats.paired([self.parked[each] for each in request_ids], donors)
+        requests = [self.parked[each] for each in request_ids]
+        donors = [self.requests[each] for each in donor_ids[: len(requests)]]
+        if self._shares_blocks:
+            requests = self._seats.paired(requests, donors)
         return [
             Fork(request, donor, donor.num_computed_tokens if length is None else length)
-            for request, donor in zip(found, donors, strict=True)
+            for request, donor in zip(requests, donors, strict=False)
         ]
 
     def can_reseat(self, forks: Sequence[Fork], *, beside: int = 0) -> bool:
