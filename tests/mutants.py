@@ -1544,9 +1544,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "engines.vllm.open_requests",
         "test_vllm_populations.py",
         (
-            "OpenRequests.untouched",
+            "OpenRequests.left",
             "a sequence that somebody else used is as it was",
-            Swap("asked_in.get(each) == flush", "True"),
+            Swap("asked_in.get(n) == flush", "True"),
         ),
     ),
     *breaks(

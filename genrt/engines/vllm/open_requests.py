@@ -238,19 +238,14 @@ class OpenRequests:
         when somebody looks for them."""
         self._residents.put_later(numbers, adapter, contexts)
 
-    def untouched(self, requests: Iterable[tuple[str, int]]) -> bool:
+    def untouched(self, requests: Sequence[tuple[str, int]]) -> bool:
         """Return whether all these are parked, each as the flush beside it left it."""
-        parked, asked_in = self._scheduler.parked, self._asked_in
-        return all([each in parked and asked_in.get(each) == flush for each, flush in requests])
+        return len(self.left(requests)) == len(requests)
 
-    def left(self, requests: Iterable[tuple[str, int]]) -> dict[str, int]:
-        """Return those of these that are untouched, each with its flush."""
+    def left(self, requests: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those of these, with their flushes, that are untouched."""
         parked, asked_in = self._scheduler.parked, self._asked_in
-        return {
-            each: flush
-            for each, flush in requests
-            if each in parked and asked_in.get(each) == flush
-        }
+        return [(n, flush) for n, flush in requests if n in parked and asked_in.get(n) == flush]
 
     def resident(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
         """Return the request that is parked with this context, and the flush it was part of last."""

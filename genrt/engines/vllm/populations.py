@@ -202,7 +202,7 @@ class SeatedPopulations:
         others = [number for number, row in enumerate(places) if first[row] != number]
         if len(others) > MOST_FORKS:
             return None
-        free = [*kept.left(seats.spare.items())]
+        free = [each for each, _ in kept.left(seats.spare.items())]
         parents = [request_ids[places[number]] for number in others]
         forks = kept.spread(parents, free) if len(free) >= len(others) else None
         if forks is None:
@@ -323,7 +323,7 @@ class SeatedPopulations:
 def _free(kept: OpenRequests, several: Sequence[_Seats], used: set[str]) -> dict[str, int]:
     """Return the requests of which nothing goes on, with their flushes."""
     pairs = [pair for seats in several for pair in seats.pairs()]
-    return kept.left((each, flush) for each, flush in pairs if each not in used)
+    return dict(kept.left(pair for pair in pairs if pair[0] not in used))
 
 
 def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Seats | None:

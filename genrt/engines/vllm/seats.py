@@ -62,12 +62,11 @@ class Seats:
     def have_room(self, requests: Iterable[Request], *, beside: int) -> bool:
         """Return whether these can surely be seated, and ``beside`` blocks be had after that."""
         requests, free = [*requests], self._pool.get_num_free_blocks()
-        if free < len(requests) + beside:  # which a request can free first: one that nobody shares
+        wanted = len(requests) + beside
+        if free < wanted:  # a last block that nobody shares is overwritten, or freed before that
             blocks = self._manager.req_to_blocks
-            free += sum(
-                any(block.ref_cnt == 1 for block in blocks[each.request_id]) for each in requests
-            )
-        return bool(free >= len(requests) + beside)
+            free += sum(blocks[each.request_id][-1].ref_cnt == 1 for each in requests)
+        return bool(free >= wanted)
 
     def paired(self, requests: Sequence[Request], donors: Sequence[Request]) -> list[Request]:
         """Return one of these for each donor, of which there are no more: if these are long, one that has
@@ -137,17 +136,15 @@ class Seats:
         request.block_hashes[hashed:] = donor.block_hashes[hashed : length // self._hashed]
         prompt = donor.num_prompt_tokens
         if length < prompt:
-            request.prompt_token_ids, request.num_prompt_tokens = (
-                donor._all_token_ids[:length],
-                length,
-            )
+            request.prompt_token_ids = donor._all_token_ids[:length]
             request._output_token_ids.clear()
         else:
             shared = request.prompt_token_ids is donor.prompt_token_ids
             first = max(start - prompt, 0) if shared else 0
             request._output_token_ids[first:] = donor._output_token_ids[first : length - prompt]
-            request.prompt_token_ids, request.num_prompt_tokens = donor.prompt_token_ids, prompt
-        request.max_tokens = donor.num_prompt_tokens + donor.max_tokens - request.num_prompt_tokens
+            request.prompt_token_ids = donor.prompt_token_ids
+        request.num_prompt_tokens = min(length, prompt)
+        request.max_tokens = prompt + donor.max_tokens - request.num_prompt_tokens
         request.num_computed_tokens = length
 
 
