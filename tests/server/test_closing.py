@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -21,6 +20,7 @@ import pytest
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.server import Server, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.promise(number=35)
 
@@ -31,13 +31,6 @@ INFER = {"prompt": [1], "particles": 4, "max_tokens": 60, "stream": True, "seed"
 def lm() -> Iterator[genrt.AsyncLM]:
     with genrt.load(engine=lambda: ExactEngine(NGram.random(11, seed=1), max_model_len=64)) as lm:
         yield lm
-
-
-async def until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline, "it never happens"
-        await asyncio.sleep(0)
 
 
 def connected(server: Server) -> socket.socket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import genrt
 from genrt.errors import InvalidRequest, NotFinite
 from genrt.lm import AsyncLM
 from genrt.server import Server, serving
+from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
 
@@ -83,14 +83,6 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     vllms.setLevel(level)
     for each in loggers:
         each.removeHandler(handler)
-
-
-async def until(happened: Callable[[], object]) -> None:
-    """Let the loop go round until something has happened in another thread."""
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline, "it never happens"
-        await asyncio.sleep(0)
 
 
 @dataclass
@@ -322,7 +314,7 @@ async def test_a_server_that_closes_answers_what_is_no_stream(
         async with httpx.AsyncClient(base_url=str(server.url), timeout=120) as http:
             asked = [http.post(path, json=body) for path, body in KINDS.values()]
             waiting = [asyncio.create_task(each) for each in asked]
-            await until(lambda: lm.statistics().batcher.waiting > len(waiting))
+            await until(lambda: lm.statistics().batcher.waiting > len(waiting), lm)
             await asyncio.to_thread(server.close)
             for each in await asyncio.gather(*waiting):
                 assert (each.status_code, "closing" in each.text) == (503, True)

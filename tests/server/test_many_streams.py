@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,9 @@ import genrt
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.inference import SMC, Result, TextModel
 from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion
 from genrt.server import Server, serving
+from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=35)]
 
@@ -34,8 +35,12 @@ TOKENS = 48
 LEAVE_AFTER = 16
 """Tokens that a client reads who leaves in the middle."""
 
+ON_AND_ON = 400
+"""Tokens that it has asked for: it leaves in the middle, however fast the others are."""
+
 PROMPTS = [[5 + each % 50, 6 + each // 50, 7] for each in range(STREAMS)]
 LEAVING = {*range(0, STREAMS, 3)}
+ASKED = [ON_AND_ON if number in LEAVING else TOKENS for number in range(STREAMS)]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,17 @@ def server(lm: AsyncLM) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def texts(lm: AsyncLM) -> list[str]:
     """What each stream says."""
-    found = lm.batch_generate_sync(PROMPTS, max_tokens=TOKENS, ignore_eos=True, seed=0)
-    return [each.text for each in found]
+
+    async def ask() -> list[Completion]:
+        asked = enumerate(zip(PROMPTS, ASKED, strict=True))
+        return await asyncio.gather(
+            *[
+                lm.generate(prompt, max_tokens=tokens, ignore_eos=True, seed=number)
+                for number, (prompt, tokens) in asked
+            ]
+        )
+
+    return [each.text for each in asyncio.run(ask())]
 
 
 async def sampled(lm: AsyncLM) -> Result:
@@ -73,7 +87,7 @@ async def beside(lm: AsyncLM, server: Server) -> AsyncIterator[Callable[[], Awai
 
     async def begin() -> None:
         nonlocal sampler
-        await until(lambda: lm.statistics().batcher.in_flight >= STREAMS // 2)
+        await until(lambda: lm.statistics().batcher.in_flight >= STREAMS // 2, lm)
         sampler = asyncio.create_task(sampled(lm))
 
     yield begin
@@ -84,9 +98,9 @@ async def beside(lm: AsyncLM, server: Server) -> AsyncIterator[Callable[[], Awai
     assert found.log_evidence == pytest.approx(alone.log_evidence, abs=1e-3)
     gate = server.gate
     assert gate is not None
-    await until(lambda: not gate.serving)
+    await until(lambda: not gate.serving, lm)
     assert gate.held_bytes == 0
-    await until(lambda: not lm.statistics().batcher.in_flight)
+    await until(lambda: not lm.statistics().batcher.in_flight, lm)
     done = lm.statistics().since(before)
     assert (done.batcher.queued, done.batcher.waiting, done.batcher.failed) == (0, 0, 0)
     assert done.batcher.cancelled == len(LEAVING)
@@ -112,13 +126,6 @@ def free_blocks(lm: AsyncLM) -> int:
     return lm._thread.call(count).result()
 
 
-async def until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline, "it never happens"
-        await asyncio.sleep(0)
-
-
 async def test_openais_client(
     server: Server, texts: list[str], beside: Callable[[], Awaitable[None]]
 ) -> None:
@@ -127,7 +134,7 @@ async def test_openais_client(
         stream = await client.completions.create(
             model="tiny",
             prompt=PROMPTS[number],
-            max_tokens=TOKENS,
+            max_tokens=ASKED[number],
             seed=number,
             stream=True,
             extra_body={"ignore_eos": True, "return_token_ids": True},
@@ -167,8 +174,7 @@ async def test_vllms_bench_client(
             prompt=prompt,
             api_url=f"{server.url}/v1/completions",
             prompt_len=len(prompt),
-            # Those who leave do so in the middle, however fast the others are.
-            output_len=400 if number in LEAVING else TOKENS,
+            output_len=ASKED[number],
             model="tiny",
             ignore_eos=True,
             extra_body={"seed": number, "temperature": 1.0},
@@ -181,7 +187,7 @@ async def test_vllms_bench_client(
         ]
         await beside()
         drawn = STREAMS * LEAVE_AFTER
-        await until(lambda: lm.statistics().since(before).engine.sampled_tokens >= drawn)
+        await until(lambda: lm.statistics().since(before).engine.sampled_tokens >= drawn, lm)
         for number in LEAVING:
             assert reading[number].cancel()
         found = await asyncio.gather(*reading, return_exceptions=True)

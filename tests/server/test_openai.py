@@ -28,6 +28,7 @@ from genrt.lm import AsyncLM
 from genrt.server import Server, serving
 from genrt.server.client import RuntimeClient
 from genrt.server.openai import front_end_options, options_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -44,14 +45,6 @@ OPTIONS = {
     "enable_prompt_tokens_details": True,
 }
 ASKED: list[Any] = [{"role": "user", "content": "Paris is a city."}]
-
-
-async def until(happened: Callable[[], object]) -> None:
-    """Let the loop go round until something has happened in another thread."""
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline, "it never happens"
-        await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="module")
@@ -453,13 +446,13 @@ async def test_clients_that_disconnect_free_their_work_and_the_others_are_right(
             assert expected[each].startswith(text)
     assert (await particles).shape == (20, lm.vocab_size)
     gone = asyncio.create_task(client.completions.create(prompt="a", **asked))
-    await until(lambda: lm.statistics().batcher.in_flight)
+    await until(lambda: lm.statistics().batcher.in_flight, lm)
     gone.cancel()
     await asyncio.wait((gone,))
     await asyncio.to_thread(idle)
     gate = server.gate
     assert gate is not None
-    await until(lambda: not gate.serving)
+    await until(lambda: not gate.serving, lm)
     assert gate.held_bytes == 0
 
 
@@ -471,7 +464,7 @@ async def test_a_text_that_is_aborted_ends_with_what_there_is(
         params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, n=2)
         outputs = client.generate(tokens_input([5, 6]), params, "one")
         first = asyncio.ensure_future(anext(outputs))
-        await until(lambda: client._flows)
+        await until(lambda: client._flows, lm)
         await client.abort(["one", "unknown"])
         ends = [await first, *[output async for output in outputs]]
         reasons = [each.finish_reason for output in ends for each in output.outputs]
@@ -495,7 +488,7 @@ async def test_a_text_that_another_engine_begins_anew_goes_on_where_it_was(
     text, token_ids, logprobs, again = "", [], 0, 0
     outputs = client.generate(tokens_input([5, 6]), params, "one")
     pending = asyncio.ensure_future(anext(outputs))
-    await until(lambda: lm.statistics().engine.requests)
+    await until(lambda: lm.statistics().engine.requests, lm)
 
     def begin_anew(_: object) -> None:
         engine, batcher = cast("VLLMEngine", lm._thread.engine), lm._thread.batcher

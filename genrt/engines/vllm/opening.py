@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import vllm
+from vllm import envs
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -44,6 +45,7 @@ def open_vllm(
     own = Globals()
     preload = os.environ.get("LD_PRELOAD")
     with own, on_loopback(), undisturbed():
+        envs.disable_envs_cache()  # The process's first engine froze it: what is set by now is to hold.
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         executor = Executor.get_class(config) if rank is None else rank.executor(config)
         if issubclass(executor, UniProcExecutor):
@@ -56,6 +58,8 @@ def open_vllm(
             llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
         except Exception as error:
             raise translated(error, f"vLLM could not open {checkpoint}") from error
+        finally:
+            envs.enable_envs_cache()  # the engines' steps read it
     engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
     try:
         self_test(engine, rounding=rounding(config), block_size=config.cache_config.block_size)

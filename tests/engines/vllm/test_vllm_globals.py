@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.model_executor.offloader import base as offloader
@@ -103,3 +104,20 @@ def test_runtimes_that_come_and_go_leave_vllms_globals_as_they_were(llama: Path)
         lm.sample_sync([1, 2], max_tokens=2)
         assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
     assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
+
+
+def test_an_engine_heeds_what_was_set_since_another_was_opened(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "VLLM_CPU_OMP_THREADS_BIND"  # which vLLM's workers heed, and an engine in this process ignores
+    options = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
+    with genrt.load(llama, engine_options=options):
+        assert (before := getattr(envs, name)) != "nobind"
+        monkeypatch.setenv(name, "nobind")
+        assert getattr(envs, name) == before, "vLLM reads its environment once, while engines run"
+        with genrt.load(llama, engine_options=options):
+            assert getattr(envs, name) == "nobind"
+            monkeypatch.delenv(name)
+            with pytest.raises(genrt.GenrtError):
+                genrt.load(llama, engine_options=options | {"max_model_len": 10**9})
+            assert getattr(envs, name) == before, "also where none was opened"
