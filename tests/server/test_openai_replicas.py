@@ -20,7 +20,8 @@ from genrt.cluster.health import ReplicaLimits
 from genrt.lm import AsyncLM
 from genrt.server import serving
 from tests.cluster.test_replicas import processes
-from tests.server.test_openai import ASKED, OPTIONS, until
+from tests.server.test_openai import ASKED, OPTIONS
+from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 

@@ -628,7 +628,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
             return schedule(scheduler)
 
         monkeypatch.setattr(steps, "_ahead", counted)
-        taken = counting_steps(ahead._thread.engine, monkeypatch)  # type: ignore[attr-defined]
+        taken = counting_steps(ahead._thread.engine, monkeypatch)
         texts = asyncio.gather(*[ahead.generate(prompt, **options) for prompt, options in asked])
         long = asyncio.create_task(ahead.generate([9], max_tokens=200, ignore_eos=True))
         for number in range(5):
