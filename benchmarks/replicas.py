@@ -1,12 +1,13 @@
 """What do replicas on one host cost, and what do they give? Added latency of a flush, draws a second.
 
     python -m benchmarks.replicas --json replicas.json                        # exact engines, on CPUs
-    python -m benchmarks.replicas --model 8b/ --replicas 2 --json replicas.json   # a checkpoint, on GPUs
+    python -m benchmarks.replicas --model dummy-8b --replicas 2 --json replicas.json   # by vLLM, on GPUs
 
 A runtime in this process and ones over replicas are asked the same, one after the other. One JSON
 object: ``flush`` has, for 1 and 64 draws and for 64 rows, the median milliseconds of a call ``alone``,
 over ``one`` replica, and what that ``adds``; ``draws`` has the draws a second of so many populations at
-once, alone and over ``several`` replicas, and their ratio.
+once, alone and over ``several`` replicas, and their ratio; ``texts`` likewise the generated tokens a
+second of as many prompts at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 
 import genrt
+from benchmarks.checkpoints import SHAPES, checkpoint
 from benchmarks.setups import append
 from genrt.engines.exact import NGram
 from genrt.lm import AsyncLM
@@ -31,7 +35,7 @@ from genrt.lm import AsyncLM
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", help="a checkpoint for vLLM; without one, exact engines")
+    parser.add_argument("--model", help="a checkpoint or a shape for vLLM; none: exact engines")
     parser.add_argument("--options", type=json.loads, default={}, help="engine_options, as JSON")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--populations", type=int, default=8)
@@ -45,7 +49,13 @@ def main() -> None:
     if arguments.quick:
         arguments.steps, arguments.repeats, arguments.populations = 5, 10, 2
         arguments.context, arguments.size = 16, 8
-    result = measure(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        if arguments.model in SHAPES:
+            arguments.options = {"load_format": "dummy", "skip_tokenizer_init": True} | (
+                arguments.options
+            )
+            arguments.model = checkpoint(arguments.model, Path(directory))
+        result = measure(arguments)
     print(json.dumps(result))
     append(json.dumps(result), arguments.json)
 
@@ -70,6 +80,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     found: dict[str, dict[str, float]] = {}
     draws: dict[str, float] = {}
+    texts: dict[str, float] = {}
     for name, replicas in (("alone", None), ("one", 1), ("several", arguments.replicas)):
         with opened(arguments, replicas) as lm:
             if name != "several":
@@ -77,10 +88,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     found.setdefault(kind, {})[name] = milliseconds
             if name != "one":
                 draws[name] = asyncio.run(draws_a_second(lm, arguments))
+                texts[name] = asyncio.run(tokens_a_second(lm, arguments))
     for each in found.values():
         each["adds"] = each["one"] - each["alone"]
-    draws["ratio"] = draws["several"] / draws["alone"]
-    return result | {"flush": found, "draws": draws}
+    for each in (draws, texts):
+        each["ratio"] = each["several"] / each["alone"]
+    return result | {"flush": found, "draws": draws, "texts": texts}
 
 
 def flushes(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, float]:
@@ -124,6 +137,24 @@ async def draws_a_second(lm: AsyncLM, arguments: argparse.Namespace) -> float:
     seconds = time.perf_counter() - began
     drawn: int = arguments.populations * arguments.size * arguments.steps
     return drawn / seconds
+
+
+async def tokens_a_second(lm: AsyncLM, arguments: argparse.Namespace) -> float:
+    """Return how many tokens whole texts draw, after as many prompts as populations have sequences."""
+    count, chance = arguments.populations * arguments.size, random.Random(arguments.replicas)
+
+    async def generated(steps: int) -> int:
+        prompts = [
+            [chance.randrange(lm.vocab_size) for _ in range(arguments.context)]
+            for _ in range(count)
+        ]
+        options: dict[str, Any] = {"max_tokens": steps, "ignore_eos": True, "stop": [], "seed": 1}
+        return sum(len(each.token_ids) for each in await lm.batch_generate(prompts, **options))
+
+    await generated(3)
+    began = time.perf_counter()
+    tokens = await generated(arguments.steps)
+    return tokens / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 
 from genrt.cluster.programs import run_program
 from genrt.engines.protocol import Engine
-from genrt.populations import Population, Populations, Prompts
+from genrt.populations import Home, Population, Prompts, begin
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import check_contexts, check_seed, nonces_of
@@ -77,7 +77,7 @@ class AsyncLM(EngineOwner):
         self._nonces = nonces_of(seed)
         own = self._limits, self._adapters, self._nonces
         self._texts = Texts(self._thread, *own)
-        self._populations = Populations(self._thread, self._asker, *own)
+        self._home = Home(self._thread, self._asker, *own)
 
     def _of_seed(self, seed: int) -> Self:
         """Return this runtime, equal to itself, with a seed of its own."""
@@ -274,7 +274,7 @@ class AsyncLM(EngineOwner):
         together as arrays; nothing is computed yet. Raises InvalidRequest if these are no prompts, or
         ``n`` is missing for one or given for several; UnknownAdapter.
         """
-        return self._populations.begin(prompt, n, adapter)
+        return begin(self._home, prompt, n, adapter)
 
     # -- samples and texts --------------------------------------------------------------------
 

@@ -153,7 +153,90 @@ def breaks(
 
 MUTANTS: tuple[Mutant, ...] = (
     *breaks(
-        "populations",
+        "questions.rows_ahead",
+        "test_populations.py",
+        (
+            "RowsAhead.after",
+            "a draft's rows are drawn from after other tokens",
+            Swap("tuple(token_ids) != self.draft[:count]", "False"),
+        ),
+        (
+            "RowsAhead.are_of",
+            "rows ahead of old weights are drawn from",
+            Swap("self.weights_version == weights_version", "True"),
+        ),
+        (
+            "RowsAhead.in_common",
+            "rows of one draft stand for those of another",
+            Swap("one != other", "False"),
+        ),
+        only="ahead or rows or TestAsLists",
+    ),
+    *breaks(
+        "populations.population",
+        "test_populations.py",
+        (
+            "Population.draw",
+            "rows are kept for sequences that have changed meanwhile",
+            Swap("changes == self._changes", "True"),
+        ),
+        only="changes",
+    ),
+    *breaks(
+        "populations.drawing",
+        "test_drafting.py",
+        (
+            "Drawing._answered",
+            "a draft whose row is not finite fails the draw",
+            Swap("drafts is not None and any(drafts)", "False"),
+        ),
+        only="finite",
+    ),
+    *breaks(
+        "inference.pace",
+        "test_pace.py",
+        (
+            "_Size.took",
+            "what costs much is tried to the end",
+            Swap("lost > LOSS", "False"),
+        ),
+        (
+            "_Size.took",
+            "drafts are kept up though they do not pay",
+            Swap("ahead.seconds < FASTER * without.of(ahead.steps)", "True"),
+        ),
+    ),
+    *breaks(
+        "inference.suffixes",
+        "test_suffixes.py",
+        (
+            "chosen",
+            "a guess takes its token by the number of its block",
+            Swap("_inverse(within, numbers[:, 1])", "_inverse(within, numbers[:, 0])"),
+        ),
+        (
+            "chosen",
+            "a guess is what the mask does not allow",
+            Swap("(mask[token_ids >> 5] >> (token_ids & 31)) & 1 == 0", "token_ids < 0"),
+        ),
+    ),
+    *breaks(
+        "inference.guesses",
+        "test_drafting.py",
+        (
+            "Guesses._lengthen",
+            "what must follow is not drafted",
+            Swap("only is not None", "False"),
+        ),
+        (
+            "Guesses.check",
+            "every guess counts as right",
+            Swap("ahead.draft[0] == token", "True"),
+        ),
+        only="must_follow or drafter or learn",
+    ),
+    *breaks(
+        "populations.population",
         "test_populations.py",
         (
             "Population.extend",
@@ -166,12 +249,12 @@ MUTANTS: tuple[Mutant, ...] = (
         only="extending",
     ),
     *breaks(
-        "populations",
+        "populations.drawing",
         "test_fleet_machine.py",
         (
-            "Population.draw",
+            "Drawing._question",
             "a population that was cut is asked anywhere",
-            Swap("origins.asked or before.asked", "origins.asked"),
+            Swap("origins.asked or whole.asked", "origins.asked"),
         ),
         only="walk",
     ),
@@ -826,7 +909,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "FoundRows.__init__",
             "a population waits for a row as often as it is in it",
-            Swap("len(set(asked))", "len(asked)"),
+            Swap("len(self.sources)", "sum(map(len, asked))"),
         ),
     ),
     *breaks(
@@ -1041,7 +1124,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.checks",
         "test_inference.py",
-        ("seeds_of_step", "every step has the same randomness", Swap("(step, part)", "(part,)")),
+        ("seeds_of_step", "every step has the same randomness", Swap("(step + k, 1)", "(k, 1)")),
     ),
     *breaks(
         "inference.blocks",
@@ -1163,7 +1246,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "constraints.together",
+        "runtime.together",
         "test_predicates.py",
         ("Asked.about", "a cancelled check goes on in its thread", Drop("stop.set")),
     ),
@@ -1265,8 +1348,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "Positions.put",
             "what comes again after a preemption is taken twice",
             Swap(
-                "wanted.append((score, score.next, end))",
-                "wanted.append((score, span.computed, end))",
+                "group.append(_Wanted(score, score.next, end, found))",
+                "group.append(_Wanted(score, span.computed, end, found))",
             ),
         ),
         (
@@ -1531,10 +1614,10 @@ MUTANTS: tuple[Mutant, ...] = (
         only="not random",
     ),
     *breaks(
-        "populations",
+        "populations.home",
         "test_population_walks.py",
         (
-            "Populations.give_back",
+            "Home.give_back",
             "what a copy goes on from is given back with the original",
             Swap("each not in needed", "True"),
         ),

@@ -39,7 +39,7 @@ ROOMS = (
     "generation",
     "loading.py",
     "lm.py",
-    "populations.py",
+    "populations",
     "cluster",
     "runtime",
     "engines",

@@ -12,9 +12,9 @@ from torch import Tensor, from_numpy
 from genrt.constraints.grammars import GrammarState
 from genrt.constraints.products import ProductState
 from genrt.constraints.protocols import CheckedState, ConstraintState, State, is_checked
-from genrt.constraints.together import together
 from genrt.constraints.tokens import PackedState, words_of
 from genrt.errors import InvalidRequest
+from genrt.runtime.together import together
 from genrt.structures.tokens import Words, packed, unpacked
 
 QUICK_BYTES = 2 << 20

@@ -300,6 +300,12 @@ class Fronted(Protocol):
         """vLLM's configuration of the model; ``None`` if the engine is not vLLM after all."""
 
 
+def scores_rows(engine: Engine) -> bool:
+    """Return whether an engine takes score requests of whole rows."""
+    # Asking a runtime-checkable protocol takes as long as all the rest of a question.
+    return bool(getattr(engine, "scores", False)) and getattr(engine, "scores_rows", True)
+
+
 def check_supported(engine: Engine, decoding: Decoding) -> None:
     """Raise InvalidRequest, with the name of the option and of the engine, unless this engine draws such
     completions."""

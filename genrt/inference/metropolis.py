@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import frozen, seeds_of_step, state_of
+from genrt.inference.checks import StepSeed, frozen, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
@@ -278,9 +278,7 @@ class MetropolisHastings:
                 histories[place][-1].particle if histories[place] else self._model.start()
                 for place in places
             ]
-            [seed] = seeds.spawn(1)
-            number = int(seed.generate_state(1, np.uint64)[0] >> 1)
-            growths = await grown(self._model, particles, number)
+            growths = await grown(self._model, particles, StepSeed.spawned(seeds))
             for place, growth in zip(places, growths, strict=True):
                 histories[place].append(growth)
 

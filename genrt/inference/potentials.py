@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from genrt.constraints.together import Asked
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import log_weight
+from genrt.runtime.together import Asked
 from genrt.tokens.texts import Potential, Text
 
 

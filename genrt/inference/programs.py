@@ -49,7 +49,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genrt.constraints.together import together
 from genrt.errors import InvalidRequest
 from genrt.inference import checks
 from genrt.inference.model import DEAD, Growth
@@ -59,6 +58,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_float
 from genrt.questions.masks import Mask
 from genrt.questions.token_ids import TokenIds
+from genrt.runtime.together import together
 from genrt.tokens.texts import decoded
 
 T = TypeVar("T")

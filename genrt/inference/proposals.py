@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from genrt.constraints import CheckedState, ConstraintState, abitmasks
-from genrt.constraints.together import together
+from genrt.constraints.tokens import words_of
 from genrt.inference import awrs
+from genrt.inference.drafting import Drafting
 from genrt.inference.ends import Ends
-from genrt.inference.model import DEAD
+from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats
 from genrt.inference.trails import Trail
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from genrt.questions.contexts import seeds_at
+from genrt.runtime.together import together
 from genrt.tokens import sampling
 
 State: TypeAlias = ConstraintState | CheckedState
@@ -69,10 +71,33 @@ class Proposals:
     is_weighed_later: bool = False
     """True if the model that is proposed to weighs the tokens: it needs their own probabilities alone."""
 
+    drafting: Drafting | None = None
+    """Drafts for texts whose rows are not tempered; ``None`` for none."""
+
     @property
     def end_token(self) -> int:
         """The end token, which a constrained model has."""
         return cast("int", self.eos_token_id)
+
+    def complete(self, grown: Sequence[Growth]) -> list[bool]:
+        """Return of each text whether it ends here where no token or string ends texts."""
+        longest, is_complete = self.max_tokens, self.is_complete
+        return [
+            token_id != DEAD and (each.trail.count >= longest or is_complete(each.constraint_state))
+            for each, _, token_id in grown
+        ]
+
+    def is_complete(self, state: State) -> bool:
+        """Return whether the constraint lets nothing follow, except the end."""
+        words = words_of(state)[0]
+        end = packed_tokens({self.end_token}, len(words)).numpy()
+        return not (words & ~end).any()
+
+    async def accepts(self, state: State) -> bool:
+        """Return whether a text may end here."""
+        if isinstance(state, CheckedState):
+            return (await state.check([self.end_token]))[0]
+        return state.accepting
 
     def population(self, trails: Sequence[Trail]) -> Population:
         """Return these texts after the prompt, without a look at their tokens if they all go on from one
@@ -109,7 +134,11 @@ class Proposals:
             rows, masks = await asyncio.gather(population.logprobs(), self._masks(states, at_last))
             return await asyncio.to_thread(self._by_masks, rows, masks, seed)
         masks = await self._masks(states, at_last)
-        found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
+        if self.drafting is None or self.temperature != 1:
+            found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
+        else:
+            left = self.max_tokens - max(each.count for each in trails)
+            found = await self.drafting.draw(population, states, masks, seed, left)
         return _drawn(found, masked=masks is not None)
 
     async def _masks(

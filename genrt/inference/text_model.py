@@ -53,18 +53,18 @@ from typing import Any
 
 from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.masking import fill
-from genrt.constraints.together import together
-from genrt.constraints.tokens import words_of
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.blocks import Block, Blocks, block_size
+from genrt.inference.drafting import Drafts, DraftStatistics, drafting
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
-from genrt.inference.proposals import Drawn, Proposal, Proposals, State, packed_tokens
+from genrt.inference.proposals import Drawn, Proposal, Proposals, State
 from genrt.inference.trails import Frontier, Trail
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
+from genrt.runtime.together import together
 from genrt.tokens.texts import Potential, Text, decoded
 
 
@@ -122,6 +122,7 @@ class TextModel:
         proposal_adapter: str | None = None,
         temperature: float = 1.0,
         adapter: str | None = None,
+        drafts: Drafts = "off",
     ) -> None:
         """
         Args:
@@ -144,6 +145,9 @@ class TextModel:
             proposal_adapter: the adapter of another runtime's draws, by name.
             temperature: above 0; other than 1, the model is the one whose rows are tempered (and
                 normalised again), in the target and in the evidence too.
+            drafts: tokens that texts may go on with, whose rows are computed ahead: ``"auto"`` from what
+                texts went on with before, while that saves time, or a ``Drafter`` of yours. The same
+                tokens are drawn, with the same weights (``genrt.inference.drafting``).
 
         Raises:
             InvalidRequest: an argument is out of its range.
@@ -198,6 +202,7 @@ class TextModel:
             temperature=temperature,
             adapter=checks.adapter_name(proposal_adapter) if is_other else self._adapter,
             is_weighed_later=is_other,
+            drafting=drafting(drafts, ends.token_ids | {eos_token_id}),
         )
         self._blocks = size and Blocks(
             lm=lm,
@@ -253,6 +258,12 @@ class TextModel:
         return self._adapter
 
     @property
+    def drafted(self) -> DraftStatistics:
+        """The worth of drafts so far, in all runs."""
+        made = self._proposals.drafting
+        return DraftStatistics() if made is None else made.statistics
+
+    @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text."""
         return self._proposals.eos_token_id
@@ -295,7 +306,11 @@ class TextModel:
         """Grow each text by one token, with one question for all to the model that proposes; masks are
         computed meanwhile. Where that is another one, the model is asked once for every block."""
         start = self._start if self.ends.never else None
-        if start is not None and not particles[0].trail.count and self._is_complete(start):
+        if (
+            start is not None
+            and not particles[0].trail.count
+            and self._proposals.is_complete(start)
+        ):
             # The empty text is the only one.
             nothing = [Growth(each, 0.0, DEAD) for each in particles]
             return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
@@ -314,7 +329,9 @@ class TextModel:
         drawn = await self._proposals.draw(population, trails, states, seed)
         grown = await self._grown(particles, drawn, Frontier(population))
         if self._start is not None and self.ends.never:
-            grown = await self._ended(grown, await asyncio.to_thread(self._complete, grown))
+            grown = await self._ended(
+                grown, await asyncio.to_thread(self._proposals.complete, grown)
+            )
         return drawn, grown
 
     # -- what follows from a draw -------------------------------------------------------------
@@ -387,25 +404,11 @@ class TextModel:
             trails.append(trail)
         return trails
 
-    def _complete(self, grown: Sequence[Growth]) -> list[bool]:
-        """Tell of each text whether it ends here where no token or string ends texts."""
-        longest, is_complete = self.max_steps, self._is_complete
-        return [
-            token_id != DEAD and (each.trail.count >= longest or is_complete(each.constraint_state))
-            for each, _, token_id in grown
-        ]
-
-    def _is_complete(self, state: State) -> bool:
-        """Tell whether the constraint lets nothing follow, except the end."""
-        words = words_of(state)[0]
-        end = packed_tokens({self._proposals.end_token}, len(words)).numpy()
-        return not (words & ~end).any()
-
     async def _ended(self, grown: Sequence[Growth], complete: Sequence[bool]) -> list[Growth]:
         """Finish the complete ones; those that the constraint does not accept are dead."""
         ending = [each.particle for each, ends in zip(grown, complete, strict=True) if ends]
         states = {id(each.constraint_state): each.constraint_state for each in ending}
-        answers = await together([self._accepts(state) for state in states.values()])
+        answers = await together([self._proposals.accepts(state) for state in states.values()])
         accepts = dict(zip(states, answers, strict=True))
         ended = list(grown)
         for place, (particle, log_weight, token_id) in enumerate(grown):
@@ -417,11 +420,6 @@ class TextModel:
             else:
                 ended[place] = Growth(particle, -math.inf, DEAD)
         return ended
-
-    async def _accepts(self, state: State) -> bool:
-        if isinstance(state, CheckedState):
-            return (await state.check([self._proposals.end_token]))[0]
-        return state.accepting
 
     async def _judged(
         self, particles: Sequence[TextParticle], grown: Sequence[Growth]

@@ -32,6 +32,7 @@ from genrt.engines.protocol import (
     Reading,
     Replicated,
     Speculating,
+    scores_rows,
     survived,
 )
 from genrt.engines.weights import weights_of
@@ -42,6 +43,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import Read, ReadRequest
 from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
+from genrt.questions.rows_ahead import Source
 from genrt.runtime.cache import RowCache
 from genrt.runtime.population_answers import FoundRows, PopulationAnswers
 from genrt.runtime.prefixes import PrefixesToKeep
@@ -77,7 +79,7 @@ class AnsweringEngine:
         self._read_there = engine.reads if isinstance(engine, Reading) else frozenset()
         self.replicated = engine if isinstance(engine, Replicated) else None
         self._cache = cache
-        self._readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
+        self._readers: dict[Source, dict[ReadRequest | PopulationDraw, None]] = {}
         self._asked: set[Request] = set()
         self._cached: dict[ReadRequest, Tensor] = {}
         self._populations = PopulationAnswers(engine, self.expect)
@@ -112,7 +114,7 @@ class AnsweringEngine:
     def _submit(self, requests: Sequence[Request]) -> None:
         new: dict[Request, None] = {}
         asked: list[Request] = []
-        readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]] = {}
+        readers: dict[Source, dict[ReadRequest | PopulationDraw, None]] = {}
         cached: dict[ReadRequest, Tensor] = {}
         populations: dict[PopulationDraw, FoundRows] = {}
         for request in requests:
@@ -120,10 +122,11 @@ class AnsweringEngine:
                 asked.append(request)
                 new[request] = None
             elif isinstance(request, PopulationDraw):
-                populations[request] = found = FoundRows(request.rows)
-                for row in dict.fromkeys(found.asked):
-                    if (borrowed := self._joined(row, request, new, readers)) is not None:
-                        found.put(row, borrowed)
+                asks = request.sources(in_one=scores_rows(self.engine))
+                populations[request] = found = FoundRows(asks)
+                for each in found.sources:
+                    if (borrowed := self._joined(each, request, new, readers)) is not None:
+                        found.put(each, borrowed)
             elif isinstance(request, ReadRequest):
                 row, lacking = request.row, False
                 if request.wanted.computes and self._kept is not None:
@@ -139,7 +142,7 @@ class AnsweringEngine:
         refused: list[Finished] = []
         for request, error in self._still_held(new).items():
             del new[request]
-            concerned: list[Request] = [*readers.pop(cast("LogprobsRequest", request), ())]
+            concerned: list[Request] = [*readers.pop(cast("Source", request), ())]
             if request in asked:
                 asked.remove(request)
                 concerned.append(request)
@@ -150,8 +153,8 @@ class AnsweringEngine:
         self._cached |= cached
         self._populations.found |= populations
         self._asked.update(asked)
-        for row, joining in readers.items():
-            self._readers.setdefault(row, joining).update(joining)
+        for source, joining in readers.items():
+            self._readers.setdefault(source, joining).update(joining)
         self.cancel([each.request for each in refused if each.request in populations])
 
     def _is_read_there(self, request: Request) -> bool:
@@ -162,10 +165,10 @@ class AnsweringEngine:
 
     def _joined(
         self,
-        row: LogprobsRequest,
+        row: Source,
         request: ReadRequest | PopulationDraw,
         new: dict[Request, None],
-        readers: dict[LogprobsRequest, dict[ReadRequest | PopulationDraw, None]],
+        readers: dict[Source, dict[ReadRequest | PopulationDraw, None]],
         *,
         lacking: bool = False,
     ) -> Tensor | None:
@@ -176,9 +179,10 @@ class AnsweringEngine:
             sharing[request] = None
             return None
         if row not in self._readers and row not in self._asked and row not in new:
-            borrowed = None if lacking else self._cache.borrow(row)
-            if borrowed is not None:
-                return borrowed
+            if isinstance(row, LogprobsRequest) and not lacking:
+                borrowed = self._cache.borrow(row)
+                if borrowed is not None:
+                    return borrowed
             new[row] = None
         readers[row] = {request: None}
         return None
@@ -213,7 +217,7 @@ class AnsweringEngine:
         failed: dict[PopulationDraw, None] = {}
         whole: list[PopulationDraw] = []
         for end in ends:
-            readers = self._readers.pop(cast("LogprobsRequest", end.request), None)
+            readers = self._readers.pop(cast("Source", end.request), None)
             if readers is None or end.request in self._asked:
                 finished.append(end)
                 self._asked.discard(end.request)
@@ -230,9 +234,7 @@ class AnsweringEngine:
             for reader in readers:
                 if isinstance(reader, ReadRequest):
                     reads.append(Read(reader, row))
-                elif not self._populations.found[reader].put(
-                    cast("LogprobsRequest", end.request), row
-                ):
+                elif not self._populations.found[reader].put(cast("Source", end.request), row):
                     whole.append(reader)
         if failed:
             self.cancel([*failed])
@@ -251,22 +253,20 @@ class AnsweringEngine:
         unwanted: list[Request] = []
         for request in requests:
             if request in self._asked or not isinstance(request, ReadRequest | PopulationDraw):
-                if not isinstance(request, LogprobsRequest) or request not in self._readers:
+                if request not in self._readers:
                     unwanted.append(request)
                 self._asked.discard(request)
             elif isinstance(request, PopulationDraw):
                 unwanted += self._populations.give_up([request])
                 if (found := self._populations.found.pop(request, None)) is not None:
-                    for row in dict.fromkeys(found.asked):
-                        unwanted += self._left(row, request)
+                    for source in found.sources:
+                        unwanted += self._left(source, request)
             elif self._cached.pop(request, None) is None:
                 unwanted += self._left(request.row, request)
         if unwanted:
             self._cancel(unwanted)
 
-    def _left(
-        self, row: LogprobsRequest, reader: ReadRequest | PopulationDraw
-    ) -> list[LogprobsRequest]:
+    def _left(self, row: Source, reader: ReadRequest | PopulationDraw) -> list[Source]:
         """Take a reader off a row; return the row if nobody wants it any more."""
         readers = self._readers.get(row, {})
         if reader not in readers:

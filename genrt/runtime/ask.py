@@ -288,17 +288,21 @@ class AtOnce(threading.local):
             await asyncio.sleep(0)
 
 
-async def within(seconds: float, answer: Awaitable[T]) -> T:
-    """Return the answer if it comes in time, and cancel it otherwise.
+async def within(seconds: float | None, answer: Awaitable[T], *, until: float | None = None) -> T:
+    """Return the answer if it comes in time, and cancel it otherwise. Seconds that have begun already end
+    at ``until``, by ``time.monotonic``.
 
     Raises:
         TimedOut: it did not.
     """
+    scope = asyncio.timeout(seconds if until is None else _left(until))
     try:
-        async with asyncio.timeout(seconds):
+        async with scope:
             return await answer
     except TimeoutError:
-        raise _timed_out(seconds) from None
+        if scope.expired():
+            raise _timed_out(cast("float", seconds)) from None
+        raise
 
 
 def _are_rows(requests: Sequence[Request]) -> bool:
@@ -374,6 +378,7 @@ class _Blocking:
     """An AsyncLM, or a population, as its ``_sync`` twins see it: what they await is answered already, so
     no event loop is needed, and a running one is not entered."""
 
+    is_blocking = True
     _lm: Any
 
     def __init__(self, lm: Any) -> None:

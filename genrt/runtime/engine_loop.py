@@ -14,13 +14,14 @@ import concurrent.futures
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from genrt.engines.adapters import Adapters
 from genrt.engines.protocol import Engine
 from genrt.engines.weights import KeptWeights
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
+from genrt.questions.origins import Asked
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
@@ -70,6 +71,7 @@ class EngineLoop:
         self._alone: object = None
         self._put_off = self._calls.copy()  # while another's calls run alone
         self._calls_lock = threading.Lock()  # so that no call is added once the last was answered
+        self._given_back: collections.deque[Sequence[Asked]] = collections.deque()
         self.begin()
 
     def begin(self) -> None:
@@ -124,6 +126,11 @@ class EngineLoop:
         for each in list(self.prefixes) if prefix is None else [prefix]:
             self.prefixes.discard(each)
             self.call(lambda _, each=each: self.answering.release(each))  # type: ignore[misc]
+
+    def give_back(self, asked: Sequence[Asked]) -> None:
+        """Have this engine forget soon what populations asked about. This takes no lock: finalizers call
+        it, whatever is locked."""
+        self._given_back.append(asked)
 
     def round(self) -> float | None:
         """Open the engine, the first time; then do the calls that wait and a turn that is due; replace an
@@ -180,6 +187,8 @@ class EngineLoop:
 
     def _serve(self, answering: AnsweringEngine) -> float:
         """Do the calls that wait, and a turn if one is due; return how long there is nothing to do."""
+        while self._given_back and self._alone is None:
+            answering.give_back(self._given_back.popleft())
         for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
             future, function, owner = self._calls.popleft()
             if self._alone is not None and owner is not self._alone:

@@ -2,12 +2,14 @@
 knows their sequences by number.
 
 ``AnsweringEngine`` asks for the rows, shares them with whoever else wants them, and says when they are
-there. A population that goes on by number shares its rows with nobody, and the cache is not asked.
+there. A population that goes on by number shares its rows with nobody, and the cache is not asked. Of one
+with rows ahead, those that are missing are asked for, and all are told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -19,6 +21,7 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, not_finite
+from genrt.questions.rows_ahead import Source
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw
 
@@ -26,18 +29,23 @@ __all__ = ["FoundRows", "PopulationAnswers"]
 
 
 class FoundRows:
-    """The rows that a population asks for, which of them are found, and how many are missing."""
+    """The rows that a population asks for, those that are found, and how many are missing."""
 
-    def __init__(self, asked: Sequence[LogprobsRequest]) -> None:
+    def __init__(self, asked: Sequence[Sequence[Source]]) -> None:
         self.asked = asked
-        self.missing = len(set(asked))
-        self.rows: dict[LogprobsRequest, Tensor] = {}
+        self.sources = dict.fromkeys(chain.from_iterable(asked))
+        self.missing = len(self.sources)
+        self._rows: dict[Source, Tensor] = {}
 
-    def put(self, row: LogprobsRequest, found: Tensor) -> int:
-        """Add a row; return how many are missing still."""
-        self.rows[row] = found
+    def put(self, source: Source, found: Tensor) -> int:
+        """Add a row, or several; return how many requests are missing still."""
+        self._rows[source] = found
         self.missing -= 1
         return self.missing
+
+    def of_sequences(self) -> list[list[Tensor]]:
+        """Return what was found for each sequence, in order."""
+        return [[self._rows[source] for source in sources] for sources in self.asked]
 
 
 class PopulationAnswers:
@@ -73,6 +81,7 @@ class PopulationAnswers:
             if (
                 isinstance(request, PopulationDraw)
                 and request.origins
+                and not request.is_ahead
                 and populating.go_on(request)
             ):
                 taken[request] = self.going_on[request] = None
@@ -100,12 +109,18 @@ class PopulationAnswers:
     def answered(self, population: PopulationDraw) -> Finished:
         """Return the end of a population whose rows were asked for one by one, and are there."""
         found = self.found.pop(population)
-
         try:
-            whole = population.drawn([found.rows[row] for row in found.asked])
+            rows = found.of_sequences()
+            if population.is_ahead:
+                ahead = population.rows_ahead(rows)
+                whole = population.drawn([each.rows[0] for each in ahead])
+                draws = self._arrived(population, Leaving(whole))
+                draws.rows_ahead = ahead
+                return Finished(population, draws)
+            whole = population.drawn([row for [row] in rows])
             on_host = Leaving(whole)
             # Before anything waits for the tokens.
-            self._expect(found.asked, whole[:, 0])
+            self._expect(population.rows, whole[:, 0])
             draws = self._arrived(population, on_host)
         except Exception as error:
             return Finished(population, error=survived(error))

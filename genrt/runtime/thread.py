@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from genrt.engines.adapters import Adapters
-from genrt.engines.protocol import Engine, EngineStatistics, ReplicaStatistics
+from genrt.engines.protocol import Engine, EngineStatistics, ReplicaStatistics, scores_rows
 from genrt.engines.weights import KeptWeights
 from genrt.errors import Closed, EngineFailed
 from genrt.questions.origins import Asked
@@ -183,7 +183,7 @@ class EngineThread:
     @property
     def scores_rows(self) -> bool:
         """True if it takes those of whole rows too."""
-        return self.scores and getattr(self.engine, "scores_rows", True)
+        return scores_rows(self.engine)
 
     @property
     def most_together(self) -> int:
@@ -242,12 +242,14 @@ class EngineThread:
         self._wake()
 
     def give_back(self, asked: Sequence[Asked]) -> None:
-        """Have the engine forget soon what these questions of populations were about.
+        """Have the engine forget soon what these questions of populations were about; takes no lock.
 
         Raises:
             Closed: in a forked child.
         """
-        self.call(lambda _: self._loop.answering.give_back(asked))
+        self._check_process()
+        self._loop.give_back(asked)
+        self._wake()
 
     def belong_to(self, owner: object) -> None:
         """Have the thread end when its owner is garbage, unless it is closed before. An interpreter that

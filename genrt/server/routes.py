@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from genrt.constraints.together import together
 from genrt.errors import GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
+from genrt.runtime.together import together
 from genrt.server.asgi import HTTPError, http_error
 from genrt.server.bodies import Body, contexts_of, finite, json_bytes
 from genrt.server.gate import ClientLeft, ServerLimits

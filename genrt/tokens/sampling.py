@@ -110,8 +110,7 @@ class _Draw(NamedTuple):
 
 
 class Draw(_Draw):
-    """One token with its importance weight; the fields are those of ``BatchDraw``, for one row. It has a
-    ``weights_version`` too."""
+    """One token with its weight: ``BatchDraw``'s fields, of one row, and ``weights_version``."""
 
     weights_version: int = 0
 
@@ -140,11 +139,12 @@ class BatchDraw(_BatchDraw):
         log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. If the row is the model's
             own, neither tempered nor truncated, this is the incremental log importance weight of
             drawing from the masked model in place of the model.
-        weights_version: the version of the weights that gave the rows, ``AsyncLM.weights_version`` then;
-            not one of the three.
+        weights_version: ``AsyncLM.weights_version`` of the rows; not one of the three.
+        rows_ahead: of draws with drafts, the rows after these; nor is this.
     """
 
     weights_version: int = 0
+    rows_ahead: Sequence[Any] = ()
 
     @classmethod
     def of(cls, fields: Iterable[Tensor], weights_version: int) -> Self:

@@ -20,7 +20,7 @@ from genrt.cluster.fleet import Fleet
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import Finished
 from genrt.errors import GenrtError
-from genrt.populations import Population, Populations
+from genrt.populations import Home, Population, begin
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
@@ -142,7 +142,7 @@ class SimulatedPopulations:
         thread: Any = SimpleNamespace(most_together=MOST, give_back=lambda asked: None)
         names: Any = SimpleNamespace(bound=self._bound)
         asker: Any = _Asker()
-        self._home = Populations(thread, asker, Limits(5, 1000), names, itertools.count())
+        self._home = Home(thread, asker, Limits(5, 1000), names, itertools.count())
         self._place = fleet.place
         vars(fleet)["place"] = self._placed
 
@@ -154,7 +154,7 @@ class SimulatedPopulations:
         chosen = self._random
         name = chosen.choice([None, *[str(each.version) for each in self._adapters]])
         prompt = [chosen.randrange(5) for _ in range(chosen.randrange(1, 4))]
-        self._add(self._home.begin(prompt, chosen.randrange(1, 10), name))
+        self._add(begin(self._home, prompt, chosen.randrange(1, 10), name))
 
     def ask(self, version: int) -> list[Request]:
         """Have a population that waits for nothing draw; return its questions, if there are any."""

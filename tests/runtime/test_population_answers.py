@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.engines.protocol import Finished
@@ -158,6 +158,7 @@ def test_a_population_that_no_memory_is_left_for_fails_alone(
 
 
 @pytest.mark.promise(number=36)
+@settings(deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_whatever_is_asked_and_cancelled_ends_once_and_right(chance: random.Random) -> None:
     contexts = [logprobs(n) for n in range(6)]

@@ -80,6 +80,15 @@ class _Score:
         return self.first + len(self.targets)
 
 
+class _Wanted(NamedTuple):
+    """Positions of a score, from ``begin`` to ``end``, that a step computed, and their hidden states."""
+
+    score: _Score
+    begin: int
+    end: int
+    hidden_states: torch.Tensor
+
+
 class Positions:
     """The scores in progress of one engine, by the ids of their vLLM requests.
 
@@ -146,8 +155,8 @@ class Positions:
     def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
         """Take the wanted positions among those that a step computed; spans of other requests are
         ignored."""
-        wanted: list[tuple[_Score, int, int]] = []
-        places: list[torch.Tensor] = []
+        entries_of: list[_Wanted] = []
+        rows_of: list[_Wanted] = []
         for span in spans:
             score = self._scores.get(span.request_id)
             if score is None or span.computed > score.next:  # a gap, which ``take`` finds
@@ -156,28 +165,38 @@ class Positions:
             if end > score.next:
                 start = span.offset - span.computed
                 found = hidden_states[start + score.next : start + end]
-                if score.wanted == "rows":
-                    rows = _cat([rows for _, rows in self._rows(found, [score.lora] * len(found))])
-                    score.rows.append(rows)
-                    score.parts.append((Leaving(rows[:, 0]), slice(None)))
-                    score.next = end
-                    continue
-                places.append(found)
-                wanted.append((score, score.next, end))
-        if not wanted:
-            return
-        targets = [s.targets[begin - s.first : end - s.first] for s, begin, end in wanted]
-        loras = [score.lora for score, begin, end in wanted for _ in range(begin, end)]
-        greedy = any(score.wanted == "greedy" for score, _, _ in wanted)
+                group = rows_of if score.wanted == "rows" else entries_of
+                group.append(_Wanted(score, score.next, end, found))
+        if rows_of:
+            self._put_rows(rows_of)
+        if entries_of:
+            self._put_entries(entries_of)
+
+    def _put_rows(self, group: Sequence[_Wanted]) -> None:
+        """Keep the rows of these positions."""
+        hidden_states = _cat([each.hidden_states for each in group])
+        loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
+        rows = _cat([rows for _, rows in self._rows(hidden_states, loras)])
+        leaving, at = Leaving(rows[:, 0]), 0
+        for score, begin, end, _ in group:
+            part = slice(at, at + end - begin)
+            score.rows.append(rows[part])
+            score.parts.append((leaving, part))
+            score.next, at = end, part.stop
+
+    def _put_entries(self, group: Sequence[_Wanted]) -> None:
+        """Keep what is wanted of the rows of these positions."""
+        targets = [s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group]
+        loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
+        greedy = any(each.score.wanted == "greedy" for each in group)
         wants: Wanted = "greedy" if greedy else "logprobs"
-        heats = [score.temperature for score, begin, end in wanted for _ in range(begin, end)]
+        heats = [each.score.temperature for each in group for _ in range(each.begin, each.end)]
         heated = None if set(heats) == {1.0} else moved(torch.tensor(heats), self._device)
-        leaving = Leaving(self._entries(_cat(places), _cat(targets), loras, wants, heated))
-        at = 0
-        for score, begin, end in wanted:
+        places = _cat([each.hidden_states for each in group])
+        leaving, at = Leaving(self._entries(places, _cat(targets), loras, wants, heated)), 0
+        for score, begin, end, _ in group:
             score.parts.append((leaving, slice(at, at + end - begin)))
-            score.next = end
-            at += end - begin
+            score.next, at = end, at + end - begin
 
     def _entries(
         self,

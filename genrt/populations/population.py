@@ -1,26 +1,26 @@
-"""Populations: the particles of a sampler as arrays, asked about by one question a step."""
+"""One population: its sequences as arrays, its questions, its changes."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-import weakref
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Awaitable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Self, SupportsIndex, TypeAlias, cast
+from typing import Any, Self, SupportsIndex, cast
 
 import numpy as np
 import torch
 
-from genrt.errors import Closed, InvalidRequest, OutOfMemory
-from genrt.numbers import check_int, check_timeout, shown
-from genrt.questions.contexts import Limits, check_contexts
+from genrt.errors import Closed, InvalidRequest
+from genrt.numbers import check_int, shown
+from genrt.populations.drawing import Drawing, rows_ahead
+from genrt.populations.home import Home
+from genrt.questions.contexts import check_contexts
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Masks
 from genrt.questions.origins import Asked, Origins
-from genrt.questions.population_draws import joined_draws, population_draw
+from genrt.questions.population_draws import joined_draws
 from genrt.questions.rows import check_length
+from genrt.questions.rows_ahead import Draft, RowsAhead, check_drafts
 from genrt.questions.scores import after_contexts, joined
 from genrt.questions.sequences import (
     MOST_SEQUENCES,
@@ -32,18 +32,15 @@ from genrt.questions.sequences import (
     check_integers,
 )
 from genrt.questions.token_ids import TokenIds, id_words
-from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.ask import Asker, blocking_question
-from genrt.runtime.thread import EngineThread
-from genrt.tokens.encoding import encode_prompt
+from genrt.runtime.ask import blocking_question
 from genrt.tokens.sampling import BatchDraw
 
-__all__ = ["Population", "Populations", "Prompts"]
-
-Prompts: TypeAlias = str | TokenIds | Sequence[str | TokenIds]
-"""One prompt, a text or token ids, or several."""
+__all__ = ["Population"]
 
 LAST_INT64 = 2**63 - 1
+
+ROWS_AHEAD = 2**26
+"""How many entries the rows have, 4 bytes each, that are kept ahead of one population."""
 
 
 class Population:
@@ -59,16 +56,22 @@ class Population:
 
     def __init__(
         self,
-        home: Populations,
+        home: Home,
         sequences: Sequences,
         adapter: str | None,
         origins: Origins | None = None,
+        rows: Sequence[RowsAhead | None] = (),
     ) -> None:
         self._home = home
         self._sequences = sequences
         self._adapter = adapter
         # What the engine knows the sequences by; every change of the sequences is one of these too.
         self._origins = Origins.none(len(sequences)) if origins is None else origins
+        # The rows that are there, of each sequence as it is now; empty for none.
+        self._rows = rows
+        self._changes = (
+            0  # how many there were: what is told of sequences is of those that were asked about
+        )
         self._is_closed = False
         home.add(self)
         self._ask, self._ask_sync = home.asker.ask, home.asker.ask_sync
@@ -90,6 +93,17 @@ class Population:
         """The sequences: int64 ``[n, longest]``, with -1 behind each one's end; a copy."""
         return torch.from_numpy(self._sequences.padded())
 
+    @property
+    def rows_ahead(self) -> list[RowsAhead | None]:
+        """The rows that are there for each sequence as it is now: after it, and after what is left of its
+        draft; ``None`` where the next question has to compute one."""
+        return [*self._rows] if self._rows else [None] * len(self)
+
+    @property
+    def asked(self) -> Sequence[Asked]:
+        """The questions that the engine knows the sequences by."""
+        return self._origins.asked
+
     def __len__(self) -> int:
         return len(self._sequences)
 
@@ -99,6 +113,10 @@ class Population:
 
     def __iter__(self) -> Iterator[list[int]]:
         return map(self._sequences.token_ids, range(len(self)))
+
+    def ends(self, count: int) -> list[list[int]]:
+        """Return the last ``count`` token ids of each sequence, or all of a shorter one."""
+        return self._sequences.ends(check_int("count", count, 1))
 
     def __repr__(self) -> str:
         lengths = self._sequences.lengths
@@ -111,10 +129,11 @@ class Population:
     async def draw(
         self,
         *,
-        masks: Masks | None = None,
+        masks: Masks | Awaitable[Masks | None] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         where: Flags | None = None,
+        drafts: Sequence[TokenIds] | None = None,
         timeout: float | None = None,
     ) -> BatchDraw:
         """Draw a token after each sequence, with its weight, as ``AsyncLM.batch_draw`` does; nothing is
@@ -122,53 +141,50 @@ class Population:
 
         Args:
             masks: what may be drawn after each sequence; those where nothing is asked may be ``None``. A
-                packed tensor is not copied: leave it as it is until the draws are there.
+                packed tensor is not copied: leave it as it is until the draws are there. Or what has to
+                be awaited for them, which is done while the rows are computed.
             temperature: 0 is greedy.
             seed: sequence ``i`` is drawn with seed ``seed + i``, whatever ``where`` leaves out.
             where: after which sequences; the others, as those that have ended, get token -1, logprob 0
                 and log mass 0, which leave a sequence and its weight as they are.
+            drafts: tokens that each sequence may go on with after this, any number of them. If rows have
+                to be computed, those after the drafts are computed too, in the same forward, and kept
+                in ``rows_ahead`` until the sequence goes another way. Draws whose rows are there cause
+                no forward. What is drawn is the same with any drafts. An engine elsewhere ignores them.
 
         Raises:
             InvalidRequest: an argument that fits nothing; ContextTooLong, UnknownAdapter.
             EngineFailed: as ``AsyncLM.next_token_logprobs``, and so are TimedOut and Closed.
+            Exception: what awaiting the masks raised.
         """
-        home, count = self._home, len(self._sequences)
-        places = self._places(where)
-        contexts, before = self._contexts(places), self._origins
-        origins = before if len(places) == count else before.take(places).needed()
-        asked = population_draw(
-            contexts,
-            home.adapters.bound(self._adapter),
-            places,
-            home.nonces,
-            masks,
-            count,
-            home.limits.vocab_size,
-            temperature,
-            seed,
-            origins if origins.go_on(contexts.lengths) else None,
-            origins.asked or before.asked,
-        )
-        seconds = check_timeout(timeout)
-        until = None if seconds is None else time.monotonic() + seconds
-        parts = [] if asked is None else [*asked.parts(home.most)]
-        while True:
-            try:
-                found = await self._ask(parts, timeout=timeout)
-            except OutOfMemory:
-                # A flush out of memory is sent again in halves: so is a question that was all of one.
-                largest = max(map(len, parts))
-                if largest == 1:
-                    raise
-                parts = [half for part in parts for half in part.parts((largest + 1) // 2)]
-                timeout = None if until is None else max(0.0, until - time.monotonic())
-            else:
-                break
-        answered = [part.asked for part in parts]
-        if parts and self._origins is before:  # nothing else was resampled or cut meanwhile
+        home, count, changes = self._home, len(self._sequences), self._changes
+        try:
+            if isinstance(masks, Awaitable) and getattr(self, "is_blocking", False):
+                raise InvalidRequest("masks to be awaited are for draw: give draw_sync the masks")
+            places, before = self._places(where), self._origins
+            contexts = self._contexts(places)
+            drawing = Drawing(
+                home=home,
+                adapter=self._adapter,
+                places=places,
+                count=count,
+                contexts=contexts,
+                origins=before,
+                temperature=temperature,
+                seed=seed,
+                drafts=None if drafts is None else self._drafted(drafts, places, contexts),
+                known=self._known(places),
+            )
+            found, answered = await drawing.drawn(self._ask, masks, timeout)
+        finally:
+            if inspect.iscoroutine(masks):
+                masks.close()  # it has ended, or nobody will await it
+        if answered and self._origins is before:  # nothing else was resampled or cut meanwhile
             self._origins = before.after(answered, places, contexts.lengths)
         elif self._is_closed:
             home.give_back(answered)
+        if changes == self._changes:
+            self._keep(places, found)
         return joined_draws(found, places, count)
 
     async def logprobs(
@@ -229,7 +245,9 @@ class Population:
         """
         self._check_open()
         most = self._home.limits.vocab_size - 1
-        self._sequences.append(check_integers("token_ids", token_ids, -1, most, len(self)))
+        found = check_integers("token_ids", token_ids, -1, most, len(self))
+        self._sequences.append(found)
+        self._go_on([() if each < 0 else (each,) for each in found.tolist()] if self._rows else ())
 
     def extend(self, token_ids: Sequence[TokenIds]) -> None:
         """Add tokens to each sequence, any number of them: the next question computes all in one forward.
@@ -242,7 +260,9 @@ class Population:
         if len(given) != len(self):
             raise InvalidRequest(f"{len(given)} token_ids of {len(self)} sequences: give all some")
         most = self._home.limits.vocab_size
-        self._sequences.extend([id_words(each, most, allow_empty=True) for each in given])
+        words = [id_words(each, most, allow_empty=True) for each in given]
+        self._sequences.extend(words)
+        self._go_on(words)
 
     def resample(self, ancestors: Integers) -> None:
         """Have sequence ``i`` go on as a copy of sequence ``ancestors[i]``; there may be more of them, or
@@ -251,7 +271,8 @@ class Population:
         Raises:
             InvalidRequest: no integers, or not places of sequences.
         """
-        self._sequences, self._origins = self._taken("ancestors", ancestors)
+        self._sequences, self._origins, self._rows = self._taken("ancestors", ancestors)
+        self._changes += 1
 
     def cut(self, lengths: int | Integers) -> None:
         """Drop what each sequence has beyond ``lengths``, one for all or ``[n]``, each at least 1.
@@ -265,8 +286,12 @@ class Population:
             found = np.full(len(self), check_int("lengths", given, 1, LAST_INT64))
         else:
             found = check_integers("lengths", given, 1, LAST_INT64, len(self))
+        stay = found >= self._sequences.lengths
         self._sequences.cut(found)
         self._origins = self._origins.cut(found)
+        pairs = zip(self._rows, stay, strict=False)
+        self._rows = [rows if stays else None for rows, stays in pairs]
+        self._changes += 1
 
     def take(self, indices: Integers) -> Self:
         """Return a population of copies of the sequences at these places, any number of times each. This
@@ -275,8 +300,8 @@ class Population:
         Raises:
             InvalidRequest: no integers, or not places of sequences.
         """
-        sequences, origins = self._taken("indices", indices)
-        return type(self)(self._home, sequences, self._adapter, origins)
+        sequences, origins, rows = self._taken("indices", indices)
+        return type(self)(self._home, sequences, self._adapter, origins, rows)
 
     def split(self, sizes: Integers) -> list[Self]:
         """Return populations of these sizes, which this one's sequences make up, in order.
@@ -311,12 +336,15 @@ class Population:
         _check_count(sum(map(len, several)))
         joined = Sequences.joined([each._sequences for each in several])
         origins = Origins.joined([each._origins for each in several])
-        return type(self)(self._home, joined, self._adapter, origins)
+        is_ahead = any(each._rows for each in several)
+        rows = [*chain(*[each.rows_ahead for each in several])] if is_ahead else ()
+        return type(self)(self._home, joined, self._adapter, origins, rows)
 
     def close(self) -> None:
         """Close the population: questions and changes raise ``Closed`` from now on, and the engine soon
         keeps no sequence for it that no copy of it goes on from. Idempotent."""
         self._is_closed = True
+        self._rows, self._changes = (), self._changes + 1
         before, self._origins = self._origins, Origins.none(len(self))
         self._home.give_back(before.asked)
 
@@ -352,97 +380,53 @@ class Population:
         check_length(self._home.limits, int(contexts.lengths.max(initial=0)))
         return contexts
 
-    def _taken(self, name: str, places: Integers) -> tuple[Sequences, Origins]:
+    def _taken(
+        self, name: str, places: Integers
+    ) -> tuple[Sequences, Origins, Sequence[RowsAhead | None]]:
         self._check_open()
         found = check_integers(name, places, 0, len(self) - 1)
         _check_count(len(found))
-        return self._sequences.take(found), self._origins.take(found)
+        rows = [self._rows[place] for place in found.tolist()] if self._rows else ()
+        return self._sequences.take(found), self._origins.take(found), rows
 
+    # -- rows ahead ---------------------------------------------------------------------------
 
-class Populations:
-    """Makes the populations of one runtime, and has what they ask with."""
+    def _drafted(
+        self, drafts: Sequence[TokenIds], places: np.ndarray, contexts: Contexts
+    ) -> tuple[Draft, ...] | None:
+        """Return the drafts of the sequences at these places, within what is kept of rows; ``None`` where
+        none are."""
+        home, given = self._home, check_contexts(drafts, "drafts")
+        if len(given) != len(self):
+            raise InvalidRequest(f"{len(given)} drafts of {len(self)} sequences: give one for each")
+        each = ROWS_AHEAD // (home.limits.vocab_size * max(1, len(places))) - 1
+        found = check_drafts(
+            home.limits, [given[n] for n in places], contexts.lengths, max(0, each)
+        )
+        return found if home.keeps_rows else None
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        asker: Asker,
-        limits: Limits,
-        adapters: AdapterNames,
-        nonces: Iterator[int],
-    ) -> None:
-        self._thread = thread
-        self.asker = asker
-        self.limits = limits
-        self.adapters = adapters
-        self.nonces = nonces
-        self._all: weakref.WeakSet[Population] = weakref.WeakSet()
-        self._lock = threading.Lock()
+    def _known(self, places: np.ndarray) -> tuple[RowsAhead | None, ...]:
+        """Return the rows that are there for the sequences at these places; empty for none."""
+        found = tuple(self._rows[place] for place in places.tolist()) if self._rows else ()
+        return found if any(found) else ()
 
-    @property
-    def device(self) -> torch.device:
-        """Where rows are computed."""
-        return self._thread.engine.device
+    def _keep(self, places: np.ndarray, found: Sequence[BatchDraw]) -> None:
+        """Keep the rows that were told with draws after the sequences at these places."""
+        ahead: Sequence[RowsAhead | None] = rows_ahead(found)
+        if ahead or self._rows:
+            rows = self.rows_ahead
+            for place, each in zip(places.tolist(), ahead or [None] * len(places), strict=True):
+                rows[place] = each
+            self._rows = rows
 
-    @property
-    def scores(self) -> bool:
-        """True if the engine takes score requests."""
-        return self._thread.scores
-
-    @property
-    def most(self) -> int:
-        """How many sequences are asked about by one request at most."""
-        return self._thread.most_together
-
-    def begin(self, prompt: Prompts, n: int | None, adapter: str | None) -> Population:
-        """Return a population that begins with a prompt, ``n`` times, or with prompts of its own each.
-
-        Raises:
-            InvalidRequest: no prompt or contexts, or no number for one prompt, or one for contexts;
-                UnknownAdapter.
-        """
-        self.adapters.bound(adapter)
-        given: Any = prompt
-        is_one = isinstance(given, str) or _is_one(given)
-        is_list = isinstance(given, Sequence) and len(given) > 0
-        is_several = is_list or getattr(given, "ndim", 0) > 1
-        if n is not None and is_several and not is_one:
-            raise InvalidRequest("n is for one prompt; contexts begin a sequence each: leave n out")
-        if n is not None:
-            count = check_int("n", n, 0, MOST_SEQUENCES)
-            sequences = Sequences.copies(self.limits, self._encoded(given), count)
-        elif is_one:
-            raise InvalidRequest("one prompt begins n sequences: give n, or a list of contexts")
-        else:
-            contexts = [self._encoded(each) for each in check_contexts(given)]
-            sequences = Sequences.of(self.limits, contexts)
-        return Population(self, sequences, adapter)
-
-    def add(self, population: Population) -> None:
-        """Take note of a population."""
-        with self._lock:
-            self._all.add(population)
-
-    def give_back(self, asked: Sequence[Asked]) -> None:
-        """Have the engine free what it keeps of these questions, but for those that a population goes on
-        from."""
-        with self._lock:
-            needed = {each for population in self._all for each in population._origins.asked}
-        over = [each for each in asked if each not in needed]
-        if over:
-            with contextlib.suppress(Closed):  # which a forked child is told
-                self._thread.give_back(over)
-
-    def _encoded(self, prompt: str | TokenIds) -> TokenIds:
-        if isinstance(prompt, str):
-            return encode_prompt(self._thread.engine.tokenizer, prompt)
-        return prompt
-
-
-def _is_one(given: Any) -> bool:
-    """Return whether this is one context, rather than several."""
-    if isinstance(given, torch.Tensor | np.ndarray):
-        return given.ndim == 1
-    return isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], int | np.integer)
+    def _go_on(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Keep those of the rows that are after these tokens of each sequence."""
+        self._changes += 1
+        rows = [
+            None if rows is None else rows.after(each)
+            for rows, each in zip(self._rows, token_ids, strict=False)
+        ]
+        self._rows = rows if any(rows) else ()
 
 
 def _check_count(count: int) -> None:

@@ -20,10 +20,13 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except GeneratorExit:  # dropped with its loop, which runs nothing any more
+        raise
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 Keep: TypeAlias = Callable[[int, Any], None]
