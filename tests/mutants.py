@@ -545,14 +545,23 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("number not in self._asked", "True"),
         ),
         (
+            "AskedNumbers._forget",
+            "replicas keep sequences that nobody goes on from",
+            Swap("self.gone.append(self._numbers.pop(asked))", "self._numbers.pop(asked)"),
+        ),
+    ),
+    *breaks(
+        "cluster.frames",
+        "test_frames.py",
+        (
             "Frames.add",
             "a frame that has come in part is taken for whole",
             Swap("end > len(self._data)", "False"),
         ),
         (
-            "AskedNumbers._forget",
-            "replicas keep sequences that nobody goes on from",
-            Swap("self.gone.append(self._numbers.pop(asked))", "self._numbers.pop(asked)"),
+            "Outgoing.send_to",
+            "the file of a frame's arrays stays open",
+            Drop("self.close"),
         ),
     ),
     *breaks(

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genrt.cluster.frames import Frame
 from genrt.cluster.messages import AskedNumbers, dumped, loaded
 from genrt.cluster.serving import Rounds, serve
 from genrt.cluster.transport import Came, Gone, Pulsed
@@ -85,14 +86,14 @@ class ActorLink:
             rows, message = answers.rows, ("answers", replace(answers, rows=None))
         self._outbox.put((dumped(message), rows))
 
-    def receive(self, *, wait: bool) -> list[bytes] | None:
+    def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
         Return ``None`` once the runtime is gone."""
         came = [self._inbox.get()] if wait else []
         with contextlib.suppress(queue.Empty):
             while True:
                 came.append(self._inbox.get_nowait())
-        return None if self._is_left else [each for each in came if each is not None]
+        return None if self._is_left else [Frame(each) for each in came if each is not None]
 
     def answers(self) -> list[tuple[bytes, np.ndarray | None]]:
         """Wait for messages to the runtime, and return all that there are."""

@@ -18,7 +18,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from genrt.cluster.messages import Frames, dumped, framed, loaded, unflattened
+from genrt.cluster.frames import Frames, Outgoing, received
+from genrt.cluster.messages import dumped, loaded, unflattened
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics
 from genrt.engines.vllm.rank import Rank, leave
@@ -28,8 +29,6 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 
 __all__ = ["Follower", "Progress", "main", "progress_of"]
-
-RECEIVED_BYTES = 2**20
 
 PARENT_DEATH_SIGNAL = 1
 """``PR_SET_PDEATHSIG`` of Linux."""
@@ -133,19 +132,19 @@ def main(port: int, parent: int) -> None:
     follower: Follower | None = None
 
     def answer(*message: Any) -> None:
-        link.sendall(framed(dumped(message)))
+        Outgoing(dumped(message)).send_to([link])
 
     try:
-        while data := link.recv(RECEIVED_BYTES):
-            for each in frames.add(data):
+        while (came := received(link, frames)) is not None:
+            for each in came:
                 if follower is None:
-                    number, store, model, options, residency = loaded(each)
+                    number, store, model, options, residency = loaded(each.data)
                     rank = Rank(number, store)
                     engine = open_engine("vllm", model, options, residency=residency, rank=rank)
                     follower = Follower(engine, answer)
                     answer("done")
                     continue
-                kind, *arguments = loaded(each, follower.asked)
+                kind, *arguments = loaded(each.data, follower.asked, each.arrays)
                 if kind == "close":
                     engine.close()
                     leave()

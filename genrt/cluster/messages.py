@@ -1,4 +1,4 @@
-"""Messages between a runtime and the replicas that it started: values as bytes, in frames.
+"""Messages between a runtime and the replicas that it started: values as bytes.
 
 They are pickled, as nowhere else in genrt: what travels here goes between a process and those that it
 has started, over sockets of which nobody else holds an end. Nothing from a file or a network is read.
@@ -6,7 +6,8 @@ has started, over sockets of which nobody else holds an end. Nothing from a file
 Rules:
     A context's hash is made anew at the other end: every process hashes bytes in its own way.
     Questions of populations, which stand for their sequences, travel as numbers; each end has a table.
-    Rows of any size travel in segments of shared memory; see ``segments.py``.
+    Rows of any size travel in segments of shared memory; see ``segments.py``. Other arrays may travel
+    beside the bytes; see ``frames.py``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts
 
-__all__ = ["AskedNumbers", "Frames", "dumped", "flat", "framed", "loaded", "unflattened"]
+__all__ = ["AskedNumbers", "dumped", "flat", "loaded", "unflattened"]
 
-LENGTH_BYTES = 8
+LEAST_APART = 2**16
+"""How many bytes of an array are worth memory of its own; fewer travel in the message."""
 
 
 class AskedNumbers:
@@ -63,10 +65,15 @@ class AskedNumbers:
         self.gone.append(self._numbers.pop(asked))
 
 
-def dumped(value: object, numbers: Callable[[Asked], int] | None = None) -> bytes:
-    """Return a value as bytes; ``numbers`` gives those of populations' questions."""
+def dumped(
+    value: object,
+    numbers: Callable[[Asked], int] | None = None,
+    apart: list[memoryview] | None = None,
+) -> bytes:
+    """Return a value as bytes; ``numbers`` gives those of populations' questions. Large arrays are added
+    to ``apart``, where there is one, in place of being copied."""
     out = io.BytesIO()
-    pickler = pickle.Pickler(out, protocol=5)
+    pickler = pickle.Pickler(out, protocol=5, buffer_callback=_taking(apart))
     pickler.dispatch_table = copyreg.dispatch_table.copy() | _TABLE
     if numbers is not None:
         pickler.dispatch_table[Asked] = lambda asked: (_asked, (numbers(asked), asked.count))
@@ -74,15 +81,36 @@ def dumped(value: object, numbers: Callable[[Asked], int] | None = None) -> byte
     return out.getvalue()
 
 
-def loaded(data: bytes | memoryview, asked: dict[int, Asked] | None = None) -> Any:
+def loaded(
+    data: bytes | memoryview,
+    asked: dict[int, Asked] | None = None,
+    apart: Sequence[memoryview] = (),
+) -> Any:
     """Return the value that ``dumped`` has made of; ``asked`` has the questions of populations that came
-    before, and gets those that are new."""
-    return _Loading(io.BytesIO(data), {} if asked is None else asked).load()
+    before, and gets those that are new. Arrays that were apart have the memory that is given here."""
+    return _Loading(io.BytesIO(data), {} if asked is None else asked, apart).load()
+
+
+def _taking(apart: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool] | None:
+    """Return what adds large buffers to a list, and says of the others that they stay."""
+    if apart is None:
+        return None
+
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < LEAST_APART:
+            return True
+        apart.append(raw)
+        return False
+
+    return take
 
 
 class _Loading(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, asked: dict[int, Asked]) -> None:
-        super().__init__(data)
+    def __init__(
+        self, data: io.BytesIO, asked: dict[int, Asked], apart: Sequence[memoryview]
+    ) -> None:
+        super().__init__(data, buffers=apart)
         self._asked = asked
 
     def find_class(self, module: str, name: str) -> Any:
@@ -175,30 +203,3 @@ def unflattened(
     asked: list[tuple[int, Request]] = [(each[0], _row(*each[1:])) for each in rows]
     asked += [(each[0], ReadRequest(_row(*each[1:4]), DrawToken(*each[4:]))) for each in draws]
     return [*asked, *others]
-
-
-def framed(data: bytes) -> bytes:
-    """Return bytes with their length in front."""
-    return len(data).to_bytes(LENGTH_BYTES, "little") + data
-
-
-class Frames:
-    """Puts together the frames of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, data: bytes) -> list[bytes]:
-        """Take what has come; return the frames that are whole."""
-        self._data += data
-        frames: list[bytes] = []
-        at = 0
-        while len(self._data) - at >= LENGTH_BYTES:
-            start = at + LENGTH_BYTES
-            end = start + int.from_bytes(self._data[at:start], "little")
-            if end > len(self._data):
-                break
-            frames.append(bytes(self._data[start:end]))
-            at = end
-        del self._data[:at]
-        return frames

@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from genrt.cluster.messages import AskedNumbers, Frames, dumped, framed, loaded
+from genrt.cluster.frames import Frames, Outgoing, received
+from genrt.cluster.messages import AskedNumbers, dumped, loaded
 from genrt.cluster.segments import rows_in
-from genrt.cluster.serving import PULSE, RECEIVED_BYTES
+from genrt.cluster.serving import PULSE
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
 from genrt.engines.protocol import Engine
@@ -44,7 +45,7 @@ class _Process:
     port: socket.socket
     pulse: socket.socket
     frames: Frames = field(default_factory=Frames)
-    unsent: deque[memoryview] = field(default_factory=deque)
+    unsent: deque[Outgoing] = field(default_factory=deque)
     freed: deque[int] = field(default_factory=deque)
 
     def flush(self) -> None:
@@ -52,11 +53,13 @@ class _Process:
         with contextlib.suppress(
             BlockingIOError, OSError
         ):  # who is gone is seen to be when read from
-            while self.unsent:
-                sent = self.port.send(self.unsent[0])
-                self.unsent[0] = self.unsent[0][sent:]
-                if not self.unsent[0]:
-                    self.unsent.popleft()
+            while self.unsent and self.unsent[0].flush(self.port):
+                self.unsent.popleft()
+
+    def drop(self) -> None:
+        """Let go of what nobody receives any more."""
+        while self.unsent:
+            self.unsent.popleft().close()
 
 
 class Processes:
@@ -74,7 +77,7 @@ class Processes:
         numbers: AskedNumbers,
         environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        self._opening = framed(dumped(("open", open_engine)))
+        self._opening = dumped(("open", open_engine))
         self._numbers = numbers
         self._environments = environments
         self._processes: dict[int, _Process] = {}
@@ -112,7 +115,7 @@ class Processes:
         process = self._processes[number] = _Process(number, life, child, port, pulse)
         self._selector.register(port, selectors.EVENT_READ, process)
         self._selector.register(pulse, selectors.EVENT_READ, process)
-        self._put(process, self._opening)
+        self._put(process, Outgoing(self._opening))
 
     def send(self, number: int, message: Sequence[Any]) -> None:
         """Send a message, with the numbers of segments whose rows are gone."""
@@ -121,8 +124,10 @@ class Processes:
             return
         if process.freed:
             freed = [process.freed.popleft() for _ in range(len(process.freed))]
-            self._put(process, framed(dumped(("free", freed))))
-        self._put(process, framed(dumped(message, self._numbers.of)))
+            self._put(process, Outgoing(dumped(("free", freed))))
+        arrays: list[memoryview] = []
+        data = dumped(message, self._numbers.of, arrays)
+        self._put(process, Outgoing(data, arrays))
 
     def probe(self, number: int) -> None:
         """Send a byte to the thread that answers probes."""
@@ -181,12 +186,13 @@ class Processes:
             process.child.kill()
             process.child.wait()
             process.pulse.close()
+            process.drop()
         self._processes.clear()
         self._selector.close()
         os.close(self._wakes)
 
-    def _put(self, process: _Process, data: bytes) -> None:
-        process.unsent.append(memoryview(data))
+    def _put(self, process: _Process, message: Outgoing) -> None:
+        process.unsent.append(message)
         process.flush()
         self._watch(process)
 
@@ -202,13 +208,11 @@ class Processes:
         number, life = process.number, process.life
         try:
             while True:
-                data = process.port.recv(RECEIVED_BYTES)
-                if not data:
+                frames = received(process.port, process.frames)
+                if frames is None:
                     break
-                messages = [_in_place(loaded(e), process.freed) for e in process.frames.add(data)]
+                messages = [_in_place(loaded(each.data), process.freed) for each in frames]
                 came += [Came(number, life, each) for each in messages]
-                if len(data) < RECEIVED_BYTES:
-                    return came
         except BlockingIOError:
             return came
         except OSError:
@@ -234,6 +238,7 @@ class Processes:
 
     def _put_away(self, process: _Process) -> None:
         process.child.wait()
+        process.drop()
         for end in (process.port, process.pulse):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(end)

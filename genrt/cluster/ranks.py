@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-from genrt.cluster.follower import RECEIVED_BYTES, progress_of
-from genrt.cluster.messages import AskedNumbers, Frames, dumped, flat, framed, loaded
+from genrt.cluster.follower import progress_of
+from genrt.cluster.frames import Frames, Outgoing, received
+from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, leave
@@ -127,7 +128,8 @@ class Ranks:
     def open(self, model: str, options: dict[str, Any], residency: bool) -> None:
         """Have each open its engine, in which it waits for the others."""
         for number, (link, _, _) in enumerate(self._links, 1):
-            link.sendall(framed(dumped((number, self.store, model, options, residency))))
+            message = number, self.store, model, options, residency
+            Outgoing(dumped(message)).send_to([link])
 
     def unname(self) -> None:
         """Take away the names of the memory that the ranks share on a CPU, once all have it: it goes with
@@ -138,11 +140,13 @@ class Ranks:
     def tell(self, *message: Any) -> None:
         """Send all a message. Raises EngineDied if one is gone."""
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
-        data = framed(dumped(("forget", gone))) if gone else b""
-        data += framed(dumped(message, self._numbers.of))
+        links = [link for link, _, _ in self._links]
+        arrays: list[memoryview] = []
+        data = dumped(message, self._numbers.of, arrays)
         try:
-            for link, _, _ in self._links:
-                link.sendall(data)
+            if gone:
+                Outgoing(dumped(("forget", gone))).send_to(links)
+            Outgoing(data, arrays).send_to(links)
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
@@ -166,9 +170,9 @@ class Ranks:
             raise own
 
     def _answer(self, number: int, link: socket.socket, frames: Frames) -> Any:
-        while data := link.recv(RECEIVED_BYTES):
-            for each in frames.add(data):
-                return loaded(each)
+        while (came := received(link, frames)) is not None:
+            for each in came:
+                return loaded(each.data)
         raise EngineDied(f"rank {number} is gone")
 
     def part(self) -> None:

@@ -18,18 +18,17 @@ import sys
 import threading
 from typing import Any, Protocol
 
-from genrt.cluster.messages import Frames, dumped, framed, loaded
+from genrt.cluster.frames import Frame, Frames, Outgoing, received
+from genrt.cluster.messages import dumped, loaded
 from genrt.cluster.segments import Segments
 from genrt.cluster.worker import Worker
 from genrt.engines.protocol import survived
 from genrt.errors import GenrtError
 
-__all__ = ["PULSE", "RECEIVED_BYTES", "Link", "Rounds", "main", "serve"]
+__all__ = ["PULSE", "Link", "Rounds", "main", "serve"]
 
 PULSE = struct.Struct("<Q")
 """A probe is one byte; the answer is how many rounds the engine's thread has gone."""
-
-RECEIVED_BYTES = 2**20
 
 
 class _Socket:
@@ -49,19 +48,17 @@ class _Socket:
 
     def send(self, *message: Any) -> None:
         """Have the runtime get a message."""
-        self._port.sendall(framed(dumped(message)))
+        Outgoing(dumped(message)).send_to([self._port])
 
-    def receive(self, *, wait: bool) -> list[bytes] | None:
+    def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
         Return ``None`` once the runtime is gone."""
         for key, _ in self._selector.select(None if wait else 0.0):
             if key.fileobj == self._wakes:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakes)
-            elif not (data := self._port.recv(RECEIVED_BYTES)):
-                return None
             else:
-                return self._frames.add(data)
+                return received(self._port, self._frames)
         return []
 
 
@@ -74,7 +71,7 @@ class Link(Protocol):
     def send(self, *message: Any) -> None:
         """Have the runtime get a message."""
 
-    def receive(self, *, wait: bool) -> list[bytes] | None:
+    def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
         Return ``None`` once the runtime is gone."""
 
@@ -121,12 +118,12 @@ def serve(link: Link, rounds: Rounds, segments: Any) -> bool:
 
 
 def _serve(link: Link, rounds: Rounds, segments: Any) -> None:
-    waiting: list[bytes] | None = []
+    waiting: list[Frame] | None = []
     while not waiting:
         waiting = link.receive(wait=True)
         if waiting is None:
             return
-    [_, open_engine] = loaded(waiting.pop(0))
+    [_, open_engine] = loaded(waiting.pop(0).data)
     try:
         worker = Worker(open_engine(), link.send, link.wake, segments)
     except Exception as error:
@@ -137,7 +134,7 @@ def _serve(link: Link, rounds: Rounds, segments: Any) -> None:
     with contextlib.closing(worker):
         while waiting is not None:
             for each in waiting:
-                worker.take(*loaded(each, worker.asked))
+                worker.take(*loaded(each.data, worker.asked, each.arrays))
             worker.turn()
             waiting = link.receive(wait=not worker.is_busy)
 

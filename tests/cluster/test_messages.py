@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from genrt.cluster.messages import AskedNumbers, Frames, dumped, flat, framed, loaded, unflattened
+from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded, unflattened
 from genrt.cluster.opening import environments, gpus_of
 from genrt.cluster.segments import Segments, rows_in
 from genrt.questions.candidates import Candidates
@@ -75,19 +73,6 @@ def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None
     del first, goes_on
     gc.collect()
     assert number in numbers.gone
-
-
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=40)), st.data())
-def test_frames_are_put_together_however_they_come_apart(
-    messages: list[bytes], data: st.DataObject
-) -> None:
-    stream, frames, found = b"".join(map(framed, messages)), Frames(), []
-    while stream:
-        size = data.draw(st.integers(1, len(stream)))
-        found += frames.add(stream[:size])
-        stream = stream[size:]
-    assert found == messages
 
 
 def test_rows_are_read_in_place_and_their_memory_is_used_again_once_they_are_gone() -> None:
