@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from genrt.cluster.frames import Frames, Outgoing, received
-from genrt.cluster.messages import dumped, loaded, unflattened
+from genrt.cluster.messages import Flat, dumped, loaded, unflattened
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics
 from genrt.engines.vllm.rank import Rank, leave
@@ -68,7 +68,7 @@ class Follower:
         """Do what a message says. Raises RuntimeError if the ranks have parted."""
         getattr(self, f"_take_{kind}")(*arguments)
 
-    def _take_submit(self, rows: list[Any], draws: list[Any], others: list[Any]) -> None:
+    def _take_submit(self, rows: Flat, draws: Flat, others: list[Any]) -> None:
         self._engine.submit([request for _, request in unflattened(rows, draws, others)])
 
     def _take_step(self, progress: Progress) -> None:

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts
 
-__all__ = ["AskedNumbers", "dumped", "flat", "loaded", "unflattened"]
+__all__ = ["AskedNumbers", "Flat", "dumped", "flat", "loaded", "unflattened"]
 
 LEAST_APART = 2**16
 """How many bytes of an array are worth memory of its own; fewer travel in the message."""
@@ -178,28 +178,57 @@ _TABLE: dict[type, Callable[[Any], Any]] = {
 }
 
 
-def flat(asked: Sequence[tuple[int, Request]]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return tickets and questions as rows, draws and all others: the first two as tuples of plain
-    values, which take a fraction of the time."""
+class Flat(NamedTuple):
+    """Questions as tuples of plain values, in which lengths stand for contexts and masks, and these one
+    after the other in ``data``: that takes a fraction of the time."""
+
+    values: list[Any]
+    data: Any  # bytes, or as many in an array, which may travel apart
+
+
+def flat(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
+    """Return tickets and questions as rows, draws and all others."""
     rows: list[Any] = []
+    contexts: list[bytes] = []
     draws: list[Any] = []
+    drawn: list[bytes] = []
     others: list[Any] = []
     for ticket, request in asked:
         if type(request) is LogprobsRequest:
-            rows.append((ticket, request.packed, request.adapter, request.weights_version))
+            contexts.append(request.packed)
+            rows.append((ticket, len(request.packed), request.adapter, request.weights_version))
         elif type(request) is ReadRequest and type(request.wanted) is DrawToken:
             row, draw = request.row, request.wanted
-            where = ticket, row.packed, row.adapter, row.weights_version
-            draws.append((*where, draw.mask, draw.temperature, draw.seed, draw.nonce))
+            drawn += [row.packed] if draw.mask is None else [row.packed, draw.mask]
+            width = None if draw.mask is None else len(draw.mask)
+            where = ticket, len(row.packed), row.adapter, row.weights_version
+            draws.append((*where, width, draw.temperature, draw.seed, draw.nonce))
         else:
             others.append((ticket, request))
-    return rows, draws, others
+    return (
+        Flat(rows, _one_after_the_other(contexts)),
+        Flat(draws, _one_after_the_other(drawn)),
+        others,
+    )
 
 
-def unflattened(
-    rows: Sequence[Any], draws: Sequence[Any], others: Sequence[Any]
-) -> list[tuple[int, Request]]:
+def _one_after_the_other(parts: Sequence[bytes]) -> bytes | np.ndarray:
+    data = b"".join(parts)
+    return np.frombuffer(data, np.uint8) if len(data) >= LEAST_APART else data
+
+
+def unflattened(rows: Flat, draws: Flat, others: Sequence[Any]) -> list[tuple[int, Request]]:
     """Return the tickets and questions that ``flat`` has taken apart."""
-    asked: list[tuple[int, Request]] = [(each[0], _row(*each[1:])) for each in rows]
-    asked += [(each[0], ReadRequest(_row(*each[1:4]), DrawToken(*each[4:]))) for each in draws]
+    asked: list[tuple[int, Request]] = []
+    data, at = memoryview(rows.data), 0
+    for ticket, length, *of_row in rows.values:
+        asked.append((ticket, _row(bytes(data[at : at + length]), *of_row)))
+        at += length
+    data, at = memoryview(draws.data), 0
+    for ticket, length, adapter, version, width, *of_draw in draws.values:
+        row = _row(bytes(data[at : at + length]), adapter, version)
+        at += length
+        mask = None if width is None else bytes(data[at : at + width])
+        at += width or 0
+        asked.append((ticket, ReadRequest(row, DrawToken(mask, *of_draw))))
     return [*asked, *others]

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from genrt.cluster.messages import dumped, unflattened
+from genrt.cluster.messages import Flat, dumped, unflattened
 from genrt.cluster.running import Programs, SharedEngine
 from genrt.cluster.segments import LEAST_SHARED, Segments
 from genrt.engines.protocol import (
@@ -234,7 +234,7 @@ class Worker:
 
     # -- messages -----------------------------------------------------------------------------
 
-    def _take_ask(self, rows: list[Any], draws: list[Any], others: list[Any]) -> None:
+    def _take_ask(self, rows: Flat, draws: Flat, others: list[Any]) -> None:
         asked: list[tuple[int | SharedEngine, Request]] = []
         for ticket, given in unflattened(rows, draws, others):
             request = given

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded, unflattened
+from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, loaded, unflattened
 from genrt.cluster.opening import environments, gpus_of
 from genrt.cluster.segments import Segments, rows_in
 from genrt.questions.candidates import Candidates
@@ -47,11 +47,27 @@ def population(origins: Origins | None = None) -> PopulationDraw:
     return PopulationDraw(contexts, None, None, 1.0, np.arange(3, dtype=np.uint64), origins, 4)
 
 
+def _is_flat(request: Request) -> bool:
+    """Whether it is a row or a draw, of which there are mostly many."""
+    return isinstance(request, LogprobsRequest) or isinstance(
+        getattr(request, "wanted", None), DrawToken
+    )
+
+
 def test_requests_come_out_equal_whatever_their_kind() -> None:
     pairs = list(enumerate(REQUESTS))
     found = dict(unflattened(*loaded(dumped(flat(pairs)))))
     assert found == dict(pairs)
     assert loaded(dumped(REQUESTS)) == REQUESTS
+    many = [*enumerate(REQUESTS * (LEAST_APART // 16))]
+    arrays: list[memoryview] = []
+    data = dumped(flat(many), apart=arrays)
+    assert len(arrays) == 2
+    assert unflattened(*loaded(data, None, arrays)) == [
+        *[each for each in many if type(each[1]) is LogprobsRequest],
+        *[each for each in many if isinstance(getattr(each[1], "wanted", None), DrawToken)],
+        *[each for each in many if not _is_flat(each[1])],
+    ]
     assert [each.weights_version for each in found.values()] == [
         each.weights_version for each in REQUESTS
     ]
