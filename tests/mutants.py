@@ -559,9 +559,9 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("end > len(self._data)", "False"),
         ),
         (
-            "Outgoing.__exit__",
+            "Outgoing.send_to",
             "the file of a frame's arrays stays open",
-            Instead("pass"),
+            Drop("self.close"),
         ),
     ),
     *breaks(

@@ -11,10 +11,9 @@ import mmap
 import os
 import socket
 import struct
-from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 __all__ = ["Frame", "Frames", "Outgoing", "received"]
 
@@ -64,24 +63,20 @@ class Outgoing:
 
     def send_to(self, ports: Sequence[socket.socket]) -> None:
         """Send all of it to each of these sockets. Raises OSError."""
-        with self:
+        try:
             for port in ports:
                 sent = 0
                 if self._file is not None:
                     sent = socket.send_fds(port, [self._left], [self._file])
                 port.sendall(self._left[sent:])
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Let go of the arrays. Idempotent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Frames:
@@ -115,12 +110,7 @@ class Frames:
 def received(port: socket.socket, frames: Frames) -> list[Frame] | None:
     """Return the frames that are whole by what is read from a socket; ``None`` if its other end is
     closed. Raises OSError, BlockingIOError among them."""
-    files = array("i")
-    room = socket.CMSG_SPACE(MOST_FILES * files.itemsize)
-    data, beside, _, _ = port.recvmsg(RECEIVED_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, payload in beside:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            files.frombytes(payload[: len(payload) - len(payload) % files.itemsize])
+    data, files, _, _ = socket.recv_fds(port, RECEIVED_BYTES, MOST_FILES, socket.MSG_CMSG_CLOEXEC)
     return frames.add(data, files) if data else None
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genrt.cluster.frames import Outgoing
 from genrt.questions.draws import DrawToken
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
@@ -34,7 +35,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts
 
-__all__ = ["AskedNumbers", "Flat", "dumped", "flat", "loaded", "unflattened"]
+__all__ = ["AskedNumbers", "Flat", "dumped", "flat", "loaded", "outgoing", "unflattened"]
 
 LEAST_APART = 2**16
 """How many bytes of an array are worth memory of its own; fewer travel in the message."""
@@ -79,6 +80,13 @@ def dumped(
         pickler.dispatch_table[Asked] = lambda asked: (_asked, (numbers(asked), asked.count))
     pickler.dump(value)
     return out.getvalue()
+
+
+def outgoing(value: object, numbers: Callable[[Asked], int]) -> Outgoing:
+    """Return a value as a frame to be sent, with its large arrays beside it; else as ``dumped``."""
+    arrays: list[memoryview] = []
+    data = dumped(value, numbers, arrays)
+    return Outgoing(data, arrays)
 
 
 def loaded(
@@ -205,11 +213,8 @@ def flat(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
             draws.append((*where, width, draw.temperature, draw.seed, draw.nonce))
         else:
             others.append((ticket, request))
-    return (
-        Flat(rows, _one_after_the_other(contexts)),
-        Flat(draws, _one_after_the_other(drawn)),
-        others,
-    )
+    own = Flat(rows, _one_after_the_other(contexts)), Flat(draws, _one_after_the_other(drawn))
+    return *own, others
 
 
 def _one_after_the_other(parts: Sequence[bytes]) -> bytes | np.ndarray:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from genrt.cluster.frames import Frames, Outgoing, received
-from genrt.cluster.messages import AskedNumbers, dumped, loaded
+from genrt.cluster.messages import AskedNumbers, dumped, loaded, outgoing
 from genrt.cluster.segments import rows_in
 from genrt.cluster.serving import PULSE
 from genrt.cluster.transport import Came, Gone, Pulsed
@@ -125,9 +125,7 @@ class Processes:
         if process.freed:
             freed = [process.freed.popleft() for _ in range(len(process.freed))]
             self._put(process, Outgoing(dumped(("free", freed))))
-        arrays: list[memoryview] = []
-        data = dumped(message, self._numbers.of, arrays)
-        self._put(process, Outgoing(data, arrays))
+        self._put(process, outgoing(message, self._numbers.of))
 
     def probe(self, number: int) -> None:
         """Send a byte to the thread that answers probes."""

@@ -29,7 +29,7 @@ import torch
 
 from genrt.cluster.follower import progress_of
 from genrt.cluster.frames import Frames, Outgoing, received
-from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded
+from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded, outgoing
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, leave
@@ -141,12 +141,11 @@ class Ranks:
         """Send all a message. Raises EngineDied if one is gone."""
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
         links = [link for link, _, _ in self._links]
-        arrays: list[memoryview] = []
-        data = dumped(message, self._numbers.of, arrays)
+        told = outgoing(message, self._numbers.of)
         try:
             if gone:
                 Outgoing(dumped(("forget", gone))).send_to(links)
-            Outgoing(data, arrays).send_to(links)
+            told.send_to(links)
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 

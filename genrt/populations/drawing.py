@@ -20,7 +20,8 @@ from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import PopulationDraw, population_draw
 from genrt.questions.rows_ahead import Draft, RowsAhead
 from genrt.questions.sequences import Contexts
-from genrt.runtime.ask import within
+from genrt.runtime.ask import seconds_left, within
+from genrt.runtime.together import Ending
 from genrt.tokens.sampling import BatchDraw
 
 __all__ = ["Drawing", "rows_ahead"]
@@ -60,22 +61,20 @@ class Drawing:
             return await self._answered(ask, masks, self.drafts, self.known, timeout, until)
         if not self.home.keeps_rows:
             given = await within(seconds, masks, until=until)
-            return await self._answered(ask, given, self.drafts, self.known, _left(until), until)
+            return await self._answered(
+                ask, given, self.drafts, self.known, seconds_left(until), until
+            )
         # The rows are computed, and kept, while the masks are awaited; then they are drawn from. The
         # question is asked at once, as any other, so it is the masks that get a task.
         drafts = ((),) * len(self.places) if self.drafts is None else self.drafts
         awaited = asyncio.ensure_future(masks)
-        try:
+        async with Ending([awaited]):
             found, _ = await self._answered(ask, None, drafts, self.known, timeout, until)
             given = await within(seconds, awaited, until=until)
-        except GeneratorExit:  # dropped with its loop, which runs nothing any more
-            raise
-        except BaseException:
-            awaited.cancel()
-            await asyncio.gather(awaited, return_exceptions=True)
-            raise
         known = tuple(rows_ahead(found)) or self.known
-        return await self._answered(ask, given, None, known, _left(until), until, goes_on=True)
+        return await self._answered(
+            ask, given, None, known, seconds_left(until), until, goes_on=True
+        )
 
     async def _answered(
         self,
@@ -111,7 +110,7 @@ class Drawing:
                 else:
                     # A flush out of memory is sent again in halves: so is a question that was all of one.
                     most = (largest + 1) // 2
-                timeout = _left(until)
+                timeout = seconds_left(until)
 
     def _bound(self, known: Sequence[RowsAhead | None]) -> Adapter | None:
         """Return the adapter to ask: that of rows which are all there, and which may be gone by now; else
@@ -150,7 +149,3 @@ class Drawing:
 def rows_ahead(found: Sequence[BatchDraw]) -> list[RowsAhead]:
     """Return the rows that were told with draws, in order; none if there were none to be told."""
     return [*chain.from_iterable(each.rows_ahead for each in found)]
-
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())

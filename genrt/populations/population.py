@@ -69,9 +69,8 @@ class Population:
         self._origins = Origins.none(len(sequences)) if origins is None else origins
         # The rows that are there, of each sequence as it is now; empty for none.
         self._rows = rows
-        self._changes = (
-            0  # how many there were: what is told of sequences is of those that were asked about
-        )
+        # How many there were: what is told of sequences is of those that were asked about.
+        self._changes = 0
         self._is_closed = False
         home.add(self)
         self._ask, self._ask_sync = home.asker.ask, home.asker.ask_sync

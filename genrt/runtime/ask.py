@@ -100,7 +100,7 @@ class Asker:
                 return await self._ask(requests, stacked, seconds)
             except UnknownAdapter as error:
                 requests = adapters.rebound(requests, error)
-                seconds = _left(until)
+                seconds = seconds_left(until)
 
     async def _ask(
         self, requests: Sequence[Request], stacked: bool, seconds: float | None
@@ -142,7 +142,7 @@ class Asker:
                 if self._adapters is None:
                     raise
                 requests = self._adapters.rebound(requests, error)
-                seconds = _left(until)
+                seconds = seconds_left(until)
 
     def _join_sync(
         self, requests: Sequence[Request], stacked: bool, seconds: float | None
@@ -250,7 +250,7 @@ class Asker:
                     while not future.done():
                         if flow.is_left:
                             return
-                        if (left := _left(until)) == 0.0:
+                        if (left := seconds_left(until)) == 0.0:
                             raise _timed_out(cast("float", flow.seconds))
                         if (delta := flow.take()) is not None:
                             yield delta
@@ -295,7 +295,7 @@ async def within(seconds: float | None, answer: Awaitable[T], *, until: float | 
     Raises:
         TimedOut: it did not.
     """
-    scope = asyncio.timeout(seconds if until is None else _left(until))
+    scope = asyncio.timeout(seconds if until is None else seconds_left(until))
     try:
         async with scope:
             return await answer
@@ -314,7 +314,7 @@ def _timed_out(seconds: float) -> TimedOut:
     return TimedOut(f"no answer within {seconds:g} s; the question was withdrawn")
 
 
-def _left(until: float | None) -> float | None:
+def seconds_left(until: float | None) -> float | None:
     """Return how many seconds are left, if there is an end to them."""
     return None if until is None else max(0.0, until - time.monotonic())
 

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -18,15 +18,28 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all coroutines at once and return their results in order. The first error is raised; by then,
     or once cancelled, none goes on."""
     tasks = [asyncio.ensure_future(part) for part in work]
-    try:
+    async with Ending(tasks):
         return await asyncio.gather(*tasks)
-    except GeneratorExit:  # dropped with its loop, which runs nothing any more
-        raise
-    except BaseException:
-        for task in tasks:
+
+
+class Ending:
+    """A context manager by which tasks end with what awaits them: after an error, or a cancellation, none
+    goes on."""
+
+    def __init__(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        self._tasks = tasks
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if (
+            kind is None or kind is GeneratorExit
+        ):  # dropped with its loop, which runs nothing any more
+            return
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 Keep: TypeAlias = Callable[[int, Any], None]

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrt
+from benchmarks.drafts import always
 from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidRequest, NotFinite
@@ -69,14 +70,6 @@ def lm() -> Iterator[AsyncLM]:
 def any_lm(request: pytest.FixtureRequest) -> Iterator[AsyncLM]:
     with genrt.load(engine=lambda: request.param(NGRAM), cache_bytes=2**20) as opened:
         yield opened
-
-
-def always(model: TextModel) -> TextModel:
-    """Have a model draft, whatever time that takes."""
-    drafting = model._proposals.drafting
-    assert isinstance(drafting, Drafting)
-    vars(drafting._pace)["is_ahead"] = lambda count: True
-    return model
 
 
 def same(one: Result, other: Result) -> bool:
