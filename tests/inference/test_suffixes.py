@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrt.inference.suffixes import LENGTHS, MOST, WIDTH, Law, Suffixes, chosen
@@ -20,6 +20,7 @@ def law_of(row: torch.Tensor) -> Law:
     return found
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     size=st.sampled_from([3, WIDTH - 1, WIDTH]),
