@@ -540,9 +540,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "cluster.messages",
         "test_messages.py",
         (
-            "_Loading._known",
+            "_known",
             "a population's question is another one at each message",
-            Swap("number not in self._asked", "True"),
+            Swap("number not in asked", "True"),
         ),
         (
             "AskedNumbers._forget",
@@ -558,19 +558,19 @@ MUTANTS: tuple[Mutant, ...] = (
             "a frame that has come in part is taken for whole",
             Swap("end > len(self._data)", "False"),
         ),
-        (
-            "Outgoing.send_to",
-            "the file of a frame's arrays stays open",
-            Drop("self.close"),
-        ),
     ),
     *breaks(
-        "cluster.segments",
-        "test_messages.py",
+        "cluster.memory",
+        "test_frames.py",
         (
-            "Segments._taken",
-            "rows are written over others that somebody reads",
-            Swap("self._free.pop(place)", "mapped"),
+            "Memory._taken",
+            "arrays are written over others that somebody reads",
+            Swap("piece.memory[: len(free)] == free", "True"),
+        ),
+        (
+            "_leave",
+            "memory that nobody reads is never used again",
+            Swap("os.getpid() == process", "False"),
         ),
     ),
     *breaks(

@@ -20,7 +20,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from genrt.cluster.frames import Frame
 from genrt.cluster.messages import AskedNumbers, dumped, loaded
 from genrt.cluster.serving import Rounds, serve
 from genrt.cluster.transport import Came, Gone, Pulsed
-from genrt.cluster.worker import Answers, with_rows
+from genrt.cluster.worker import with_rows
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineNotInstalled, EngineUnsupported
 
@@ -78,13 +78,9 @@ class ActorLink:
         """End the present wait, or the next; from any thread."""
         self._inbox.put(None)
 
-    def send(self, *message: Any) -> None:
-        """Have the runtime get a message, its rows beside it."""
-        rows = None
-        if message[0] == "answers":
-            answers: Answers = message[1]
-            rows, message = answers.rows, ("answers", replace(answers, rows=None))
-        self._outbox.put((dumped(message), rows))
+    def send(self, *message: Any, rows: Sequence[Tensor] = ()) -> None:
+        """Have the runtime get a message, and rows of one length beside it."""
+        self._outbox.put((dumped(message), torch.stack([*rows]).numpy() if rows else None))
 
     def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
@@ -104,17 +100,6 @@ class ActorLink:
         return came
 
 
-class Stacks:
-    """Rows of an actor's answers, as one array each."""
-
-    def write(self, rows: Sequence[Tensor]) -> np.ndarray:
-        """Return rows of one length as an array: float32 ``[rows, width]``."""
-        return torch.stack([*rows]).numpy()
-
-    def free(self, numbers: Sequence[int]) -> None:
-        """Do nothing: the array is the runtime's."""
-
-
 class ReplicaActor:
     """A replica; Ray makes an actor of it, and calls each method on a thread of its own."""
 
@@ -124,7 +109,7 @@ class ReplicaActor:
 
     def run(self) -> None:
         """Open the engine, and answer until the runtime is gone."""
-        serve(self._link, self._rounds, Stacks())
+        serve(self._link, self._rounds)
 
     def take(self, number: int, messages: list[bytes]) -> None:
         """Take messages, the calls in the order of their numbers."""

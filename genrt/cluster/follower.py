@@ -18,11 +18,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from genrt.cluster.frames import Frames, Outgoing, received
 from genrt.cluster.messages import Flat, dumped, loaded, unflattened
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.vllm.rank import Rank, leave
+from genrt.engines.vllm.rank import Rank, leave, of_first
 from genrt.engines.weights import TensorsIn
 from genrt.errors import GenrtError
 from genrt.questions.origins import Asked
@@ -89,6 +91,11 @@ class Follower:
             self._draws[number] = population
             self._numbers[population] = number
 
+    def _take_speculate(self, request_ids: list[str]) -> None:
+        """Run a step with the tokens that rank 0 has drawn, on its device."""
+        tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
+        self._engine.speculate(request_ids, tokens, share=of_first)
+
     def _take_settle(self, population: PopulationDraw) -> None:
         self._engine.settle(population)
 
@@ -124,11 +131,12 @@ class Follower:
             self._draws.pop(self._numbers.pop(request, 0), None)
 
 
-def main(port: int, parent: int) -> None:
-    """Do what rank 0 says, over this socket, until the other end is closed."""
+def main(port: int, parent: int, receiver: int) -> None:
+    """Do what rank 0 says, over this socket, until the other end is closed. ``receiver`` is which of
+    those it tells this is."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is the runtime's
-    link, frames = socket.socket(fileno=port), Frames()
+    link, frames = socket.socket(fileno=port), Frames(receiver)
     follower: Follower | None = None
 
     def answer(*message: Any) -> None:

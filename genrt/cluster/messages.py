@@ -6,8 +6,7 @@ has started, over sockets of which nobody else holds an end. Nothing from a file
 Rules:
     A context's hash is made anew at the other end: every process hashes bytes in its own way.
     Questions of populations, which stand for their sequences, travel as numbers; each end has a table.
-    Rows of any size travel in segments of shared memory; see ``segments.py``. Other arrays may travel
-    beside the bytes; see ``frames.py``.
+    Rows, and other arrays of any size, travel beside the bytes where these are frames; see ``frames.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from genrt.cluster.frames import Outgoing
+from genrt.cluster.memory import Array, Memory
 from genrt.questions.draws import DrawToken
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
@@ -69,7 +71,7 @@ class AskedNumbers:
 def dumped(
     value: object,
     numbers: Callable[[Asked], int] | None = None,
-    apart: list[memoryview] | None = None,
+    apart: list[Array] | None = None,
 ) -> bytes:
     """Return a value as bytes; ``numbers`` gives those of populations' questions. Large arrays are added
     to ``apart``, where there is one, in place of being copied."""
@@ -82,11 +84,19 @@ def dumped(
     return out.getvalue()
 
 
-def outgoing(value: object, numbers: Callable[[Asked], int]) -> Outgoing:
-    """Return a value as a frame to be sent, with its large arrays beside it; else as ``dumped``."""
-    arrays: list[memoryview] = []
+def outgoing(
+    value: object,
+    memory: Memory,
+    numbers: Callable[[Asked], int] | None = None,
+    rows: Sequence[Tensor] = (),
+) -> Outgoing:
+    """Return a value as a frame to be sent, with its large arrays beside it, and rows of one length as
+    the last of these; else as ``dumped``."""
+    arrays: list[Array] = []
     data = dumped(value, numbers, arrays)
-    return Outgoing(data, arrays)
+    if rows:
+        arrays.append([row.contiguous().numpy().data for row in rows])
+    return Outgoing(data, arrays, memory)
 
 
 def loaded(
@@ -99,7 +109,7 @@ def loaded(
     return _Loading(io.BytesIO(data), {} if asked is None else asked, apart).load()
 
 
-def _taking(apart: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool] | None:
+def _taking(apart: list[Array] | None) -> Callable[[pickle.PickleBuffer], bool] | None:
     """Return what adds large buffers to a list, and says of the others that they stay."""
     if apart is None:
         return None
@@ -108,7 +118,7 @@ def _taking(apart: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], b
         raw = buffer.raw()
         if raw.nbytes < LEAST_APART:
             return True
-        apart.append(raw)
+        apart.append([raw])
         return False
 
     return take
@@ -123,13 +133,15 @@ class _Loading(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == _asked.__name__ and module == __name__:
-            return self._known
+            # No method: this would have itself in its memo, and with it what it has loaded.
+            return partial(_known, self._asked)
         return super().find_class(module, name)
 
-    def _known(self, number: int, count: int) -> Asked:
-        if number not in self._asked:
-            self._asked[number] = Asked(count)
-        return self._asked[number]
+
+def _known(asked: dict[int, Asked], number: int, count: int) -> Asked:
+    if number not in asked:
+        asked[number] = Asked(count)
+    return asked[number]
 
 
 def _asked(number: int, count: int) -> Asked:
@@ -157,8 +169,10 @@ def _tensor(numbers: np.ndarray) -> Tensor:
 
 
 def _needed(contexts: Contexts) -> tuple[Any, ...]:
-    longest = int(contexts.lengths.max(initial=0))
-    return _contexts, (contexts.table[contexts.places, :longest], contexts.lengths)
+    table, longest = contexts.table, int(contexts.lengths.max(initial=0))
+    if table.shape[1] > longest or not np.array_equal(contexts.places, np.arange(len(table))):
+        table = table[contexts.places, :longest]
+    return _contexts, (table, contexts.lengths)
 
 
 _TABLE: dict[type, Callable[[Any], Any]] = {
@@ -187,11 +201,13 @@ _TABLE: dict[type, Callable[[Any], Any]] = {
 
 
 class Flat(NamedTuple):
-    """Questions as tuples of plain values, in which lengths stand for contexts and masks, and these one
-    after the other in ``data``: that takes a fraction of the time."""
+    """Questions as tuples of plain values, in which lengths stand for contexts, and numbers for masks.
+    ``data`` has the contexts one after the other, then the different masks, whose lengths these are: that
+    takes a fraction of the time."""
 
     values: list[Any]
     data: Any  # bytes, or as many in an array, which may travel apart
+    masks: Sequence[int] = ()
 
 
 def flat(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
@@ -200,6 +216,7 @@ def flat(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
     contexts: list[bytes] = []
     draws: list[Any] = []
     drawn: list[bytes] = []
+    masks: dict[bytes | None, int] = {None: -1}
     others: list[Any] = []
     for ticket, request in asked:
         if type(request) is LogprobsRequest:
@@ -207,13 +224,15 @@ def flat(asked: Sequence[tuple[int, Request]]) -> tuple[Flat, Flat, list[Any]]:
             rows.append((ticket, len(request.packed), request.adapter, request.weights_version))
         elif type(request) is ReadRequest and type(request.wanted) is DrawToken:
             row, draw = request.row, request.wanted
-            drawn += [row.packed] if draw.mask is None else [row.packed, draw.mask]
-            width = None if draw.mask is None else len(draw.mask)
+            drawn.append(row.packed)
             where = ticket, len(row.packed), row.adapter, row.weights_version
-            draws.append((*where, width, draw.temperature, draw.seed, draw.nonce))
+            mask = masks.setdefault(draw.mask, len(masks) - 1)
+            draws.append((*where, mask, draw.temperature, draw.seed, draw.nonce))
         else:
             others.append((ticket, request))
-    own = Flat(rows, _one_after_the_other(contexts)), Flat(draws, _one_after_the_other(drawn))
+    different = [mask for mask in masks if mask is not None]
+    whole = _one_after_the_other([*drawn, *different])
+    own = Flat(rows, _one_after_the_other(contexts)), Flat(draws, whole, [*map(len, different)])
     return *own, others
 
 
@@ -230,10 +249,11 @@ def unflattened(rows: Flat, draws: Flat, others: Sequence[Any]) -> list[tuple[in
         asked.append((ticket, _row(bytes(data[at : at + length]), *of_row)))
         at += length
     data, at = memoryview(draws.data), 0
-    for ticket, length, adapter, version, width, *of_draw in draws.values:
+    starts = accumulate(draws.masks, initial=len(data) - sum(draws.masks))
+    masks = [bytes(data[at : at + n]) for at, n in zip(starts, draws.masks, strict=False)]
+    for ticket, length, adapter, version, mask, *of_draw in draws.values:
         row = _row(bytes(data[at : at + length]), adapter, version)
         at += length
-        mask = None if width is None else bytes(data[at : at + width])
-        at += width or 0
-        asked.append((ticket, ReadRequest(row, DrawToken(mask, *of_draw))))
+        wanted = DrawToken(None if mask < 0 else masks[mask], *of_draw)
+        asked.append((ticket, ReadRequest(row, wanted)))
     return [*asked, *others]

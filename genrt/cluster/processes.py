@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from genrt.cluster.frames import Frames, Outgoing, received
+import torch
+
+from genrt.cluster.frames import Frame, Frames, Outgoing, received
+from genrt.cluster.memory import Memory
 from genrt.cluster.messages import AskedNumbers, dumped, loaded, outgoing
-from genrt.cluster.segments import rows_in
 from genrt.cluster.serving import PULSE
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
@@ -45,8 +47,8 @@ class _Process:
     port: socket.socket
     pulse: socket.socket
     frames: Frames = field(default_factory=Frames)
+    memory: Memory = field(default_factory=Memory)
     unsent: deque[Outgoing] = field(default_factory=deque)
-    freed: deque[int] = field(default_factory=deque)
 
     def flush(self) -> None:
         """Send as much as goes without waiting."""
@@ -118,21 +120,15 @@ class Processes:
         self._put(process, Outgoing(self._opening))
 
     def send(self, number: int, message: Sequence[Any]) -> None:
-        """Send a message, with the numbers of segments whose rows are gone."""
+        """Send a message."""
         process = self._processes.get(number)
-        if process is None:
-            return
-        if process.freed:
-            freed = [process.freed.popleft() for _ in range(len(process.freed))]
-            self._put(process, Outgoing(dumped(("free", freed))))
-        self._put(process, outgoing(message, self._numbers.of))
+        if process is not None:
+            self._put(process, outgoing(message, process.memory, self._numbers.of))
 
     def probe(self, number: int) -> None:
         """Send a byte to the thread that answers probes."""
         process = self._processes.get(number)
         if process is not None:
-            if process.freed:
-                self.send(number, ("forget", ()))
             with contextlib.suppress(OSError):
                 process.pulse.send(b"?")
 
@@ -209,8 +205,7 @@ class Processes:
                 frames = received(process.port, process.frames)
                 if frames is None:
                     break
-                messages = [_in_place(loaded(each.data), process.freed) for each in frames]
-                came += [Came(number, life, each) for each in messages]
+                came += [Came(number, life, _message(each)) for each in frames]
         except BlockingIOError:
             return came
         except OSError:
@@ -243,8 +238,10 @@ class Processes:
             end.close()
 
 
-def _in_place(message: Sequence[Any], freed: deque[int]) -> Sequence[Any]:
-    """Return a message with its rows, which did not travel."""
-    if message[0] != "answers" or message[1].rows is None:
+def _message(frame: Frame) -> Sequence[Any]:
+    """Return the message of a frame, with its rows."""
+    message: Sequence[Any] = loaded(frame.data, None, frame.arrays)
+    if message[0] != "answers" or not (count := message[1].rows):
         return message
-    return with_rows(message, rows_in(message[1].rows, freed))
+    rows = torch.frombuffer(frame.arrays[-1], dtype=torch.float32)
+    return with_rows(message, rows.view(count, -1))

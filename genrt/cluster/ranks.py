@@ -29,10 +29,11 @@ import torch
 
 from genrt.cluster.follower import progress_of
 from genrt.cluster.frames import Frames, Outgoing, received
+from genrt.cluster.memory import Memory
 from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded, outgoing
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics, Finished
-from genrt.engines.vllm.rank import LAUNCHED, Rank, leave
+from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, leave, of_first
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.completions import Decoding
@@ -54,7 +55,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from genrt.cluster.follower import main; main({port}, {parent})"
+    "from genrt.cluster.follower import main; main({port}, {parent}, {receiver})"
 )
 
 
@@ -104,13 +105,16 @@ class Ranks:
         # vLLM names shared memory by the file.
         self.store = os.path.join(self._directory.name, os.path.basename(self._directory.name))
         self._links: list[tuple[socket.socket, subprocess.Popen[bytes], Frames]] = []
+        self._memory = Memory(count - 1)
         for _ in range(1, count):
             self._start()
 
     def _start(self) -> None:
         own, their = socket.socketpair()
         path = [*map(os.path.abspath, sys.path)]
-        program = PROGRAM.format(path=path, port=their.fileno(), parent=os.getpid())
+        program = PROGRAM.format(
+            path=path, port=their.fileno(), parent=os.getpid(), receiver=len(self._links)
+        )
         with their:
             child = subprocess.Popen(
                 [sys.executable, "-c", program], pass_fds=[their.fileno()], stdin=subprocess.DEVNULL
@@ -141,7 +145,7 @@ class Ranks:
         """Send all a message. Raises EngineDied if one is gone."""
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
         links = [link for link, _, _ in self._links]
-        told = outgoing(message, self._numbers.of)
+        told = outgoing(message, self._memory, self._numbers.of)
         try:
             if gone:
                 Outgoing(dumped(("forget", gone))).send_to(links)
@@ -272,6 +276,13 @@ class RankedEngine:
     def release(self, asked: Sequence[Asked]) -> None:
         self._ranks.tell("release", [self._ranks.number_of(each) for each in asked])
         self._engine.release(asked)
+
+    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
+        def told(request_ids: list[str]) -> Share:
+            self._ranks.tell("speculate", request_ids)
+            return of_first
+
+        self._engine.expect(rows, token_ids.contiguous(), told)
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._agree("add_adapter", adapter, path)

@@ -16,11 +16,14 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from genrt.cluster.frames import Frame, Frames, Outgoing, received
-from genrt.cluster.messages import dumped, loaded
-from genrt.cluster.segments import Segments
+from torch import Tensor
+
+from genrt.cluster.frames import Frame, Frames, received
+from genrt.cluster.memory import Memory
+from genrt.cluster.messages import loaded, outgoing
 from genrt.cluster.worker import Worker
 from genrt.engines.protocol import survived
 from genrt.errors import GenrtError
@@ -36,7 +39,7 @@ class _Socket:
 
     def __init__(self, port: socket.socket) -> None:
         self._port = port
-        self._frames = Frames()
+        self._frames, self._memory = Frames(), Memory()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(port, selectors.EVENT_READ)
@@ -46,9 +49,9 @@ class _Socket:
         """End the present wait, or the next; from any thread."""
         os.eventfd_write(self._wakes, 1)
 
-    def send(self, *message: Any) -> None:
-        """Have the runtime get a message."""
-        Outgoing(dumped(message)).send_to([self._port])
+    def send(self, *message: Any, rows: Sequence[Tensor] = ()) -> None:
+        """Have the runtime get a message, and rows of one length beside it."""
+        outgoing(message, self._memory, rows=rows).send_to([self._port])
 
     def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
@@ -68,8 +71,8 @@ class Link(Protocol):
     def wake(self) -> None:
         """End the present wait, or the next; from any thread."""
 
-    def send(self, *message: Any) -> None:
-        """Have the runtime get a message."""
+    def send(self, *message: Any, rows: Sequence[Tensor] = ()) -> None:
+        """Have the runtime get a message, and rows of one length beside it."""
 
     def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.
@@ -99,15 +102,15 @@ def main(port: int, pulses: int) -> None:
     link = _Socket(socket.socket(fileno=port))
     pulse, rounds = socket.socket(fileno=pulses), Rounds(link)
     threading.Thread(target=_answer_probes, args=(pulse, rounds), daemon=True).start()
-    if not serve(link, rounds, Segments()):
+    if not serve(link, rounds):
         sys.exit(1)
 
 
-def serve(link: Link, rounds: Rounds, segments: Any) -> bool:
+def serve(link: Link, rounds: Rounds) -> bool:
     """Open the engine that the first message says how to, and answer until the runtime is gone; return
-    whether that is why it ended. Rows go by way of ``segments``."""
+    whether that is why it ended."""
     try:
-        _serve(link, rounds, segments)
+        _serve(link, rounds)
     except BrokenPipeError:
         pass  # the runtime is gone
     except BaseException as error:
@@ -117,7 +120,7 @@ def serve(link: Link, rounds: Rounds, segments: Any) -> bool:
     return True
 
 
-def _serve(link: Link, rounds: Rounds, segments: Any) -> None:
+def _serve(link: Link, rounds: Rounds) -> None:
     waiting: list[Frame] | None = []
     while not waiting:
         waiting = link.receive(wait=True)
@@ -125,7 +128,7 @@ def _serve(link: Link, rounds: Rounds, segments: Any) -> None:
             return
     [_, open_engine] = loaded(waiting.pop(0).data)
     try:
-        worker = Worker(open_engine(), link.send, link.wake, segments)
+        worker = Worker(open_engine(), link.send, link.wake)
     except Exception as error:
         link.send("refused", error if isinstance(error, GenrtError) else survived(error))
         return

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from genrt.cluster.messages import Flat, dumped, unflattened
 from genrt.cluster.running import Programs, SharedEngine
-from genrt.cluster.segments import LEAST_SHARED, Segments
 from genrt.engines.protocol import (
     Engine,
     EngineStatistics,
@@ -44,6 +43,10 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 
 __all__ = ["Answers", "Facts", "Renewal", "Worker", "with_rows"]
+
+
+LEAST_BESIDE = 2**14
+"""How many bytes of a row are worth memory beside the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +85,26 @@ class Answers:
     """The answers of a step, and what it has told.
 
     Attributes:
-        ends: tickets with a result or an error each. An int for a result is a row's place in ``rows``.
+        ends: tickets with a result or an error each. An int for a result is a row's place among those
+            that travel beside the message.
         told: tickets of streamed texts with what has been drawn since.
-        rows: where rows are that do not travel in the message.
+        rows: how many these are.
     """
 
     ends: list[tuple[int, Any, GenrtError | None]]
     told: list[tuple[int, Any]]
-    rows: Any
+    rows: int
     statistics: EngineStatistics
 
 
 def with_rows(message: Sequence[Any], rows: Tensor) -> Sequence[Any]:
-    """Return a message of answers with its rows, which did not travel in it."""
+    """Return a message of answers with its rows, float32 ``[n, width]``, which travelled beside it."""
     answers: Answers = message[1]
     ends = [
         (ticket, rows[result] if type(result) is int else result, error)
         for ticket, result, error in answers.ends
     ]
-    return message[0], replace(answers, ends=ends, rows=None)
+    return message[0], replace(answers, ends=ends, rows=0)
 
 
 class Worker:
@@ -108,9 +112,8 @@ class Worker:
 
     Args:
         engine: opened by this thread.
-        send: has the runtime get a message.
+        send: has the runtime get a message, and ``rows`` of one length beside it.
         wake: has ``turn`` be called soon; from any thread.
-        segments: ``Segments``, or what else puts rows where the runtime finds them.
     """
 
     def __init__(
@@ -118,14 +121,12 @@ class Worker:
         engine: Engine,
         send: Callable[..., None],
         wake: Callable[[], None] = lambda: None,
-        segments: Any = None,
     ) -> None:
         self.answering = AnsweringEngine(engine, RowCache(0))
         self.names: dict[str, Adapter] = {}
         self._send, self._wake = send, wake
         self._posted: deque[Callable[[], object]] = deque()
         self._programs = Programs(self, self._ended_program)
-        self._segments = Segments() if segments is None else segments
         self._moves_rows = engine.device.type != "cpu"
         self._requests: dict[int, Request] = {}
         self._tickets: dict[Request, dict[int | SharedEngine, None]] = {}
@@ -218,7 +219,7 @@ class Worker:
     def _ended_program(
         self, ticket: int, outcome: bytes | None, error: EngineFailed | None
     ) -> None:
-        self._tell([(ticket, outcome, error)], [], None)
+        self._tell([(ticket, outcome, error)], [], ())
 
     def _withdraw_programs(self) -> None:
         """Have nothing be computed for programs: those that are left have been withdrawn."""
@@ -299,9 +300,6 @@ class Worker:
     def _take_forget(self, populations: Sequence[int]) -> None:
         known = [self.asked.pop(each) for each in populations if each in self.asked]
         self.answering.give_back(known)
-
-    def _take_free(self, segments: Sequence[int]) -> None:
-        self._segments.free(segments)
 
     def _take_renew(self, wanted: Renewal) -> None:
         try:
@@ -422,15 +420,16 @@ class Worker:
                 del self._requests[ticket]
                 self._streamed.pop(ticket, None)
         if found or told:
-            self._tell(found, told, self._segments.write(rows) if rows else None)
+            self._tell(found, told, rows)
 
     def _tell(
         self,
         ends: list[tuple[int, Any, GenrtError | None]],
         told: list[tuple[int, Any]],
-        rows: Any,
+        rows: Sequence[Tensor],
     ) -> None:
-        self._send("answers", Answers(ends, told, rows, self.answering.statistics()))
+        answers = Answers(ends, told, len(rows), self.answering.statistics())
+        self._send("answers", answers, rows=rows)
 
 
 def _own(end: Finished) -> Finished:
@@ -440,8 +439,8 @@ def _own(end: Finished) -> Finished:
 
 
 def _shared(result: object) -> Tensor | None:
-    """Return a result that is a row worth a segment."""
-    if isinstance(result, Tensor) and result.dim() == 1 and result.nbytes >= LEAST_SHARED:
+    """Return a result that is a row worth to travel beside the message."""
+    if isinstance(result, Tensor) and result.dim() == 1 and result.nbytes >= LEAST_BESIDE:
         return result
     return None
 

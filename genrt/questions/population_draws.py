@@ -175,16 +175,10 @@ class PopulationDraw:
         parts: list[Tensor] = []
         for start in range(0, len(self), size):
             part = slice(start, start + size)
-            batch = rows if isinstance(rows, Tensor) else together(rows[part])
-            parts.append(
-                drawn(
-                    batch[part] if isinstance(rows, Tensor) and at is None else batch,
-                    numbers[part],
-                    mask=None if masks is None else masks[part],
-                    heat=None if heat is None else heat[part],
-                    places=None if at is None else at[part],
-                )
-            )
+            batch = rows if at is not None else rows[part]
+            mask, heats, there = [None if x is None else x[part] for x in (masks, heat, at)]
+            whole = batch if isinstance(batch, Tensor) else together(batch)
+            parts.append(drawn(whole, numbers[part], mask=mask, heat=heats, places=there))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def launched(
@@ -269,6 +263,8 @@ def _moved(
     synchronizing with it."""
     if masks is None:
         return moved(uniforms, device), None
+    if device.type == "cpu" and masks.flags.writeable:  # or torch warns
+        return uniforms, torch.from_numpy(masks)
     count, first = len(uniforms), uniforms.nbytes
     both = torch.empty(first + masks.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both[:first] = uniforms.view(torch.uint8).reshape(-1)

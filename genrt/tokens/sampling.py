@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from genrt.errors import InvalidRequest
+from genrt.tokens import host_draws
 from genrt.tokens.parameters import column
 
 Bits = TypeVar("Bits", int, NDArray[Any])
@@ -33,10 +34,9 @@ CPU_CHUNK, CHUNK = 2**20, 2**25
 """How many entries of the rows are processed at once: as many as a CPU's caches hold, or as leave room in
 a GPU's memory."""
 
-
 ADDING = ("cpu",)
-"""Devices where adding to a row is much faster than choosing between its entries; on others choosing by
-bools moves less."""
+"""Devices where numpy draws, and adding to a row is much faster than choosing between its entries; on
+others choosing by bools moves less."""
 
 
 def truncate(
@@ -222,7 +222,8 @@ def drawn(
 ) -> Tensor:
     """Draw for a chunk of rows, unchecked, all on one device, without waiting for that.
 
-    On a GPU with Triton, two kernels of ``draw_kernels`` do what is spelled out here in a dozen.
+    On a GPU with Triton, two kernels of ``draw_kernels`` do what is spelled out here in a dozen; so does
+    ``host_draws`` on a CPU, without temperatures.
 
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
@@ -241,6 +242,8 @@ def drawn(
     if places is not None:
         batch = batch.index_select(0, places)
     logarithms = batch if mask is None else _masked(batch, mask)
+    if heat is None and batch.device.type in ADDING and batch.dtype == torch.float32:
+        return host_draws.drawn(logarithms, numbers.clamp(max=LARGEST), BLOCK, drawn)
     if logarithms.shape[-1] % BLOCK:
         padding = (0, -logarithms.shape[-1] % BLOCK)
         logarithms = functional.pad(logarithms, padding, value=-math.inf)
@@ -347,10 +350,10 @@ def _masked(batch: Tensor, mask: Tensor) -> Tensor:
     """
     if mask.dtype == torch.bool:
         return torch.where(mask, batch, -math.inf)
-    width, bytes_ = batch.shape[-1], mask.reshape(-1).int()
     if batch.device.type in ADDING:
-        biases = _eight_biases(batch.device).index_select(0, bytes_)
-        return biases.view(len(batch), -1)[:, :width].to(batch.dtype).add_(batch)
+        biases = _EIGHT_BIASES.take(mask.numpy(), axis=0).reshape(len(mask), 8 * mask.shape[-1])
+        return torch.from_numpy(biases[:, : batch.shape[-1]] + batch.detach().numpy())
+    width, bytes_ = batch.shape[-1], mask.reshape(-1).int()
     bools = _eight_bools(batch.device).index_select(0, bytes_).view(len(batch), -1)
     return torch.where(bools.view(torch.bool)[:, :width], batch, -math.inf)
 
@@ -358,11 +361,8 @@ def _masked(batch: Tensor, mask: Tensor) -> Tensor:
 _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 """The bits of each byte, lowest first."""
 
-
-@functools.lru_cache
-def _eight_biases(device: torch.device) -> Tensor:
-    """Return 0 or -inf for the eight tokens of each byte of a packed mask: float32 ``[256, 8]``."""
-    return torch.from_numpy(_EIGHT_BITS).to(device, torch.float32).log_()
+_EIGHT_BIASES = np.where(_EIGHT_BITS, np.float32(0), np.float32(-np.inf))
+"""What is added to the eight tokens of each byte of a packed mask."""
 
 
 @functools.lru_cache

@@ -19,7 +19,6 @@ import torch
 from genrt.cluster.engine import ReplicaEngine
 from genrt.cluster.health import ReplicaLimits
 from genrt.cluster.messages import AskedNumbers, dumped, loaded
-from genrt.cluster.processes import _in_place
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import Worker
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
@@ -142,10 +141,9 @@ class SimulatedReplicas:
             came.append(Pulsed(number, life, rounds))
         if replica.state == "wedged" or self._clock() < replica.opens:
             return came
-        freed: deque[int] = deque()
         if replica.worker is None:
             replica.worker = FailingWorker(
-                self._make(), lambda *m: replica.outbox.append(dumped(m))
+                self._make(), lambda *m, rows=(): replica.outbox.append(dumped(m))
             )
             came.append(Came(number, life, ("opened", replica.worker.facts())))
         replica.worker.is_failing = replica.fails  # type: ignore[attr-defined]
@@ -154,8 +152,7 @@ class SimulatedReplicas:
         replica.worker.turn()
         is_late = self._random.random() < 0.3  # it crosses what is sent meanwhile
         while replica.outbox and not is_late:
-            message = _in_place(loaded(replica.outbox.popleft()), freed)
-            came.append(Came(number, life, message))
+            came.append(Came(number, life, loaded(replica.outbox.popleft())))
         return came
 
     def interrupt(self) -> None:

@@ -18,7 +18,7 @@ import torch
 
 import genrt
 from genrt.cluster import actors
-from genrt.cluster.actors import ActorLink, ReplicaActor, Stacks
+from genrt.cluster.actors import ActorLink, ReplicaActor
 from genrt.cluster.messages import dumped, flat, loaded
 from genrt.cluster.worker import Facts, Renewal, with_rows
 from genrt.engines.exact import ExactEngine, NGram
@@ -226,6 +226,9 @@ def _engine() -> ExactEngine:
 
 def test_rows_are_stacked_apart_from_the_engines() -> None:
     row = torch.ones(4)
-    stacked = Stacks().write([row, row])
+    link = ActorLink()
+    link.send("answers", rows=[row, row])
     row.zero_()
-    assert stacked.tolist() == [[1.0] * 4] * 2
+    [(_, rows)] = link.answers()
+    assert rows is not None
+    assert rows.tolist() == [[1.0] * 4] * 2

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections import deque
+import weakref
 from typing import Any
 
 import numpy as np
-import torch
 
+from genrt.cluster.memory import Array
 from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, loaded, unflattened
 from genrt.cluster.opening import environments, gpus_of
-from genrt.cluster.segments import Segments, rows_in
 from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken
@@ -60,10 +58,10 @@ def test_requests_come_out_equal_whatever_their_kind() -> None:
     assert found == dict(pairs)
     assert loaded(dumped(REQUESTS)) == REQUESTS
     many = [*enumerate(REQUESTS * (LEAST_APART // 16))]
-    arrays: list[memoryview] = []
+    arrays: list[Array] = []
     data = dumped(flat(many), apart=arrays)
     assert len(arrays) == 2
-    assert unflattened(*loaded(data, None, arrays)) == [
+    assert unflattened(*loaded(data, None, [each for [each] in arrays])) == [
         *[each for each in many if type(each[1]) is LogprobsRequest],
         *[each for each in many if isinstance(getattr(each[1], "wanted", None), DrawToken)],
         *[each for each in many if not _is_flat(each[1])],
@@ -91,28 +89,20 @@ def test_the_question_of_a_population_is_the_same_one_at_the_other_end() -> None
     assert number in numbers.gone
 
 
-def test_rows_are_read_in_place_and_their_memory_is_used_again_once_they_are_gone() -> None:
-    segments, freed = Segments(), deque[int]()
-    rows = [torch.randn(5000) for _ in range(3)]
-    segment = segments.write(rows)
-    files = len(os.listdir("/proc/self/fd"))
-    found = rows_in(segment, freed)
-    assert len(os.listdir("/proc/self/fd")) <= files + 1
-    assert torch.equal(found, torch.stack(rows))
-    last = found[2]
-    del found
+def test_what_was_loaded_is_gone_with_its_last_user() -> None:
+    """Not only once the collector comes: its memory is wanted for the next message."""
+    first = population()
+    goes_on = population(Origins((first.asked,), np.arange(3), first.contexts.lengths))
+    data, table = dumped(goes_on, AskedNumbers().of), dict[int, Any]()
     gc.collect()
-    assert not freed
-    again = segments.write(rows[:1])
-    assert torch.equal(last, rows[2])
-    del last
-    gc.collect()
-    assert [*freed] == [segment.number]
-    segments.free(freed)
-    reused = segments.write([each + 1 for each in rows])
-    assert reused.file == segment.file != again.file
-    assert segments.write(rows).file != reused.file
-    assert torch.equal(rows_in(reused, freed), torch.stack(rows) + 1)
+    gc.disable()
+    try:
+        found = loaded(data, table)
+        tokens = weakref.ref(found.contexts.table)
+        del found
+        assert tokens() is None
+    finally:
+        gc.enable()
 
 
 def test_gpus_are_dealt_out_evenly() -> None:

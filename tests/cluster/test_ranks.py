@@ -22,6 +22,7 @@ from genrt.cluster.messages import AskedNumbers, dumped, loaded
 from genrt.cluster.opening import gpus_of
 from genrt.cluster.ranks import RankedEngine, Ranks, are_launched
 from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.vllm.rank import of_first
 from genrt.engines.weights import TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidAdapter, InvalidRequest
 from genrt.loading import load
@@ -94,6 +95,17 @@ class Recorded:
 
     def load(self, tensors: TensorsIn) -> None:
         self._note("load", *map(str, tensors.files))
+
+    def expect(self, rows: Any, tokens: torch.Tensor, told: Any) -> None:
+        if self.asked.keys() >= set(rows):
+            request_ids = [str(each.token_ids[0]) for each in rows]
+            self.speculate(request_ids, tokens, told(request_ids))
+
+    def speculate(self, request_ids: list[str], tokens: torch.Tensor, share: Any) -> None:
+        assert share is of_first
+        assert tokens.is_contiguous()
+        assert tokens.dtype == torch.float64
+        self._note("speculate", *request_ids, len(tokens))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -177,6 +189,19 @@ def test_all_ranks_do_the_same_in_the_same_order(seed: int) -> None:
             assert other.told == first.told
             assert len(other.asked) == len(first.asked)
     assert first.steps
+
+
+def test_a_step_that_runs_ahead_does_so_in_every_rank() -> None:
+    others = Recorded(), Recorded()
+    engine, first = ranked(*others)
+    rows = [logprobs(number) for number in (3, 4)]
+    tokens = torch.zeros(2, 3, dtype=torch.float64)[:, 0]
+    engine.expect(rows, tokens)  # of which nothing is known
+    assert not any(each.told for each in (first, *others))
+    engine.submit(rows)
+    engine.expect(rows, tokens)
+    for each in (first, *others):
+        assert each.told[-1] == ("speculate", "3", "4", 2)
 
 
 def test_what_nobody_goes_on_from_is_forgotten_everywhere() -> None:

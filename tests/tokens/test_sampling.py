@@ -381,8 +381,14 @@ def test_a_batch_is_drawn_as_its_rows_whatever_the_chunks(monkeypatch: pytest.Mo
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
     plain = draw(rows[2::3], mask=mask[2::3], uniforms=uniforms[2::3])
-    for one, other in zip(whole, plain, strict=True):
-        assert torch.equal(one[2::3], other)
+    assert torch.equal(whole.token_ids[2::3], plain.token_ids)
+    for one, other in zip(whole[1:], plain[1:], strict=True):
+        torch.testing.assert_close(one[2::3], other)
+    monkeypatch.undo()
+    for one, other in zip(
+        plain, draw(rows[2::3], mask=mask[2::3], uniforms=uniforms[2::3]), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 def test_seeded_numbers_are_fixed_by_their_seed_and_spread_evenly() -> None:

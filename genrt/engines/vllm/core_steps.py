@@ -23,10 +23,17 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from genrt.engines.vllm.open_scheduler import OpenScheduler
 
-__all__ = ["CoreSteps"]
+__all__ = ["CoreSteps", "shut_down"]
 
 PATIENCE = 4
 """How many steps after a row none is scheduled ahead."""
+
+
+def shut_down(core: Any) -> None:
+    """Do what ``EngineCore.shutdown`` does but for what other engines of this process use."""
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
 
 
 class CoreSteps:

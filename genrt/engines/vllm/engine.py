@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from genrt.engines.process import heap_kept
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.capture import FiniteCheck, RemoteStore, RowStore, install
 from genrt.engines.vllm.config import translated, without_layers
-from genrt.engines.vllm.core_steps import CoreSteps
+from genrt.engines.vllm.core_steps import CoreSteps, shut_down
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.in_progress import InProgress, Purpose, Sent
 from genrt.engines.vllm.lora import VLLMAdapters
@@ -38,6 +38,7 @@ from genrt.engines.vllm.populations import SeatedPopulations
 from genrt.engines.vllm.positions import positions_of
 from genrt.engines.vllm.prefixes import KeptPrefixes
 from genrt.engines.vllm.probe import Probe
+from genrt.engines.vllm.rank import Share, no_share
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
 from genrt.engines.vllm.speculation import DecodedStep, DecodeSteps
@@ -71,11 +72,7 @@ class VLLMEngine:
         self.max_batch_size = int(config.scheduler_config.max_num_seqs)
         # One less than vLLM's: its scheduler keeps a place for the token that follows.
         self.max_model_len = int(config.model_config.max_model_len) - 1
-        self.device = torch.device(config.device_config.device)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-            own.stream = torch.cuda.current_stream()
-            torch.cuda.set_stream(torch.cuda.default_stream())
+        self.device = own.take_stream(torch.device(config.device_config.device))
         core = self._core.engine_core
         self._store: RowStore | RemoteStore
         with self._globals:
@@ -128,9 +125,9 @@ class VLLMEngine:
         return self._samples.progress(streamed)
 
     def statistics(self) -> EngineStatistics:
-        now = {"kept_tokens": self.prefixes.tokens}
-        now |= {} if self._open is None else self._open.counts()
-        return EngineStatistics(**self._positions.counted(self._counted | now))
+        more = {} if self._open is None else self._open.counts()
+        now = self._counted | more | {"kept_tokens": self.prefixes.tokens}
+        return EngineStatistics(**self._positions.counted(now))
 
     def submit(self, requests: Sequence[Request]) -> None:
         rows = [each for each in requests if isinstance(each, LogprobsRequest | ScoreRequest)]
@@ -244,7 +241,7 @@ class VLLMEngine:
         self._count(rows=len(step.request_ids))
         request_ids, tokens = self._populations.answer(population)
         if tokens is not None:
-            self._speculate(request_ids, tokens, cast("Leaving", end.result))
+            self.speculate(request_ids, tokens, cast("Leaving", end.result))
         return end
 
     def _answered(
@@ -260,25 +257,33 @@ class VLLMEngine:
         self._count(rows=sum(row is not None for row in rows), failed=failed)
         return finished
 
-    def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
-        """Run the prepared step with these tokens, if it is of all these rows; see ``Speculating``."""
-        if self._open is None or not self._open.steps.can_speculate(len(rows)):
-            return
-        ids = dict(self._decoded)
-        if ids.keys() >= set(rows):
-            self._speculate([ids[row] for row in rows], token_ids)
-
-    def _speculate(
-        self, request_ids: list[str], tokens: torch.Tensor, on_host: Leaving | None = None
+    def expect(
+        self,
+        rows: Sequence[LogprobsRequest],
+        token_ids: torch.Tensor,
+        told: Callable[[list[str]], Share] = lambda _: no_share,
     ) -> None:
+        """Run the prepared step with these tokens if it is of these rows, which is ``told`` first."""
+        if self._open is not None and self._open.steps.can_speculate(len(rows)):
+            ids = dict(self._decoded)
+            if len(found := [ids[row] for row in rows if row in ids]) == len(rows):
+                self.speculate(found, token_ids, share=told(found))
+
+    def speculate(
+        self,
+        request_ids: list[str],
+        tokens: torch.Tensor,
+        on_host: Leaving | None = None,
+        share: Share = no_share,
+    ) -> None:
+        """Run the prepared step with these tokens, ``on_host`` soon, if it is of these requests."""
         if self._open is None or not self._open.steps.can_speculate(len(request_ids)):
             return
         try:
             with self._globals:
-                if on_host is None and (stream := self._globals.stream) is not None:
-                    # The runtime draws on the default stream.
-                    stream.wait_stream(torch.cuda.default_stream(self.device))
-                    tokens.record_stream(stream)
+                if on_host is None:  # the runtime draws on the default stream
+                    self._globals.follow_default(tokens)
+                share(tokens)
                 self._open.steps.speculate(request_ids, tokens, on_host)
         except Exception:  # whoever asks runs the step again, and is told what is wrong
             self._open.steps.discard()
@@ -363,8 +368,7 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
-        if self._open is not None:  # from now on base sequences may be computed with the twin
-            self._abort(self._idle(None))
+        self._abort_idle(None)  # from now on base sequences may be computed with the twin
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
@@ -376,14 +380,15 @@ class VLLMEngine:
             self.prefixes.begin_anew(None)
 
     def remove_adapter(self, adapter: Adapter) -> None:
-        self._abort(self._idle(adapter))
+        self._abort_idle(adapter)
         with self._globals:
             self._adapters.remove(adapter)
 
-    def _idle(self, adapter: Adapter | None) -> list[str]:
-        """Return an adapter's resident sequences that no question in progress extends."""
-        bound = self._open.bound_to(adapter) if self._open is not None else []
-        return [request_id for request_id in bound if request_id not in self._in_progress]
+    def _abort_idle(self, adapter: Adapter | None) -> None:
+        """Forget an adapter's resident sequences that no question in progress extends."""
+        if self._open is not None:
+            bound = self._open.bound_to(adapter)
+            self._abort([each for each in bound if each not in self._in_progress])
 
     @property
     def probe(self) -> Probe:
@@ -421,19 +426,15 @@ class VLLMEngine:
         self._positions.stop()
 
     def close(self) -> None:
-        """Do what ``EngineCore.shutdown`` does, and leave the process-wide state that other engines
-        use."""
+        """Shut vLLM's core down, and leave the process-wide state that other engines use."""
         if self._llm_engine is None:
             return
-        core = self._core.engine_core
         self._core._finalizer.detach()
-        del self._steps, self._sending, self.weights  # which hold the core
         if self._open is not None:
             self._open.steps.close()
         with heap_kept(), self._globals:
-            core.structured_output_manager.clear_backend()
-            core.model_executor.shutdown()
-            core.scheduler.shutdown()
+            shut_down(self._core.engine_core)
+        del self._steps, self._sending, self.weights  # which hold the core
         self._adapters.close()
         self._samples.forget([*self._in_progress])
         self._in_progress.clear()
@@ -442,8 +443,7 @@ class VLLMEngine:
         self._llm_engine = self._core = None
         self._globals = Globals()  # the old ones hold device memory: graphs, a workspace
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _count(self, **more: float) -> None:
         for name, number in more.items():

@@ -14,6 +14,7 @@ Each is looked up when an engine is opened, so a vLLM that has them elsewhere is
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any
@@ -28,6 +29,8 @@ from vllm.v1.worker import workspace
 from genrt.errors import EngineUnsupported
 
 __all__ = ["Globals", "Turns"]
+
+F32 = "TRITON_F32_DEFAULT"
 
 
 class Turns:
@@ -106,9 +109,31 @@ class Globals:
             None,
             offloader.NoopOffloader(),
         ]
+        self._variables: dict[str, str | None] = {}
         self.stream: torch.cuda.Stream | None = None
         self._outer: torch.cuda.Stream | None = None
         self._depth = 0
+
+    def multiply_in_float32(self) -> None:
+        """Have Triton's kernels multiply float32 numbers as such, from within. It would take TF32, by
+        which a token's row depends on what else was computed with it. A choice of the user's stays."""
+        if F32 not in os.environ:
+            self._variables[F32], os.environ[F32] = None, "ieee"
+
+    def take_stream(self, device: torch.device) -> torch.device:
+        """Take the device's present stream for the engine's, and leave others the default one; return
+        the device by its number."""
+        if device.type != "cuda":
+            return device
+        self.stream = torch.cuda.current_stream()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def follow_default(self, tensor: torch.Tensor) -> None:
+        """Have the engine's stream wait for the default one, which makes this tensor."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
+            tensor.record_stream(self.stream)
 
     def __enter__(self) -> None:
         _TURNS.__enter__()
@@ -140,3 +165,7 @@ class Globals:
             before = getattr(owner, name)
             setattr(owner, name, self._values[index])
             self._values[index] = before
+        for name, value in self._variables.items():
+            self._variables[name] = os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import vllm
 from vllm import envs
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -47,6 +48,8 @@ def open_vllm(
     with own, on_loopback(), undisturbed():
         envs.disable_envs_cache()  # The process's first engine froze it: what is set by now is to hold.
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
+        if config.model_config.dtype is torch.float32:
+            own.multiply_in_float32()
         executor = Executor.get_class(config) if rank is None else rank.executor(config)
         if issubclass(executor, UniProcExecutor):
             # Only vLLM's workers, which are processes, need what it has set. Of every other process that

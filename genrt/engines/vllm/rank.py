@@ -11,7 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
 
 from genrt.errors import EngineUnsupported
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.executor import Executor
 
-__all__ = ["LAUNCHED", "Rank", "leave"]
+__all__ = ["LAUNCHED", "Rank", "Share", "leave", "no_share", "of_first"]
 
 LAUNCHED = "external_launcher"
 """The name of vLLM's executor whose ranks others launch."""
@@ -61,6 +64,22 @@ class Rank:
                 return method, number, number
 
         return RankExecutor
+
+
+Share: TypeAlias = Callable[[Tensor], object]
+"""Has the numbers in a tensor be the same in all ranks."""
+
+
+def no_share(numbers: Tensor) -> None:
+    """Leave the numbers to this rank, which is alone."""
+
+
+def of_first(numbers: Tensor) -> None:
+    """Have all ranks' numbers, on their devices, be rank 0's, once all ranks ask for that."""
+    from vllm.distributed import parallel_state
+
+    group = parallel_state.get_tp_group()
+    torch.distributed.broadcast(numbers, src=group.ranks[0], group=group.device_group)
 
 
 def leave() -> None:

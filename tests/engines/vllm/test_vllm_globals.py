@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import workspace
 
 import genrt
-from genrt.engines.vllm.globals import Globals
+from genrt.engines.vllm.globals import F32, Globals
 from genrt.errors import EngineUnsupported
 
 pytestmark = pytest.mark.vllm
@@ -95,6 +96,42 @@ def test_a_vllm_that_keeps_them_elsewhere_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(workspace, "_manager")
     with pytest.raises(EngineUnsupported, match=r"no vllm\.v1\.worker\.workspace\._manager"):
         Globals()
+
+
+def test_only_an_engine_in_float32_has_triton_multiply_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(F32, raising=False)
+    first, second = Globals(), Globals()
+    with first:
+        first.multiply_in_float32()
+        assert os.environ[F32] == "ieee"
+    assert F32 not in os.environ
+    with second:
+        assert F32 not in os.environ
+    with first, first:
+        assert os.environ[F32] == "ieee"
+    assert F32 not in os.environ
+    monkeypatch.setenv(F32, "tf32x3")
+    with first:
+        assert os.environ[F32] == "ieee"
+    assert os.environ[F32] == "tf32x3"
+    with second:
+        second.multiply_in_float32()
+        assert os.environ[F32] == "tf32x3"
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [("float32", "ieee"), ("bfloat16", None)])
+def test_an_engine_knows_its_dtype(
+    dtype: str, chosen: str | None, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(F32, raising=False)
+    options = {"dtype": dtype, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**26}
+    with genrt.load(str(llama), engine_options=options) as lm:
+        assert F32 not in os.environ
+        engine: Any = lm._thread.engine
+        with engine._globals:
+            assert os.environ.get(F32) == chosen
 
 
 def test_runtimes_that_come_and_go_leave_vllms_globals_as_they_were(llama: Path) -> None:

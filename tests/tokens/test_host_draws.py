@@ -1,0 +1,148 @@
+"""Draws by numpy have the tokens of torch's path, and its numbers within rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from genrt.tokens import host_draws
+from genrt.tokens.sampling import BLOCK, LARGEST, draw, drawn, seeded_uniforms
+from tests.scripted import logprobs, population_of
+from tests.tokens.draws_by_hand import WIDTHS, Case, by_torch, cases, disagreements, packed
+
+NEAR = 2e-6
+
+
+def normalised(count: int, width: int, *, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(count, width, generator=generator).mul_(scale).log_softmax(-1)
+
+
+def expect_torchs(
+    rows: Tensor, allowed: Tensor | None, numbers: Tensor, places: Tensor | None = None
+) -> Tensor:
+    """Return the draws, which have the tokens of torch's path."""
+    mask = None if allowed is None else packed(allowed)
+    found = drawn(rows, numbers, mask=mask, places=places)
+    wanted = by_torch(Case(rows, numbers, mask, None, places))
+    assert found[:, 0].tolist() == wanted[:, 0].tolist()
+    torch.testing.assert_close(found, wanted, atol=NEAR, rtol=NEAR)
+    return found
+
+
+def left(rows: Tensor) -> list[Tensor]:
+    """Return the rows that are left to another function, call by call."""
+    calls: list[Tensor] = []
+
+    def otherwise(batch: Tensor, numbers: Tensor, *, heat: Tensor) -> Tensor:
+        assert len(batch) == len(numbers) == len(heat)
+        assert bool((heat == 1).all())
+        calls.append(batch)
+        return torch.full((len(batch), 3), 7.0, dtype=torch.float64)
+
+    numbers = seeded_uniforms(range(len(rows)))
+    found = host_draws.drawn(rows, numbers, BLOCK, otherwise)
+    assert int((found == 7).all(-1).sum()) == sum(map(len, calls))
+    return calls
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_draws_agree_with_torch_and_with_the_law(width: int) -> None:
+    for case in cases(width):
+        if case.mask is not None:  # adding keeps NaN, choosing may not
+            case = case._replace(batch=case.batch.nan_to_num(0.0, neginf=-math.inf))
+        batch, numbers, mask, heat, places = case
+        found = drawn(batch, numbers, mask=mask, heat=heat, places=places)
+        assert disagreements(case, found, by_torch(case)) == []
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize("width", [1, 127, 128, 300, 1024])
+def test_seeds_draw_the_tokens_of_torch(width: int, share: float) -> None:
+    rows = normalised(500, width)
+    rows[::7, ::3] = -math.inf
+    allowed = torch.rand(500, width, generator=torch.Generator().manual_seed(1)) < share
+    expect_torchs(rows, allowed, seeded_uniforms(range(500)))
+    expect_torchs(rows, None, seeded_uniforms(range(500)))
+    expect_torchs(rows, allowed, seeded_uniforms(range(500)), torch.arange(499, -1, -1) // 2)
+
+
+@pytest.mark.parametrize("width", [1, 5, 128, 129, 256])
+def test_a_mask_may_allow_one_token_or_all_or_none(width: int) -> None:
+    rows, numbers = normalised(3, width), seeded_uniforms(range(3))
+    allowed = torch.zeros(3, width, dtype=torch.bool)
+    allowed[0, width - 1] = True
+    allowed[1] = True
+    one, every, none = expect_torchs(rows, allowed, numbers).tolist()
+    assert one == pytest.approx([width - 1, 0.0, float(rows[0, -1])], abs=1e-6)
+    assert every[2] == pytest.approx(0.0, abs=1e-6)
+    assert none == [-1.0, -math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("first", [0.0, 0.25, 0.5, 0.75, LARGEST])
+def test_a_number_at_a_border_is_the_next_tokens(first: float) -> None:
+    rows = torch.full((BLOCK, 4 * BLOCK), -math.log(4 * BLOCK))
+    numbers = torch.full((BLOCK, 2), first, dtype=torch.float64)
+    numbers[:, 1] = torch.arange(BLOCK) / BLOCK
+    found = expect_torchs(rows, None, numbers)
+    assert found[:, 0].tolist() == [int(4 * first) * BLOCK + n for n in range(BLOCK)]
+
+
+@pytest.mark.parametrize("width", [100, 128, 300, 4096])
+def test_a_draw_is_the_same_alone_and_beside_rows_that_are_not_ordinary(width: int) -> None:
+    rows, numbers = normalised(9, width), seeded_uniforms(range(9))
+    rows[2], rows[5] = -math.inf, rows[5] - 300
+    mask = packed(torch.arange(9 * width).reshape(9, width) % 3 > 0)
+    together = drawn(rows, numbers, mask=mask)
+    for n in range(9):
+        part = slice(n, n + 1)
+        alone = drawn(rows[part], numbers[part], mask=mask[part])
+        assert torch.equal(together[part], alone)
+
+
+def test_only_rows_that_are_not_ordinary_are_left() -> None:
+    rows = normalised(6, 300)
+    assert left(rows) == []
+    assert left(rows - 30) == []
+    assert left(rows + 80) == []
+    strange = rows.clone()
+    strange[1] -= 40.0
+    strange[2] += 100.0
+    strange[3] = -math.inf
+    strange[4, 7] = math.nan
+    [found] = left(strange)
+    assert torch.equal(found.nan_to_num(9.0), strange[1:5].nan_to_num(9.0))
+
+
+def test_gapped_rows_and_rows_with_gradients_are_read_and_nothing_is_changed() -> None:
+    wide, numbers = normalised(4, 700), seeded_uniforms(range(4))
+    rows, allowed = wide[:, 30:330], torch.arange(1200).reshape(4, 300) % 2 > 0
+    before, mask = wide.clone(), packed(allowed)
+    bits = mask.clone()
+    found = drawn(rows, numbers, mask=mask)
+    assert torch.equal(found, drawn(rows.contiguous(), numbers, mask=mask))
+    assert torch.equal(found, drawn(rows.clone().requires_grad_(), numbers, mask=mask))
+    assert torch.equal(found, drawn(rows, numbers, mask=allowed))
+    assert torch.equal(wide, before)
+    assert torch.equal(mask, bits)
+
+
+def test_float64_rows_and_temperatures_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(host_draws, "drawn")
+    rows, numbers = normalised(4, 300), seeded_uniforms(range(4))
+    heat = torch.tensor([1.0, 0.0, 0.5, 2.0])
+    assert int(draw(rows, temperature=heat, uniforms=numbers).token_ids.min()) >= 0
+    assert int(draw(rows.double(), uniforms=numbers).token_ids.min()) >= 0
+
+
+def test_a_population_draws_by_masks_that_it_may_not_write_to() -> None:
+    rows, several = normalised(3, 300), population_of(*map(logprobs, range(3)))
+    masks = packed(torch.arange(900).reshape(3, 300) % 5 > 0).numpy()
+    found = replace(several, masks=masks).drawn(rows)
+    assert torch.equal(found, drawn(rows, seeded_uniforms(several.seeds), mask=torch.tensor(masks)))
+    masks.flags.writeable = False
+    assert torch.equal(found, replace(several, masks=masks).drawn(rows))
