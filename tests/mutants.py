@@ -1127,7 +1127,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "SMC.step",
             "resampling leaves the particles where they are",
-            Swap("[state.particles[ancestor] for ancestor in ancestors]", "particles"),
+            Swap("[state.particles[ancestor] for ancestor in ancestors.tolist()]", "particles"),
         ),
     ),
     *breaks(
@@ -1151,7 +1151,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Block.after",
             "the last token's probability stands for the block's",
-            Swap("self.logprob + drawn.logprob", "drawn.logprob"),
+            Swap("self.logprob + drawn[1]", "drawn[1]"),
         ),
         (
             "Blocks.is_over",

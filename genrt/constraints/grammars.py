@@ -25,6 +25,7 @@ from genrt.structures.forms import (
 )
 from genrt.structures.matching import brief, matches_nothing, new_matcher, new_tokenizer
 from genrt.structures.tokens import Tokens, Words, has_bit
+from genrt.tokens.vocabulary import checked_token_id
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
@@ -170,16 +171,12 @@ class _Vocabulary:
             if not unfilled:
                 return
             words: Words = np.zeros((len(unfilled), len(self.tokens.open)), dtype=np.int32)
-            self.executor.unsafe_compute_mask_ptr(
-                [(matcher, row) for row, (_, matcher) in enumerate(unfilled)],
-                words.ctypes.data,
-                words.shape[1] * words.itemsize,
-                len(unfilled),
-            )
+            rows, (count, size) = [(each[1], n) for n, each in enumerate(unfilled)], words.shape
+            self.executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, 4 * size, count)
             word, bit = divmod(self.tokens.eos_token_id, 32)
             end = np.uint32(1 << bit).view(np.int32)
-            words[:, word] &= ~end
-            words[[state.accepting for state, _ in unfilled], word] |= end
+            accepting = [state.accepting for state, _ in unfilled]
+            words[:, word] = np.where(accepting, words[:, word] | end, words[:, word] & ~end)
             for row, (state, matcher) in zip(words, unfilled, strict=True):
                 error = matcher.get_error()
                 # A dead end is an error state of this name, in which only the end token may pass.
@@ -221,18 +218,24 @@ class _Rules:
     Attributes:
         matcher: at the start, never used but to be copied.
         name: the constraint's, for messages.
-        states: those that somebody holds, by the bytes of their texts, which alone decide what may
-            follow, whatever tokens spell them.
+        states: those that somebody holds, and some that are gone, by the bytes of their texts, which
+            alone decide what may follow, whatever tokens spell them; used under the vocabulary's lock.
     """
 
     def __init__(self, vocabulary: _Vocabulary, matcher: Any, name: str) -> None:
-        self.vocabulary = vocabulary
+        self.vocabulary, self.matcher, self.name = vocabulary, matcher, name
         self.vocab_size = len(vocabulary.tokens)
-        self.matcher = matcher
-        self.name = name
-        self.states: weakref.WeakValueDictionary[bytes, GrammarState] = (
-            weakref.WeakValueDictionary()
-        )
+        self.states: dict[bytes, weakref.ref[GrammarState]] = {}
+        self._most = 1024  # so many are looked through for those that are gone
+
+    def keep(self, data: bytes, state: GrammarState) -> GrammarState:
+        """Return a state, which is found by its bytes from now on."""
+        # No WeakValueDictionary: what it does at each state's end costs more than a look at all of them.
+        if len(self.states) >= self._most:
+            self.states = {data: held for data, held in self.states.items() if held() is not None}
+            self._most = 1024 + 2 * len(self.states)
+        self.states[data] = weakref.ref(state)
+        return state
 
 
 class _Walk:
@@ -242,8 +245,7 @@ class _Walk:
     __slots__ = ("matcher", "tokens")
 
     def __init__(self, matcher: Any, tokens: list[int]) -> None:
-        self.matcher = matcher
-        self.tokens = tokens
+        self.matcher, self.tokens = matcher, tokens
 
 
 class GrammarState(PackedState):
@@ -254,9 +256,7 @@ class GrammarState(PackedState):
     def __init__(self, rules: _Rules, walk: _Walk, data: bytes) -> None:
         super().__init__(rules.vocab_size)
         self.vocabulary = rules.vocabulary
-        self._rules = rules
-        self._data = data
-        self._walk = walk
+        self._rules, self._walk, self._data = rules, walk, data
         self._length = len(walk.tokens)
         self.accepting: bool = walk.matcher.is_accepting()
 
@@ -278,24 +278,26 @@ class GrammarState(PackedState):
         self.vocabulary.fill([self])
         return self.packed()
 
-    def _after(self, token_id: int) -> Self:
+    def advance(self, token_id: int) -> Self:
         rules, tokens = self._rules, self.vocabulary.tokens
-        data = self._data + tokens.text(token_id)
-        if not tokens.is_open(token_id):
-            raise tokens.refused(token_id)
+        index = checked_token_id(token_id, self.vocab_size)
+        added = tokens.texts[index]
+        if added is None:
+            tokens.text(index)  # which says so of the end token
+            raise tokens.refused(index)
+        data = self._data + added
         with self.vocabulary.lock:
-            state = rules.states.get(data)
-            if state is not None:
+            held = rules.states.get(data)
+            if held is not None and (state := held()) is not None:
                 return cast("Self", state)
             walk = self.here()
-            walk.tokens.append(token_id)
-            if walk.matcher.consume_token(token_id):
-                state = rules.states[data] = GrammarState(rules, walk, data)
-                return cast("Self", state)
+            walk.tokens.append(index)
+            if walk.matcher.consume_token(index):
+                return cast("Self", rules.keep(data, GrammarState(rules, walk, data)))
         # A matcher's refusal does not tell whether it met a limit; the mask does.
-        if has_bit(self.packed(), token_id):
+        if has_bit(self.packed(), index):
             raise self.too_complex(walk.matcher.get_error())
-        raise tokens.refused(token_id)
+        raise tokens.refused(index)
 
     def too_complex(self, error: str) -> InvalidConstraint:
         """Return the error for a limit of llguidance's that the constraint reached after this text."""

@@ -110,18 +110,17 @@ def _words(states: Sequence[State]) -> tuple[Words, int]:
     return words.reshape(len(states), -1), sizes.pop()
 
 
-def _known(states: Sequence[State]) -> tuple[Words, int] | None:
+def _known(states: Sequence[Any]) -> tuple[Words, int] | None:
     """Return what ``_words`` does if all masks are there, of one vocabulary, and are copied sooner than
     another thread would begin."""
-    known, sizes = [], set()
-    for state in states:
-        if not isinstance(state, PackedState) or state.words is None:
-            return None
-        known.append(state.words)
-        sizes.add(state.vocab_size)
-    if len(sizes) != 1 or known[0].nbytes * len(known) > QUICK_BYTES:
+    if not all(issubclass(kind, PackedState) for kind in {*map(type, states)}):
         return None
-    return np.concatenate(known).reshape(len(known), -1), sizes.pop()
+    known = [state.words for state in states if state.words is not None]
+    sizes = {state.vocab_size for state in states}
+    if len(known) < len(states) or len(sizes) > 1 or known[0].nbytes * len(known) > QUICK_BYTES:
+        return None
+    words = np.frombuffer(bytearray().join(known), np.int32)  # quicker than np.concatenate
+    return words.reshape(len(known), -1), sizes.pop()
 
 
 def _grammar_states(states: Iterable[Any]) -> Iterator[GrammarState]:

@@ -62,7 +62,7 @@ class PackedState:
         self.words: Words | None = None
         self._lock = threading.Lock()
         # No WeakValueDictionary: one for each state costs more than a state.
-        self._children: dict[int, weakref.ref[Self]] | None = None
+        self._children: dict[int, weakref.ref[Self]] = {}
 
     def packed(self) -> Words:
         """Return ``mask()`` as words, computed at the first call."""
@@ -76,8 +76,6 @@ class PackedState:
     def advance(self, token_id: int) -> Self:
         index = checked_token_id(token_id, self.vocab_size)
         with self._lock:
-            if self._children is None:
-                self._children = {}
             known = self._children.get(index)
             state = None if known is None else known()
             if state is None:

@@ -54,11 +54,11 @@ class Block:
     logprob: float = 0.0
     steps: int = 0
 
-    def after(self, drawn: Drawn | None) -> Self:
+    def after(self, drawn: tuple[int, float] | None) -> Self:
         """Return the block after one more step, which drew a token unless the text had ended."""
         if drawn is None:
             return replace(self, steps=self.steps + 1)
-        token_ids, logprob = (*self.token_ids, drawn.token_id), self.logprob + drawn.logprob
+        token_ids, logprob = (*self.token_ids, drawn[0]), self.logprob + drawn[1]
         return replace(self, token_ids=token_ids, logprob=logprob, steps=self.steps + 1)
 
 
@@ -81,7 +81,7 @@ class Blocks:
         self,
         particles: Sequence[Any],
         seed: int,
-        longer: Callable[[Sequence[Any], int], Awaitable[tuple[list[Drawn], list[Growth]]]],
+        longer: Callable[[Sequence[Any], int], Awaitable[tuple[Drawn, list[Growth]]]],
         judged: Callable[[Sequence[Any], list[Growth]], Awaitable[list[Growth]]],
     ) -> list[Growth]:
         """Grow texts, ``TextParticle``s, that have not ended by a token that is proposed, and weigh the
@@ -92,11 +92,12 @@ class Blocks:
             judged: adds to the growths of texts that are weighed what potential and twist give them.
         """
         going = [place for place, each in enumerate(particles) if not each.trail.finished]
-        steps: list[Drawn | None] = [None] * len(particles)
+        steps: list[tuple[int, float] | None] = [None] * len(particles)
         grown = [Growth(each, 0.0, DEAD) for each in particles]
         if going:
             drawn, growths = await longer([particles[place] for place in going], seed)
-            for place, step, growth in zip(going, drawn, growths, strict=True):
+            own = zip(drawn.token_ids, drawn.logprobs, strict=True)
+            for place, step, growth in zip(going, own, growths, strict=True):
                 steps[place], grown[place] = step, growth
         over: dict[int, Block] = {}
         for place, (before, growth) in enumerate(zip(particles, grown, strict=True)):

@@ -23,12 +23,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, device
 
 from genrt.constraints.protocols import State
 from genrt.errors import InvalidRequest
 from genrt.inference.guesses import ENDS, Guesses
-from genrt.inference.pace import Pace
+from genrt.inference.pace import FIRST, PATIENT, Pace
 from genrt.numbers import shown
 from genrt.populations import Population
 from genrt.tokens.sampling import BatchDraw
@@ -75,18 +75,19 @@ class Drafting:
     Args:
         drafter: where drafts come from; ``None``: from guesses, where they pay.
         ends: the tokens that end a text.
+        first: how many steps go without drafts before they are tried.
     """
 
-    def __init__(self, drafter: Drafter | None, ends: frozenset[int]) -> None:
+    def __init__(self, drafter: Drafter | None, ends: frozenset[int], first: int = FIRST) -> None:
         self._drafter = drafter
-        self._ends = ends
-        self._pace = Pace()
+        self._ends, self._first = ends, first
+        self._pace = Pace(first)
         self._guesses = Guesses(ends)
         self._steps = self._forwards = 0
         self._lock = threading.Lock()  # around guesses and counters
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Drafting, (self._drafter, self._ends)
+        return Drafting, (self._drafter, self._ends, self._first)
 
     @property
     def statistics(self) -> DraftStatistics:
@@ -154,12 +155,14 @@ class Drafting:
         return await asyncio.to_thread(guess)
 
 
-def drafting(drafts: Drafts, ends: Collection[int | None]) -> Drafting | None:
-    """Return the drafting of texts that these tokens end; ``None`` for none. Raises InvalidRequest for
-    what makes no drafts."""
+def drafting(drafts: Drafts, ends: Collection[int | None], where: device) -> Drafting | None:
+    """Return the drafting of texts that these tokens end, and whose rows are there; ``None`` for none.
+    Raises InvalidRequest for what makes no drafts."""
     if drafts == "off":
         return None
     if drafts != "auto" and (isinstance(drafts, type) or not isinstance(drafts, Drafter)):
         raise InvalidRequest(f'drafts is {shown(drafts)}: give "auto", "off" or a Drafter')
     drafter = None if drafts == "auto" else drafts
-    return Drafting(drafter, frozenset(each for each in ends if each is not None))
+    # A GPU runs steps of one token ahead, as graphs; of several, launched one by one, few pay.
+    first = FIRST if where.type == "cpu" else PATIENT
+    return Drafting(drafter, frozenset(each for each in ends if each is not None), first)

@@ -12,7 +12,7 @@ import threading
 __all__ = ["Pace"]
 
 FIRST = 4
-"""How many steps go without at the beginning."""
+"""How many steps go without at the beginning, where nothing says that running ahead is dear."""
 
 LEARNING = 24
 """How many steps go ahead before the first trial."""
@@ -31,6 +31,9 @@ GAP, LONGEST_GAP = 64, 4096
 
 SHARE = 0.02
 """The share of all time that trials may lose."""
+
+PATIENT = round(LOSS / SHARE)
+"""How many steps earn what the first trial may lose."""
 
 
 class _Mean:
@@ -60,15 +63,16 @@ class _Size:
     """Knowledge of steps of one size.
 
     Args:
+        first: how many steps go without at the beginning.
         like: steps of a size like it, which have taught what there is to be learnt.
     """
 
     __slots__ = ("_gap", "_left", "_means", "_phase", "_trials", "pays")
 
-    def __init__(self, like: _Size | None) -> None:
+    def __init__(self, first: int, like: _Size | None) -> None:
         self._phase = "first" if like is None else "between"
         self.pays: bool = like is not None and like.pays
-        self._left = FIRST if like is None else GAP  # steps of the phase
+        self._left = first if like is None else max(GAP, first)  # steps of the phase
         self._means = {False: _Mean(), True: _Mean()}
         self._trials = {False: _Mean(), True: _Mean()}
         self._gap = GAP
@@ -106,9 +110,14 @@ class _Size:
 
 
 class Pace:
-    """Says whether to run ahead, for steps of any size."""
+    """Says whether to run ahead, for steps of any size.
 
-    def __init__(self) -> None:
+    Args:
+        first: how many steps go without at the beginning.
+    """
+
+    def __init__(self, first: int = FIRST) -> None:
+        self._first = first
         self._sizes: dict[int, _Size] = {}
         self._lock = threading.Lock()
 
@@ -126,5 +135,5 @@ class Pace:
         size = count.bit_length()
         if size not in self._sizes:
             like = self._sizes.get(size + 1) or self._sizes.get(size - 1)
-            self._sizes[size] = _Size(like)
+            self._sizes[size] = _Size(self._first, like)
         return self._sizes[size]

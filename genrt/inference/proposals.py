@@ -40,18 +40,18 @@ Proposal: TypeAlias = Kind | AsyncLM
 
 
 class Drawn(NamedTuple):
-    """A token that was drawn.
+    """Tokens that were drawn, one after each text.
 
     Attributes:
-        token_id: the token, or ``DEAD``.
-        log_mass: the logarithm of the mass it was drawn from, or of an unbiased estimate of that.
-        logprob: the logarithm of the probability that it was drawn with, or of a number whose inverse is
-            an unbiased estimate of the inverse of that; told where another model proposes.
+        token_ids: each is a token, or ``DEAD``.
+        log_masses: the logarithms of the masses they were drawn from, or of unbiased estimates of those.
+        logprobs: the logarithms of the probabilities they were drawn with, or of numbers whose inverses
+            are unbiased estimates of the inverses of those; told where another model proposes.
     """
 
-    token_id: int
-    log_mass: float
-    logprob: float
+    token_ids: list[int]
+    log_masses: list[float]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Proposals:
         trails: Sequence[Trail],
         states: Sequence[State | None],
         seed: int,
-    ) -> list[Drawn]:
+    ) -> Drawn:
         """Draw a token after each text of a population, whose constraint is in the state beside it: one
         question to the model for all of them, masks computed meanwhile."""
         at_last = [each.count + 1 >= self.max_tokens for each in trails]
@@ -159,7 +159,7 @@ class Proposals:
             masks[torch.tensor(at_last)] &= packed_tokens(stops, masks.shape[1])
         return masks
 
-    def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> list[Drawn]:
+    def _by_masks(self, rows: Tensor, masks: Tensor | None, seed: int) -> Drawn:
         """Draw from tempered rows, and take the masks' masses under these: as ``batch_draw`` would for a
         model whose rows they are."""
         seeds = seeds_at(seed, np.arange(len(rows)))
@@ -172,7 +172,7 @@ class Proposals:
 
     async def _by_rejection(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool], seed: int
-    ) -> list[Drawn]:
+    ) -> Drawn:
         weights, endings = await asyncio.to_thread(self._weights, rows, states, at_last)
         rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
         found = await together(
@@ -187,8 +187,8 @@ class Proposals:
                 stop = int(rngs[place].choice(len(endings[place]), p=endings[place] / weight))
                 token_id, weight = sorted(self.ends.token_ids)[stop], endings[place, stop]
             logprob = math.log(weight) - log_mass if token_id != DEAD else -math.inf
-            drawn.append(Drawn(token_id, log_mass, logprob))
-        return drawn
+            drawn.append((token_id, log_mass, logprob))
+        return Drawn(*map(list, zip(*drawn, strict=True)))
 
     def _weights(
         self, rows: Tensor, states: Sequence[CheckedState], at_last: Sequence[bool]
@@ -221,7 +221,7 @@ def packed_tokens(token_ids: Iterable[int], count: int) -> Tensor:
     return torch.from_numpy(words.view(np.int32))
 
 
-def _drawn(found: sampling.BatchDraw, *, masked: bool) -> list[Drawn]:
+def _drawn(found: sampling.BatchDraw, *, masked: bool) -> Drawn:
     token_ids = found.token_ids.tolist()
     masses = found.log_mass.tolist() if masked else [0.0] * len(token_ids)
-    return list(map(Drawn, token_ids, masses, found.logprobs.tolist()))
+    return Drawn(token_ids, masses, found.logprobs.tolist())

@@ -75,19 +75,22 @@ def partial(rng: np.random.Generator, log_weights: Floats) -> tuple[Ancestors, F
 
 def effective_sample_size(log_weights: Floats) -> float:
     """Return ``(sum w)^2 / sum w^2``, from 1 to N (Kong 1992); 0 if every weight is 0."""
-    peak = log_weights.max()
-    if peak == -math.inf:
-        return 0.0
-    weights = np.exp(log_weights - peak)
-    return float(weights.sum() ** 2 / (weights**2).sum())
+    return summed(log_weights)[0]
 
 
 def log_mean_exp(log_weights: Floats) -> float:
     """Return the logarithm of the mean weight, which is ``log_evidence``; -inf if every weight is 0."""
+    return summed(log_weights)[1]
+
+
+def summed(log_weights: Floats) -> tuple[float, float]:
+    """Return ``effective_sample_size`` and ``log_mean_exp``, of one pass over the weights."""
     peak = log_weights.max()
     if peak == -math.inf:
-        return -math.inf
-    return float(peak + math.log(np.exp(log_weights - peak).mean()))
+        return 0.0, -math.inf
+    weights = np.exp(log_weights - peak)
+    total = weights.sum()
+    return float(total**2 / (weights**2).sum()), float(peak + math.log(total / len(weights)))
 
 
 def normalised(log_weights: Floats) -> Floats:

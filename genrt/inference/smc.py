@@ -109,23 +109,21 @@ class SMC:
         Raises:
             GenrtError: whatever the model raised.
         """
-        for_resampling, for_tokens = seeds_of_step(state_of(State, state).seed, state.step)
+        own, seed = seeds_of_step(state_of(State, state).seed, state.step)
         before, particles, unfinished = state.log_weights, list(state.particles), state.unfinished
         ancestors = np.arange(len(before))
         resampled = bool(unfinished) and self._is_due(state)
         if resampled:
-            ancestors, before = self._resampled(np.random.default_rng(for_resampling), state)
-            particles = [state.particles[ancestor] for ancestor in ancestors]
+            ancestors, before = self._resampled(np.random.default_rng(own), state)
+            particles = [state.particles[ancestor] for ancestor in ancestors.tolist()]
             unfinished = State(tuple(particles), before, state.step, state.seed).unfinished
         increments, token_ids = np.zeros(len(before)), np.full(len(before), DEAD)
         if unfinished:
-            growing = [particles[index] for index in unfinished]
-            growths = await grown(self._model, growing, for_tokens)
-            places = list(unfinished)
-            increments[places] = [each.log_weight for each in growths]
-            token_ids[places] = [each.token_id for each in growths]
-            for index, each in zip(unfinished, growths, strict=True):
-                particles[index] = each.particle
+            growing, places = [particles[index] for index in unfinished], np.array(unfinished)
+            growths = await grown(self._model, growing, seed)
+            longer, increments[places], token_ids[places] = zip(*growths, strict=True)
+            for index, particle in zip(unfinished, longer, strict=True):
+                particles[index] = particle
         after = State(tuple(particles), frozen(before + increments), state.step + 1, state.seed)
         return after, Info(
             step=state.step,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genrt.inference.resampling import Ancestors, Floats, effective_sample_size, log_mean_exp
+from genrt.inference.resampling import Ancestors, Floats, summed
 
 Tokens: TypeAlias = NDArray[np.int64]
 
@@ -29,20 +29,24 @@ class State:
     seed: int
 
     @cached_property
-    def log_evidence(self) -> float:
-        """log Z_hat so far: of the present weights, for the present prefixes."""
-        return log_mean_exp(self.log_weights)
+    def _summed(self) -> tuple[float, float]:
+        return summed(self.log_weights)
 
-    @cached_property
+    @property
     def ess(self) -> float:
         """The effective sample size of the weights; 0 if all particles are dead."""
-        return effective_sample_size(self.log_weights)
+        return self._summed[0]
+
+    @property
+    def log_evidence(self) -> float:
+        """log Z_hat so far: of the present weights, for the present prefixes."""
+        return self._summed[1]
 
     @cached_property
     def unfinished(self) -> tuple[int, ...]:
         """The indices of the particles that the next step extends: alive and not finished."""
         [alive] = np.nonzero(self.log_weights > -math.inf)
-        return tuple(index for index in alive.tolist() if not self.particles[index].finished)
+        return tuple([index for index in alive.tolist() if not self.particles[index].finished])
 
     @property
     def done(self) -> bool:

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -202,7 +201,7 @@ class TextModel:
             temperature=temperature,
             adapter=checks.adapter_name(proposal_adapter) if is_other else self._adapter,
             is_weighed_later=is_other,
-            drafting=drafting(drafts, ends.token_ids | {eos_token_id}),
+            drafting=drafting(drafts, ends.token_ids | {eos_token_id}, lm.device),
         )
         self._blocks = size and Blocks(
             lm=lm,
@@ -305,12 +304,8 @@ class TextModel:
     async def grow(self, particles: Sequence[TextParticle], seed: int) -> list[Growth]:
         """Grow each text by one token, with one question for all to the model that proposes; masks are
         computed meanwhile. Where that is another one, the model is asked once for every block."""
-        start = self._start if self.ends.never else None
-        if (
-            start is not None
-            and not particles[0].trail.count
-            and self._proposals.is_complete(start)
-        ):
+        start = self._start if self.ends.never and not particles[0].trail.count else None
+        if start is not None and self._proposals.is_complete(start):
             # The empty text is the only one.
             nothing = [Growth(each, 0.0, DEAD) for each in particles]
             return await self._judged(particles, await self._ended(nothing, [True] * len(nothing)))
@@ -321,7 +316,7 @@ class TextModel:
 
     async def _one_longer(
         self, particles: Sequence[TextParticle], seed: int
-    ) -> tuple[list[Drawn], list[Growth]]:
+    ) -> tuple[Drawn, list[Growth]]:
         """Draw a token after each text; return these, and the texts, which gain the masses."""
         trails = [particle.trail for particle in particles]
         states = [particle.constraint_state for particle in particles]
@@ -329,74 +324,57 @@ class TextModel:
         drawn = await self._proposals.draw(population, trails, states, seed)
         grown = await self._grown(particles, drawn, Frontier(population))
         if self._start is not None and self.ends.never:
-            grown = await self._ended(
-                grown, await asyncio.to_thread(self._proposals.complete, grown)
-            )
+            complete = await asyncio.to_thread(self._proposals.complete, grown)
+            grown = await self._ended(grown, complete)
         return drawn, grown
 
     # -- what follows from a draw -------------------------------------------------------------
 
     async def _grown(
-        self, particles: Sequence[TextParticle], drawn: Sequence[Drawn], frontier: Frontier
+        self, particles: Sequence[TextParticle], drawn: Drawn, frontier: Frontier
     ) -> list[Growth]:
-        # A rejection does not tell which stop token, so it is one for all.
-        stop = min(self.ends.token_ids, default=DEAD)
-        is_end = self._start is not None and bool(self.ends.token_ids)
-        token_ids = [
-            stop if is_end and each.token_id == self.eos_token_id else each.token_id
-            for each in drawn
-        ]
+        token_ids = drawn.token_ids
+        if self._start is not None and self.ends.token_ids:
+            # A rejection does not tell which stop token, so it is one for all.
+            stop, end = min(self.ends.token_ids), self.eos_token_id
+            token_ids = [stop if each == end else each for each in token_ids]
         states = [particle.constraint_state for particle in particles]
-        if self._start is None:
+        if self.ends.strings:  # which are looked for in texts that are put together
             trails = await asyncio.to_thread(self._longer, particles, token_ids, frontier)
         else:
-            # Texts go on while another thread begins with their states.
-            run, loop = contextvars.copy_context().run, asyncio.get_running_loop()
-            advancing = loop.run_in_executor(None, run, self._advanced, states, token_ids)
             trails = self._longer(particles, token_ids, frontier)
-            states = await advancing
-        return [
-            Growth(particle, -math.inf, DEAD)
-            if token_id == DEAD
-            else Growth(TextParticle(trail, state), each.log_mass, token_id)
-            for particle, trail, state, token_id, each in zip(
-                particles, trails, states, token_ids, drawn, strict=True
-            )
-        ]
+        if self._start is not None:
+            states = await asyncio.to_thread(self._advanced, states, token_ids)
+        return [*map(Growth, map(TextParticle, trails, states), drawn.log_masses, token_ids)]
 
     def _advanced(
         self, states: Sequence[State | None], token_ids: Sequence[int]
     ) -> list[State | None]:
         """Return the states after these tokens, but for those at an end, with their masks."""
         # Equal prefixes share their constraint's state, and so what is computed from it.
-        advanced: dict[tuple[int, int], State] = {}
+        keys = [*zip(map(id, states), token_ids, strict=True)]
         ends = self.ends.token_ids | {DEAD}
-        after: list[State | None] = []
-        for state, token_id in zip(states, token_ids, strict=True):
-            if state is not None and token_id not in ends:
-                key = id(state), token_id
-                if key not in advanced:
-                    advanced[key] = state.advance(token_id)
-                state = advanced[key]
-            after.append(state)
-        # The next step's masks, while this is off the event loop. One that is too complex is an error for
-        # the step that asks for it.
+        after = {
+            key: state if state is None or key[1] in ends else state.advance(key[1])
+            for key, state in dict(zip(keys, states, strict=True)).items()
+        }
+        # The next step's masks; one that is too complex is an error for the step that asks for it.
         with contextlib.suppress(InvalidConstraint):
-            fill(advanced.values())
-        return after
+            fill(state for state in after.values() if state is not None)
+        return [after[key] for key in keys]
 
     def _longer(
         self, particles: Sequence[TextParticle], token_ids: Sequence[int], frontier: Frontier
     ) -> list[Trail]:
         """Return the texts as ``extended`` does, without a look at them where no string may end one."""
-        ends, vocab = self.ends, self._byte_vocab
+        ends, strings, vocab = self.ends.token_ids, self.ends.strings, self._byte_vocab
         longest = self.max_steps - 1 if self._start is None else math.inf
         trails = []
         for number, (particle, token_id) in enumerate(zip(particles, token_ids, strict=True)):
             trail = particle.trail
-            if token_id in ends.token_ids:
+            if token_id in ends:
                 trail = trail.ended()
-            elif ends.strings and token_id != DEAD:
+            elif strings and token_id != DEAD:
                 trail = Trail.of(self.extended(trail.text, token_id), frontier, number)
             elif token_id != DEAD:
                 is_over = trail.count >= longest
@@ -429,10 +407,8 @@ class TextModel:
         if not (is_weighed or any(each.log_twist for each in particles)):
             return list(grown)
         twists = {place: 0.0 for place, each in enumerate(grown) if each.log_weight > -math.inf}
-        for name, function, finished in (
-            ("potential", self._potential, True),
-            ("twist", self._twist, False),
-        ):
+        judges = ("potential", self._potential, True), ("twist", self._twist, False)
+        for name, function, finished in judges:
             places = [place for place in twists if grown[place].particle.finished == finished]
             if function is not None and places:
                 texts = [grown[place].particle.generated for place in places]

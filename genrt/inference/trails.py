@@ -59,14 +59,10 @@ class Trail:
     ) -> None:
         """Add a token and its bytes to a text."""
         self._before: Trail | None = before
-        self._data = data
+        self._data, self.token_id = data, token_id
         self._text: Text | None = None
-        self.token_id = token_id
-        self.count: int
-        self.count = before.count + 1
-        self.finished = finished
-        self.frontier = frontier
-        self.number = number
+        self.count: int = before.count + 1
+        self.finished, self.frontier, self.number = finished, frontier, number
 
     @classmethod
     def of(cls, text: Text, frontier: Frontier | None = None, number: int = 0) -> Self:

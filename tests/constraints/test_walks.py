@@ -90,6 +90,17 @@ def test_equal_bytes_are_one_state() -> None:
     assert start.advance(3).advance(4) is start.advance(1).advance(2).advance(2).advance(1)
 
 
+def test_a_constraint_forgets_the_states_that_are_gone() -> None:
+    start: Any = regex("[ab]*", LM).start()
+    rules, held, state = start._rules, start.advance(1), start
+    for _ in range(100):
+        rules._most = 8
+        state = state.advance(2)
+        assert len(rules.states) <= 8
+    assert start.advance(1) is held
+    assert rules.states[b"a"]() is held
+
+
 class Marked:
     """A tokenizer whose token 2 is a special one."""
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from genrt.inference.pace import FIRST, LEARNING, LOSS, SHARE, TURN, TURNS, Pace
+from genrt.inference.pace import FIRST, LEARNING, LOSS, PATIENT, SHARE, TURN, TURNS, Pace
 
 
 def went(pace: Pace, steps: int, *, count: int = 8, ahead: float, without: float) -> list[bool]:
@@ -34,6 +34,18 @@ def test_what_does_not_pay_is_tried_seldom(ahead: float) -> None:
     lost = np.cumsum(found) * (ahead - 1)
     assert lost[200] <= 2 * (LOSS + ahead)
     assert lost[-1] <= lost[200] + 1.5 * SHARE * len(found)
+
+
+@pytest.mark.parametrize("ahead", [2.0, 12.0])
+def test_where_it_is_known_to_be_dear_its_first_trial_is_earned_before(ahead: float) -> None:
+    pace = Pace(PATIENT)
+    found = went(pace, PATIENT, ahead=ahead, without=1.0)
+    assert not any(found)
+    assert not any(went(pace, PATIENT // 2, count=2, ahead=ahead, without=1.0))
+    found += went(pace, 20_000, ahead=ahead, without=1.0)
+    assert any(found)
+    lost = np.cumsum(found) * (ahead - 1)
+    assert (lost[PATIENT + 100 :] <= 3 * SHARE * np.arange(PATIENT + 100, len(found))).all()
 
 
 def test_a_first_step_that_prepares_much_does_not_end_it() -> None:
