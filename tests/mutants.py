@@ -212,7 +212,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "chosen",
             "a guess takes its token by the number of its block",
-            Swap("_inverse(within, numbers[:, 1])", "_inverse(within, numbers[:, 0])"),
+            Swap("inverse(within, numbers[:, 1])", "inverse(within, numbers[:, 0])"),
         ),
         (
             "chosen",

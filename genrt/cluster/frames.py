@@ -50,7 +50,7 @@ class Outgoing:
         piece, sizes = 0, list[int]()
         self._file: int | None = None
         if memory is not None and arrays:
-            (piece, self._file), sizes = memory.put(arrays)
+            piece, self._file, sizes = memory.put(arrays)
         head = _HEAD.pack(len(data), len(sizes), piece, self._file is not None)
         self._left = memoryview(b"".join([head, *map(_SIZE.pack, sizes), data]))
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["ALIGNMENT", "Array", "Kept", "Memory", "Place", "places"]
+__all__ = ["Array", "Kept", "Memory", "Place"]
 
 ALIGNMENT = 64
 """Where arrays begin: at multiples of it."""
@@ -37,10 +37,12 @@ Array = Sequence[memoryview]
 
 
 class Place(NamedTuple):
-    """Where arrays are: the number of their piece, and its file where it is new to the receivers."""
+    """Where arrays of these sizes are: the number of their piece, and its file where it is new to the
+    receivers."""
 
     piece: int
     file: int | None
+    sizes: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +51,7 @@ class _Piece:
     memory: mmap.mmap
 
 
-def places(sizes: Sequence[int]) -> list[int]:
+def _starts(sizes: Sequence[int]) -> list[int]:
     """Return where arrays of these sizes begin in a piece, and last where the next one would."""
     found = [MOST_RECEIVERS]
     for size in sizes:
@@ -64,11 +66,10 @@ class Memory:
         self._flags = bytes([1] * receivers)
         self._pieces: list[_Piece] = []  # the last that was written to last
 
-    def put(self, arrays: Sequence[Array]) -> tuple[Place, list[int]]:
-        """Copy arrays to where nobody has any; return the place, whose file is the caller's to close, and
-        their sizes."""
+    def put(self, arrays: Sequence[Array]) -> Place:
+        """Copy arrays to where nobody has any; return the place, whose file is the caller's to close."""
         sizes = [sum(part.nbytes for part in each) for each in arrays]
-        starts = places(sizes)
+        starts = _starts(sizes)
         piece, file = self._taken(starts[-1])
         whole = np.frombuffer(piece.memory, np.uint8)
         for start, each in zip(starts, arrays, strict=False):
@@ -77,7 +78,7 @@ class Memory:
                 whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
                 at += part.nbytes
         whole[: len(self._flags)] = np.frombuffer(self._flags, np.uint8)
-        return Place(piece.number, file), sizes
+        return Place(piece.number, file, sizes)
 
     def _taken(self, nbytes: int) -> tuple[_Piece, int | None]:
         free = bytes(len(self._flags))
@@ -123,7 +124,7 @@ class Kept:
 
     def arrays(self, number: int, sizes: Sequence[int]) -> list[memoryview]:
         """Return the arrays of a piece in place; it is free once they are gone."""
-        memory, starts = self._pieces[number], places(sizes)
+        memory, starts = self._pieces[number], _starts(sizes)
         whole = np.frombuffer(memory, np.uint8)
         left = weakref.finalize(whole, _leave, memory, self._receiver, os.getpid())
         left.atexit = False

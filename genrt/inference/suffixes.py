@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from genrt.tokens.host_draws import inverse
 from genrt.tokens.sampling import BLOCK, LARGEST
 
 __all__ = ["LENGTHS", "Law", "Suffixes", "chosen"]
@@ -88,9 +89,9 @@ def chosen(
     total = weights.sum(axis=1)
     numbers = uniforms.clip(max=LARGEST)
     blocks = ids // BLOCK
-    first = _inverse(weights, numbers[:, 0])
+    first, _ = inverse(weights, numbers[:, 0])
     within = np.where(blocks == np.take_along_axis(blocks, first[:, None], 1), weights, 0.0)
-    found = _inverse(within, numbers[:, 1])
+    found, _ = inverse(within, numbers[:, 1])
     places = np.arange(len(laws))
     with np.errstate(invalid="ignore"):
         shares = weights[places, found] / total
@@ -100,10 +101,3 @@ def chosen(
             ids[places, found].tolist(), shares.tolist(), total.tolist(), strict=True
         )
     ]
-
-
-def _inverse(weights: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return the first place of each row whose cumulative weight exceeds its number's share of all."""
-    sums = weights.cumsum(axis=1)
-    found: np.ndarray = (sums > sums[:, -1:] * numbers[:, None]).argmax(axis=1)
-    return found

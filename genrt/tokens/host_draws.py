@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["drawn"]
+__all__ = ["drawn", "inverse"]
 
 LEAST = 1e-15
 """The least mass of an ordinary row: weights that float32 has as 0 are together less than 2^-53 of it."""
@@ -29,8 +29,8 @@ def drawn(rows: Tensor, numbers: Tensor, block: int, otherwise: Callable[..., Te
     blocks = weights.reshape(count, weights.shape[1] // block, block)
     with np.errstate(all="ignore"):
         np.exp(logarithms, out=weights[:, :width])
-        chosen, mass = _inverse(np.einsum("nbi->nb", blocks), first)
-        within, _ = _inverse(blocks[places, chosen], second)
+        chosen, mass = inverse(np.einsum("nbi->nb", blocks), first)
+        within, _ = inverse(blocks[places, chosen], second)
         token_ids, log_mass = chosen * block + within, np.log(mass)
         logprobs = np.minimum(logarithms[places, token_ids] - log_mass, 0.0)
     found = torch.from_numpy(np.stack([token_ids, logprobs, log_mass], axis=1))
@@ -41,7 +41,8 @@ def drawn(rows: Tensor, numbers: Tensor, block: int, otherwise: Callable[..., Te
     return found
 
 
-def _inverse(weights: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each row's cumulative weight exceeds its number's share of the total, and that."""
+def inverse(weights: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first place of each row whose cumulative weight exceeds its number's share of the total,
+    and the total."""
     sums = weights.cumsum(axis=1, dtype=np.float64)
     return (sums > (sums[:, -1] * numbers)[:, None]).argmax(axis=1), sums[:, -1]

@@ -206,7 +206,7 @@ def test_rows_are_read_in_place_and_their_memory_is_used_again_once_they_are_gon
 
 def test_a_forked_child_frees_nothing(pair: Pair) -> None:
     memory, kept = Memory(), Kept()
-    (piece, file), sizes = memory.put(in_parts([np.arange(100)]))
+    piece, file, sizes = memory.put(in_parts([np.arange(100)]))
     assert file is not None
     kept.add(piece, file)
     arrays = kept.arrays(piece, sizes)
@@ -217,7 +217,7 @@ def test_a_forked_child_frees_nothing(pair: Pair) -> None:
         del arrays
         os._exit(gc.collect() * 0)
     assert os.waitpid(child, 0)[1] == 0
-    assert memory.put(in_parts([np.arange(100) + 1]))[0].piece != piece
+    assert memory.put(in_parts([np.arange(100) + 1])).piece != piece
     np.testing.assert_array_equal(np.frombuffer(arrays[0], np.int64), np.arange(100))
 
 
@@ -238,7 +238,7 @@ class Sharing(RuleBasedStateMachine):
     def send(self, sizes: list[int]) -> None:
         self.count += 1
         arrays = [np.full(size, self.count % 256, np.uint8) for size in sizes]
-        (piece, file), told = self.memory.put(in_parts(arrays))
+        piece, file, told = self.memory.put(in_parts(arrays))
         assert told == sizes
         for number, receiver in enumerate(self.receivers):
             if file is not None:
