@@ -10,11 +10,11 @@ import torch
 
 from genrt.cluster.programs import run_program
 from genrt.engines.protocol import Engine
-from genrt.populations import Home, Population, Prompts, begin
+from genrt.populations import Batches, Home, Population, Prompts, begin
 from genrt.questions.candidates import candidates_request
 from genrt.questions.completions import Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import check_contexts, check_seed, nonces_of
-from genrt.questions.draws import batch_draw, draw_request, draw_requests
+from genrt.questions.draws import draw_request
 from genrt.questions.host_rows import Device, host_row, must_move
 from genrt.questions.masks import Mask, Masks
 from genrt.questions.prefixes import Prefix, PrefixOptions, WarmUpOptions
@@ -78,6 +78,7 @@ class AsyncLM(EngineOwner):
         own = self._limits, self._adapters, self._nonces
         self._texts = Texts(self._thread, *own)
         self._home = Home(self._thread, self._asker, *own)
+        self._batches = Batches(self._home)
 
     def _of_seed(self, seed: int) -> Self:
         """Return this runtime, equal to itself, with a seed of its own."""
@@ -182,10 +183,10 @@ class AsyncLM(EngineOwner):
         """Draw after each of ``contexts``, in order, as one question; return tensors on the host.
 
         ``masks`` has a mask, or ``None``, for each context: a sequence, or the rows of a bool or packed
-        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``."""
-        bound, nonces = self._adapters.bound(adapter), self._nonces
-        requests = draw_requests(self._limits, contexts, bound, nonces, masks, temperature, seed)
-        return batch_draw(await self._ask(requests, timeout=timeout))
+        tensor. With a ``seed``, context ``i`` is drawn with seed ``seed + i``. Contexts that are those of
+        an earlier batch and one token more each go on from it, as a population's do."""
+        own = contexts, masks, temperature, seed, adapter, timeout
+        return await self._batches.draw(self._ask, *own)
 
     async def token_logprobs(
         self,

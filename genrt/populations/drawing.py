@@ -38,6 +38,7 @@ class Drawing:
         adapter: a name.
         origins: where all sequences come from, those that are not asked about too.
         drafts, known: of the sequences at these places, as ``PopulationDraw`` has them.
+        most: how many of them one request asks about.
     """
 
     home: Home
@@ -50,6 +51,7 @@ class Drawing:
     seed: int | None
     drafts: tuple[Draft, ...] | None
     known: tuple[RowsAhead | None, ...]
+    most: int
 
     async def drawn(
         self, ask: Ask, masks: Masks | Awaitable[Masks | None] | None, timeout: float | None
@@ -87,7 +89,7 @@ class Drawing:
         *,
         goes_on: bool = False,
     ) -> tuple[list[Any], list[Asked]]:
-        most = self.home.most
+        most = self.most
         failed: GenrtError | None = None
         while True:
             # It is bound to the adapter, and asked, in one go: nobody can remove that in between.

@@ -19,6 +19,9 @@ from genrt.runtime.thread import EngineThread
 
 __all__ = ["Home"]
 
+FEW = 64
+"""So few sequences are not shared by replicas: a step of half as many takes about as long."""
+
 
 class GoingOn(Protocol):
     """A population, which goes on from earlier questions."""
@@ -66,6 +69,11 @@ class Home:
     def most(self) -> int:
         """How many sequences are asked about by one request at most."""
         return self._thread.most_together
+
+    def most_of(self, count: int) -> int:
+        """Return the same for a batch of so many, which replicas share."""
+        share = -(-count // max(1, len(self._thread.replicas())))
+        return min(self.most, max(share, FEW))
 
     @property
     def weights_version(self) -> int:

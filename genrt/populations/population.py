@@ -173,6 +173,7 @@ class Population:
                 seed=seed,
                 drafts=None if drafts is None else self._drafted(drafts, places, contexts),
                 known=self._known(places),
+                most=home.most,
             )
             found, answered = await drawing.drawn(self._ask, masks, timeout)
         finally:

@@ -17,7 +17,7 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int
-from genrt.questions.token_ids import TokenIds, advice_for, host_array, id_words
+from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
 
 __all__ = [
     "LAST_SEED",
@@ -71,12 +71,14 @@ class Limits:
         return tuple(id_words(token_ids, self.vocab_size, allow_empty=allow_empty, name=name))
 
 
-def check_contexts(contexts: Sequence[TokenIds], name: str = "contexts") -> Sequence[TokenIds]:
+def check_contexts(
+    contexts: Sequence[TokenIds] | Table, name: str = "contexts"
+) -> Sequence[TokenIds]:
     """Return the contexts, each of which is still to be checked. Raises InvalidRequest, whose message
     calls them ``name``, if these are no contexts in a sequence."""
     given: object = contexts
     if isinstance(given, np.ndarray | torch.Tensor) and given.ndim:
-        contexts = given = list(host_array(given, name))
+        given = list(host_array(given, name))
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InvalidRequest(
             f"{name} must be a sequence of token-id sequences, "
@@ -86,7 +88,7 @@ def check_contexts(contexts: Sequence[TokenIds], name: str = "contexts") -> Sequ
         raise InvalidRequest(
             f"{name} must be a sequence of token-id sequences, got one of them: give [token_ids]"
         )
-    return contexts
+    return given
 
 
 def abbreviated(token_ids: Sequence[int]) -> str:

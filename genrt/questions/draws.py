@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from genrt.numbers import check_float
-from genrt.questions.contexts import Adapter, Limits, check_contexts, check_seed, seed_at, seed_of
-from genrt.questions.masks import Mask, Masks, check_masks, packed_mask
+from genrt.questions.contexts import Adapter, Limits, check_seed, seed_of
+from genrt.questions.masks import Mask, packed_mask
 from genrt.questions.reads import (
     Answering,
     Read,
@@ -28,7 +28,7 @@ from genrt.questions.token_ids import TokenIds
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw, Draw, drawn, seeded_uniforms
 
-__all__ = ["DrawToken", "batch_draw", "draw_request", "draw_requests"]
+__all__ = ["DrawToken", "batch_draw", "draw_request"]
 
 TOLERANCE = 1e-4
 """How far a draw's numbers may be from those of double precision."""
@@ -136,11 +136,8 @@ def draw_request(
     mask: Mask | None,
     temperature: float,
     seed: int | None,
-    *,
-    place: int = 0,
 ) -> ReadRequest:
-    """Return the request for the draw at ``place`` of a batch; ``nonce`` sets it apart unless a seed or
-    temperature 0 decides it.
+    """Return the request for a draw; ``nonce`` sets it apart unless a seed or temperature 0 decides it.
 
     Raises:
         InvalidRequest: a mask or parameter is of the wrong type, shape or range; bad token ids.
@@ -155,26 +152,7 @@ def draw_request(
         return ReadRequest(row, DrawToken(packed, 0.0))
     if seed is None:
         return ReadRequest(row, DrawToken(packed, temperature, nonce=nonce))
-    return ReadRequest(row, DrawToken(packed, temperature, seed=seed_at(seed, place)))
-
-
-def draw_requests(
-    limits: Limits,
-    contexts: Sequence[TokenIds],
-    adapter: Adapter | None,
-    nonces: Iterator[int],
-    masks: Masks | None,
-    temperature: float,
-    seed: int | None,
-) -> list[ReadRequest]:
-    """Return a request for each context. Wrong parameters raise for no contexts too."""
-    given = check_masks(masks, len(check_contexts(contexts)))
-    if not given:
-        draw_request(limits, [0], adapter, 0, None, temperature, seed)
-    return [
-        draw_request(limits, ids, adapter, next(nonces), mask, temperature, seed, place=place)
-        for place, (ids, mask) in enumerate(zip(contexts, given, strict=True))
-    ]
+    return ReadRequest(row, DrawToken(packed, temperature, seed=seed))
 
 
 def batch_draw(draws: Sequence[Draw]) -> BatchDraw:

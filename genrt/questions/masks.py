@@ -62,9 +62,12 @@ def packed_mask(mask: Mask, vocab_size: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes().ljust(4 * words, b"\0")
 
 
-def packed_masks(masks: Masks | None, count: int, vocab_size: int) -> np.ndarray | None:
+def packed_masks(
+    masks: Masks | None, count: int, vocab_size: int, *, copies: bool = False
+) -> np.ndarray | None:
     """Return a mask for each of ``count`` contexts, each as ``packed_mask`` has it: uint8 ``[count,
-    size]``, rows of equal masks perhaps in one place; ``None`` if all of them are ``None``.
+    size]``, rows of equal masks perhaps in one place; ``None`` if all of them are ``None``. Of a packed
+    matrix it is a view, unless it ``copies``.
 
     Raises:
         InvalidRequest: as ``packed_mask`` and ``check_masks``.
@@ -73,7 +76,7 @@ def packed_masks(masks: Masks | None, count: int, vocab_size: int) -> np.ndarray
         given = host_array(masks, "masks")
         if given.strides[0] == 0:  # one for all, expanded
             given = given[:1]
-        packed = _packed_table(given, vocab_size)
+        packed = _packed_table(given, vocab_size, copies)
         if packed is not None:
             _check_count(len(masks), count)
             return (
@@ -88,7 +91,7 @@ def packed_masks(masks: Masks | None, count: int, vocab_size: int) -> np.ndarray
     return np.frombuffer(b"".join(found), np.uint8).reshape(count, size)
 
 
-def _packed_table(table: np.ndarray, vocab_size: int) -> np.ndarray | None:
+def _packed_table(table: np.ndarray, vocab_size: int, copies: bool) -> np.ndarray | None:
     """Return the rows of a table packed, if they are masks of a type that is."""
     words = -(-vocab_size // 32)
     if table.dtype == np.bool_ and table.shape[1] == vocab_size:
@@ -96,7 +99,7 @@ def _packed_table(table: np.ndarray, vocab_size: int) -> np.ndarray | None:
         return np.pad(packed, ((0, 0), (0, 4 * words - packed.shape[1])))
     if table.dtype != np.int32 or table.shape[1] != words:
         return None
-    packed = np.ascontiguousarray(table)
+    packed = np.array(table, order="C") if copies else np.ascontiguousarray(table)
     if beyond := vocab_size % 32:
         last = (1 << beyond) - 1
         if (packed[:, -1] & ~np.int64(last)).any():

@@ -150,15 +150,16 @@ class PopulationDraw:
             return
         for start in range(0, len(self), size):
             part = slice(start, start + size)
+            origins = None if self.origins is None else self.origins.take(part).needed()
             yield PopulationDraw(
                 self.contexts.part(part),
                 self.adapter,
                 None if self.masks is None else self.masks[part],
                 self.temperature,
                 self.seeds[part],
-                None if self.origins is None else self.origins.take(part),
+                origins,
                 self.weights_version,
-                self.came_from,
+                self.came_from if origins is None else origins.asked,
                 None if self.drafts is None else self.drafts[part],
                 self.known[part],
             )
@@ -245,7 +246,7 @@ def population_draw(
 def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -> BatchDraw:
     """Return draws of the sequences at ``places`` of ``count``; of the others, token -1, logprob 0 and
     log mass 0."""
-    if len(several) == 1 and len(places) == count:
+    if len(several) == 1 and np.array_equal(places, np.arange(count)):
         return several[0]
     whole = BatchDraw(torch.full((count,), -1), torch.zeros(count), torch.zeros(count))
     if several:

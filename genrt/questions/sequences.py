@@ -17,7 +17,7 @@ import torch
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import check_int, shown
-from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits
+from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, check_contexts
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.token_ids import Table, TokenIds, advice_for, host_array, id_words
 
@@ -61,10 +61,13 @@ class Sequences:
         return cls(np.tile(words, (count, 1)), np.full(count, len(words)))
 
     @classmethod
-    def of(cls, limits: Limits, contexts: Sequence[TokenIds]) -> Self:
+    def of(cls, limits: Limits, contexts: Sequence[TokenIds] | Table) -> Self:
         """Return these sequences. Raises InvalidRequest for bad token ids, or too many sequences."""
-        check_int("the number of contexts", len(contexts), 0, MOST_SEQUENCES)
-        words = [np.frombuffer(id_words(each, limits.vocab_size), np.uint32) for each in contexts]
+        if (table := _table(contexts, limits.vocab_size)) is not None:
+            return cls(table, np.full(len(table), table.shape[1]))
+        each_one = check_contexts(contexts)
+        check_int("the number of contexts", len(each_one), 0, MOST_SEQUENCES)
+        words = [np.frombuffer(id_words(each, limits.vocab_size), np.uint32) for each in each_one]
         lengths = np.array([len(each) for each in words], np.int64)
         table = np.zeros((len(words), int(lengths.max(initial=0))), np.uint32)
         for row, each in zip(table, words, strict=True):
@@ -210,6 +213,17 @@ def check_flags(name: str, given: Flags, count: int) -> np.ndarray:
         raise InvalidRequest(f"{name} must be bools, got {shown(given)}")
     _check_count(name, found, count)
     return found.astype(bool)
+
+
+def _table(contexts: Sequence[TokenIds] | Table, vocab_size: int) -> np.ndarray | None:
+    """Return sequences that come as a table of token ids, uint32 ``[n, length]``; ``None`` for others,
+    and where something is wrong with them."""
+    if not isinstance(contexts, torch.Tensor | np.ndarray) or contexts.ndim != 2:
+        return None
+    table = host_array(contexts, "contexts")
+    if table.dtype.kind not in "iu" or not table.size or len(table) > MOST_SEQUENCES:
+        return None
+    return table.astype(np.uint32) if table.min() >= 0 and table.max() < vocab_size else None
 
 
 def _flat(name: str, given: Table | Sequence[object]) -> np.ndarray:

@@ -8,6 +8,7 @@ with rows ahead, those that are missing are asked for, and all are told.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import cast
@@ -71,20 +72,17 @@ class PopulationAnswers:
         self._expect = expect
         self.going_on: dict[Request, None] = {}
 
-    def go_on(self, requests: Sequence[Request]) -> dict[Request, None]:
-        """Have the engine take the populations among these that go on by number; return those."""
+    def go_on(self, populations: Sequence[PopulationDraw]) -> dict[Request, None]:
+        """Have the engine take those of the populations that go on by number; return these."""
         populating = self._populating
         if populating is None:
             return {}
+        going_on = [each for each in populations if each.origins and not each.is_ahead]
         taken: dict[Request, None] = {}
-        for request in requests:
-            if (
-                isinstance(request, PopulationDraw)
-                and request.origins
-                and not request.is_ahead
-                and populating.go_on(request)
-            ):
-                taken[request] = self.going_on[request] = None
+        # Of two that go on alike, each would have its rows computed for itself: they share them.
+        for each, alike in zip(going_on, _times(going_on), strict=True):
+            if alike == 1 and populating.go_on(each):
+                taken[each] = self.going_on[each] = None
         return taken
 
     def give_up(self, requests: Iterable[Request]) -> list[Request]:
@@ -157,3 +155,16 @@ class PopulationAnswers:
         token_ids = torch.from_numpy(found[:, 0].astype(np.int64))
         numbers = torch.from_numpy(found[:, 1:].T.astype(np.float32))
         return BatchDraw.of((token_ids, *numbers), population.weights_version)
+
+
+def _times(populations: Sequence[PopulationDraw]) -> list[int]:
+    """Return how many of these go on from the same sequences by the same tokens as each of them."""
+    if len(populations) == 1:
+        return [1]
+    ways = [
+        (origins.asked, origins.numbers.tobytes(), each.contexts.last_tokens.tobytes())
+        for each in populations
+        if (origins := each.origins) is not None
+    ]
+    times = Counter(ways)
+    return [times[way] for way in ways]
