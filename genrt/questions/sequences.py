@@ -178,7 +178,7 @@ class Contexts:
             for n in range(len(self))
         ]
 
-    def part(self, part: slice) -> Contexts:
+    def part(self, part: slice | np.ndarray) -> Contexts:
         """Return some of them."""
         return Contexts(self.table, self.places[part], self.lengths[part])
 
