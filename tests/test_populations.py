@@ -22,6 +22,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import Closed, ContextTooLong, InvalidRequest, TimedOut, UnknownAdapter
 from genrt.lm import AsyncLM
 from genrt.populations import Population
+from tests.apart import drawn_apart, drawn_apart_sync
 from tests.scoring_engine import ScoringEngine
 from tests.scripted import passes
 from tests.test_every_argument import WRONG
@@ -130,7 +131,7 @@ class AsLists(RuleBasedStateMachine):
             [chance.random() < 0.7 for _ in self.lists],
         )
         options: dict[str, Any] = {"masks": masks, "temperature": temperature, "seed": seed}
-        expected = self.lm.batch_draw_sync(self.lists, **options)
+        expected = drawn_apart_sync(self.lm, self.lists, **options)
         for got, wanted in zip(self.population.draw_sync(**options), expected, strict=True):
             assert torch.equal(got, wanted)
         some = self.population.draw_sync(**options, where=where)
@@ -522,7 +523,7 @@ def test_max_batch_size_bounds_the_flushes_of_a_population() -> None:
     with genrt.load(MODEL, engine="exact", max_batch_size=2) as lm:
         draws = lm.population(contexts).draw_sync(seed=3)
         s = lm.statistics().batcher
-        expected = lm.batch_draw_sync(contexts, seed=3)
+        expected = drawn_apart_sync(lm, contexts, seed=3)
     assert (s.largest_flush, s.flushes) == (2, -(-SIZE // 2))
     for got, wanted in zip(draws, expected, strict=True):
         assert torch.equal(got, wanted)
@@ -546,7 +547,7 @@ def test_a_question_that_is_too_large_for_the_memory_is_asked_again_in_parts(mos
     with genrt.load(engine=lambda: Small(MODEL), cache_bytes=0) as lm:
         draws = lm.population(contexts).draw_sync(seed=3)
         with genrt.load(MODEL, engine="exact") as large:
-            expected = large.batch_draw_sync(contexts, seed=3)
+            expected = drawn_apart_sync(large, contexts, seed=3)
     for got, wanted in zip(draws, expected, strict=True):
         assert torch.equal(got, wanted)
 
@@ -597,7 +598,7 @@ async def test_the_rows_are_computed_while_the_masks_are_awaited() -> None:
             return masks
 
         found = await population.draw(masks=late(), seed=5)
-        expected = await lm.batch_draw([[1, 2]] * 3, masks=masks, seed=5)
+        expected = await drawn_apart(lm, [[1, 2]] * 3, masks=masks, seed=5)
         assert all(map(torch.equal, found, expected))
         assert computed == [1]
         for asked in (asyncio.create_task(late()), asyncio.ensure_future(late())):
@@ -674,7 +675,7 @@ async def test_draws_whose_rows_are_there_cause_no_forward(lm: AsyncLM) -> None:
         whole.append([5, -1, 5])
     assert lm.statistics().engine.rows == before
     for contexts, found in drawn.values():
-        assert all(map(torch.equal, found, await lm.batch_draw(contexts, seed=2)))
+        assert all(map(torch.equal, found, await drawn_apart(lm, contexts, seed=2)))
     whole.append([0, -1, 0])
     assert whole.rows_ahead[0] is None
     assert whole.rows_ahead[1] is not None
@@ -692,7 +693,7 @@ async def test_of_another_draft_only_the_rows_in_common_stay(lm: AsyncLM) -> Non
     for tokens in ([4, 1], [6, -1], [5, -1]):
         population.append(tokens)
         drawn = await population.draw(seed=2)
-        assert all(map(torch.equal, drawn, await lm.batch_draw([*population], seed=2)))
+        assert all(map(torch.equal, drawn, await drawn_apart(lm, [*population], seed=2)))
 
 
 async def test_what_changes_while_a_draw_is_asked_keeps_no_rows_of_before(lm: AsyncLM) -> None:
@@ -703,7 +704,7 @@ async def test_what_changes_while_a_draw_is_asked_keeps_no_rows_of_before(lm: As
     await asked
     assert population.rows_ahead == [None, None]
     drawn = await population.draw(seed=3)
-    assert all(map(torch.equal, drawn, await lm.batch_draw([[1, 2, 6], [3, 6]], seed=3)))
+    assert all(map(torch.equal, drawn, await drawn_apart(lm, [[1, 2, 6], [3, 6]], seed=3)))
 
 
 @pytest.mark.parametrize(
@@ -744,6 +745,6 @@ async def test_rows_of_old_weights_and_adapters_are_drawn_from_no_more() -> None
         population.append([3, 3])
         await lm.update_weights({"table": other._table})
         drawn = await population.draw(seed=1)
-        expected = await lm.batch_draw([[1, 2, 3]] * 2, seed=1)
+        expected = await drawn_apart(lm, [[1, 2, 3]] * 2, seed=1)
         assert all(map(torch.equal, drawn, expected))
         assert drawn.weights_version == 1

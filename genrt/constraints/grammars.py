@@ -6,6 +6,7 @@ Compiling one and computing masks takes milliseconds of CPU time, off the event 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -29,6 +30,9 @@ from genrt.tokens.vocabulary import checked_token_id
 
 if TYPE_CHECKING:
     from genrt.lm import AsyncLM
+
+QUICK = 300e-6
+"""For so many seconds masks are computed one after the other."""
 
 
 def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
@@ -171,8 +175,7 @@ class _Vocabulary:
             if not unfilled:
                 return
             words: Words = np.zeros((len(unfilled), len(self.tokens.open)), dtype=np.int32)
-            rows, (count, size) = [(each[1], n) for n, each in enumerate(unfilled)], words.shape
-            self.executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, 4 * size, count)
+            self._compute([matcher for _, matcher in unfilled], words)
             word, bit = divmod(self.tokens.eos_token_id, 32)
             end = np.uint32(1 << bit).view(np.int32)
             accepting = [state.accepting for state, _ in unfilled]
@@ -183,6 +186,19 @@ class _Vocabulary:
                 if error and not error.startswith("NoExtension"):
                     raise state.too_complex(error)
                 state.words = row.copy()
+
+    def _compute(self, matchers: Sequence[Any], words: Words) -> None:
+        """Have matchers compute their masks: one after the other, and in parallel what is left after
+        ``QUICK`` seconds. Most masks take some microseconds, and to wake threads takes longer."""
+        count, size = words.shape
+        first, until = words.ctypes.data, time.perf_counter() + QUICK
+        for number, matcher in enumerate(matchers):
+            matcher.unsafe_compute_mask_ptr(first + 4 * size * number, 4 * size)
+            if time.perf_counter() > until:
+                left = [(each, n) for n, each in enumerate(matchers[number + 1 :], number + 1)]
+                if left:
+                    self.executor.unsafe_compute_mask_ptr(left, first, 4 * size, count)
+                return
 
 
 _vocabularies: weakref.WeakKeyDictionary[AsyncLM, _Vocabulary] = weakref.WeakKeyDictionary()

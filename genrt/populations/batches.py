@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -33,13 +34,52 @@ MOST_BATCHES = 16
 """How many batches are remembered: the last ones."""
 
 MOST_BYTES = 2**27
-"""What the contexts of remembered batches take at most."""
+"""What remembered batches take at most, with the lists that are held."""
 
-HELD_BYTES = 2**24
-"""The largest contexts of which the lists are held too, which take twice as much."""
+HELD_BYTES = 2**25
+"""What the lists of one batch take at most, or they are not held."""
+
+MOST_ROOM = 8
+"""Contexts in a table of more than so many places a token are not remembered: one is far longer than the
+rest, and to look at the table would take longer than to find each context."""
+
+LIST_BYTES = 80
+"""What a list takes besides its numbers."""
 
 PROBES = 8
 """So many objects of a list are looked at before all of them are."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """Contexts as a table that may grow, and as the lists that they came as.
+
+    Attributes:
+        are_ints: the lists are known to hold ints alone. An id of another type, as a tensor, may become
+            another number where it is.
+    """
+
+    table: Sequences
+    lists: list[list[int]]
+    are_ints: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the lists take, about."""
+        return 8 * int(self.table.lengths.sum()) + LIST_BYTES * len(self.lists)
+
+    def grown(self, contexts: Sequence[TokenIds], limits: Limits) -> np.ndarray | None:
+        """Add the last token of each context to table and lists, and return these tokens, int64 ``[n]``,
+        if the contexts are the lists and one token more each; else change none."""
+        tokens = _new_tokens(self.lists, contexts, limits)
+        if tokens is None:
+            return None
+        self.are_ints = self.are_ints or {int}.issuperset(map(type, chain(*self.lists)))
+        if not self.are_ints:
+            _take_back(self.lists)
+            return None
+        self.table.append(tokens)
+        return tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -47,21 +87,27 @@ class _Batch:
     """Contexts in order, each with a key, uint64 ``[n]``; and the sequences that they go on from.
 
     Attributes:
-        held: the contexts as a table that may grow, and as the lists that they came as: whoever goes on
-            takes both. Empty after that, and for contexts that came otherwise.
+        keys: none if the batch is not to be remembered.
+        held: whoever goes on takes it. Empty after that, and for contexts that came otherwise.
         known: where contexts that go on from these come from, once these have been answered.
-        numbers: which context has a key.
+        order: the places of the keys from the smallest to the largest, once they are looked for.
     """
 
     adapter: str | None
     contexts: Contexts
     keys: np.ndarray
     origins: Origins
-    held: list[tuple[Sequences, list[list[int]]]]
+    held: list[_Held]
     known: Origins = field(init=False)
-    numbers: dict[int, int] = field(init=False)
+    order: np.ndarray | None = None
 
-    def take(self) -> tuple[Sequences, list[list[int]]] | None:
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes, about; contexts that share a table count as if they did not."""
+        held = sum(each.nbytes for each in [*self.held])
+        return self.contexts.table.nbytes + 48 * len(self.keys) + held
+
+    def take(self) -> _Held | None:
         """Return what is held to one caller alone, of any thread."""
         try:
             return self.held.pop()
@@ -73,7 +119,26 @@ class _Batch:
         numbers = np.empty_like(places)
         numbers[places] = np.arange(len(places))
         self.known = Origins((*asked,), numbers, self.contexts.lengths)
-        self.numbers = dict(zip(self.keys.tolist(), range(len(self.keys)), strict=True))
+
+    def numbers(self, keys: np.ndarray) -> np.ndarray | None:
+        """Return which contexts have these keys, each the one at the same place if it has; ``None``
+        unless all are there."""
+        order = self.order
+        if order is None:
+            self.order = order = np.argsort(self.keys, kind="stable")
+        at = np.searchsorted(self.keys, keys, sorter=order)
+        found: np.ndarray = order[np.minimum(at, len(order) - 1)]
+        if (self.keys[found] != keys).any():
+            return None
+        both = min(len(keys), len(order))
+        found[:both] = np.where(self.keys[:both] == keys[:both], np.arange(both), found[:both])
+        return found
+
+    def equals(self, other: _Batch) -> bool:
+        """Return whether these are the contexts of another batch, in the same order."""
+        if self.adapter != other.adapter or not np.array_equal(self.keys, other.keys):
+            return False
+        return _are_equal(self.contexts, other.contexts, other.contexts.lengths)
 
 
 class Batches:
@@ -122,36 +187,48 @@ class Batches:
             most=home.most_of(count),
         )
         found, answered = await drawing.drawn(ask, words, timeout)
-        if answered:
+        if answered and len(batch.keys):
             batch.answered(answered, places)
             self._remember(batch)
         return joined_draws(found, places, count)
 
     def _remember(self, batch: _Batch) -> None:
         last = (batch, *self._last)[:MOST_BATCHES]
-        kept = np.cumsum([each.contexts.table.nbytes for each in last])
+        for each in last[1:]:
+            # What goes on from either goes on from the last one, and shares its rows with what else does.
+            if each.equals(batch):
+                each.known = batch.known
+        kept = np.cumsum([each.nbytes for each in last])
         self._last = last[: int((kept <= MOST_BYTES).sum())]
 
     def _begun(self, contexts: Sequence[TokenIds], adapter: str | None) -> _Batch:
         """Return a batch of contexts that are read. Raises InvalidRequest for bad ones."""
+        lists: list[list[int]] = []
+        if _may_be_held(contexts):
+            # Copied before they are read: another thread may append to them.
+            contexts = [each.copy() if type(each) is list else each for each in contexts]
+            lists = [each for each in contexts if type(each) is list]
         sequences = Sequences.of(self._home.limits, contexts)
         whole = sequences.contexts(np.arange(len(sequences)))
         table, ends = whole.table, whole.lengths - 1
+        if table.nbytes > MOST_BYTES or table.size > MOST_ROOM * max(
+            int(whole.lengths.sum()), 2**16
+        ):
+            return _Batch(adapter, whole, np.empty(0, np.uint64), Origins.none(len(whole)), [])
         factors = _factors(table.shape[1])
-        keys = np.einsum("nt,t->n", table, factors, dtype=np.uint64)
-        before = keys - whole.last_tokens.astype(np.uint64) * factors[ends]
-        lists = [each.copy() for each in contexts if type(each) is list]
-        is_held = len(lists) == len(whole) and table.nbytes <= HELD_BYTES
+        keys = np.einsum("nt,t->n", table, factors, dtype=np.uint64) + factors.cumsum()[ends]
+        before = keys - (whole.last_tokens.astype(np.uint64) + np.uint64(1)) * factors[ends]
+        held = _Held(sequences, lists)
+        is_held = len(lists) == len(whole) and held.nbytes <= HELD_BYTES
         origins = self._origins(whole, before, adapter)
-        return _Batch(adapter, whole, keys, origins, [(sequences, lists)] if is_held else [])
+        return _Batch(adapter, whole, keys, origins, [held] if is_held else [])
 
     def _origins(self, contexts: Contexts, before: np.ndarray, adapter: str | None) -> Origins:
         """Return where contexts come from that have these keys without their last token, if that is one
         batch."""
-        first = int(before[0]) if len(before) else 0
-        for batch in self._last:
-            if batch.adapter == adapter and first in batch.numbers:
-                numbers = _numbers(batch, before)
+        for batch in self._last if len(before) else ():
+            if batch.adapter == adapter and batch.numbers(before[:1]) is not None:
+                numbers = batch.numbers(before)
                 if numbers is not None and _go_on(batch.contexts, contexts, numbers):
                     return batch.known.take(numbers)
         return Origins.none(len(contexts))
@@ -159,10 +236,10 @@ class Batches:
     def _grown(self, contexts: Sequence[TokenIds], adapter: str | None) -> _Batch | None:
         """Return a batch of the lists of an earlier one, each with one token more; ``None`` where they
         have to be read, as what is wrong with them has."""
-        for batch in self._last:
+        for batch in self._last if _may_be_held(contexts) else ():
             if batch.adapter == adapter and len(batch.contexts) == len(contexts):
                 held = batch.take()
-                tokens = None if held is None else _new_tokens(held[1], contexts, self._home.limits)
+                tokens = None if held is None else held.grown(contexts, self._home.limits)
                 if held is None:
                     continue
                 if tokens is None:
@@ -170,11 +247,16 @@ class Batches:
                     continue
                 ends = batch.contexts.lengths
                 factors = _factors(int(ends.max()) + 1)
-                keys = batch.keys + tokens.astype(np.uint64) * factors[ends]
-                held[0].append(tokens)
-                whole = held[0].contexts(np.arange(len(tokens)))
-                return _Batch(adapter, whole, keys, batch.known, [held])
+                keys = batch.keys + (tokens.astype(np.uint64) + np.uint64(1)) * factors[ends]
+                whole = held.table.contexts(np.arange(len(tokens)))
+                is_held = held.nbytes <= HELD_BYTES
+                return _Batch(adapter, whole, keys, batch.known, [held] if is_held else [])
         return None
+
+
+def _may_be_held(contexts: object) -> bool:
+    """Return whether these may be lists that are held; anything else may have no length."""
+    return type(contexts) is list or type(contexts) is tuple
 
 
 def _new_tokens(
@@ -194,34 +276,34 @@ def _new_tokens(
             break
         before.append(token)
         longer += 1
-        if before != context:
+        try:
+            if before != context:
+                break
+        except Exception:  # an array among the numbers has no one answer
             break
     else:
         return np.array([each[-1] for each in lists])
-    for each in lists[:longer]:
-        each.pop()
+    _take_back(lists[:longer])
     return None
 
 
-def _numbers(batch: _Batch, before: np.ndarray) -> np.ndarray | None:
-    """Return which of a batch's contexts have these keys, the one at the same place if it has; ``None``
-    unless all are there."""
-    given = (batch.numbers.get(key, -1) for key in before.tolist())
-    found = np.fromiter(given, np.int64, len(before))
-    if (found < 0).any():
-        return None
-    both = min(len(before), len(batch.keys))
-    found[:both] = np.where(batch.keys[:both] == before[:both], np.arange(both), found[:both])
-    return found
+def _take_back(lists: list[list[int]]) -> None:
+    for each in lists:
+        each.pop()
 
 
 def _go_on(earlier: Contexts, contexts: Contexts, numbers: np.ndarray) -> bool:
     """Return whether each context is the earlier one of that number and one token more."""
     ends = contexts.lengths - 1
-    if not np.array_equal(earlier.lengths[numbers], ends):
+    return _are_equal(earlier.part(numbers), contexts, ends)
+
+
+def _are_equal(some: Contexts, others: Contexts, ends: np.ndarray) -> bool:
+    """Return whether the first are the other ones up to these ends. Both have a row for each place."""
+    if not np.array_equal(some.lengths, ends):
         return False
     width = int(ends.max(initial=0))
-    differ = contexts.table[:, :width] != earlier.table[numbers, :width]
+    differ = some.table[some.places, :width] != others.table[:, :width]
     differ &= np.arange(width) < ends[:, None]
     return not differ.any()
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.constraints import bitmasks, grammar, json_schema
+from genrt.constraints import bitmasks, grammar, grammars, json_schema, regex
 from genrt.errors import InvalidConstraint
 from genrt.lm import AsyncLM
 from tests.vocabularies import accepted, lm_over, matching, of_texts, spelt, vocabularies
@@ -357,3 +358,19 @@ def test_a_schema_of_strings_that_there_are_not_is_refused() -> None:
     schema = {"$ref": "#/$defs/m", "$defs": {"m": {"anyOf": [{"$ref": "#/$defs/m"}, never]}}}
     with pytest.raises(InvalidConstraint, match="no finite value satisfies the JSON schema"):
         json_schema(schema, lm_over(b"a"))
+
+
+def test_masks_are_the_same_one_after_the_other_and_in_parallel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = [b"a", b"b", b"ab", b"x", b"y", b"z", b"1", b"12"]
+    found = []
+    for seconds in (60.0, -1.0):
+        monkeypatch.setattr(grammars, "QUICK", seconds)
+        start = regex(r"[ab]{1,9}(x|yz)[0-9]{2}", lm_over(*pieces)).start()
+        states = [start]
+        for _ in range(3):
+            states = [state.advance(token) for state in states for token in (1, 2, 3)]
+        found.append(bitmasks([start, *states]))
+    assert len(found[0]) == 28
+    assert torch.equal(*found)

@@ -39,6 +39,7 @@ from genrt.server import Server, ServerLimits, serving
 from genrt.testing import check_engine
 from genrt.tokens.sampling import Draw, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
+from tests.apart import drawn_apart
 from tests.scoring_engine import ScoringEngine
 from tests.scripted import Gate, ScriptedEngine, expected_row, logprobs
 from tests.small_models import make_tokenizer
@@ -202,7 +203,7 @@ async def test_a_flush_that_is_larger_than_a_call_takes_several(lm: AsyncLM) -> 
             before = remote.statistics().engine.steps
             drawn = await remote.batch_draw(contexts, seed=1)
             assert remote.statistics().engine.steps == before + 5
-            expected = await lm.batch_draw(contexts, seed=1)
+            expected = await drawn_apart(lm, contexts, seed=1)
             assert torch.equal(drawn.token_ids, expected.token_ids)
             population = remote.population([1], 12)
             assert len((await population.draw(seed=1)).token_ids) == 12

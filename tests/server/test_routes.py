@@ -22,6 +22,7 @@ from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.inference import SMC, TextModel
 from genrt.server import Server, ServerLimits, routes, serving
+from tests.apart import drawn_apart_sync
 from tests.scripted import Gate, ScriptedEngine
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
@@ -82,7 +83,7 @@ def test_draws_and_scores_are_the_runtimes(
     heat = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     asked = {"prompts": contexts, "masks": masks, "temperature": heat, "seed": seed}
     found = client.post("/v1/draw", json=asked).json()["data"]
-    drawn = lm.batch_draw_sync(contexts, masks=masks, temperature=heat, seed=seed)
+    drawn = drawn_apart_sync(lm, contexts, masks=masks, temperature=heat, seed=seed)
     assert [each["token_id"] for each in found] == drawn.token_ids.tolist()
     assert [number(each["logprob"]) for each in found] == drawn.logprobs.tolist()
     assert [number(each["log_mass"]) for each in found] == drawn.log_mass.tolist()

@@ -17,6 +17,7 @@ import genrt
 from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
+from tests.apart import drawn_apart
 from tests.engines.vllm.test_spread import running_ahead
 
 pytestmark = pytest.mark.vllm
@@ -97,7 +98,7 @@ async def checked(population: Population, quiet: AsyncLM, beside: AsyncLM, seed:
     contexts = list(population)
     found, wanted, row = await asyncio.gather(
         population.draw(seed=seed),
-        quiet.batch_draw(contexts, seed=seed),
+        drawn_apart(quiet, contexts, seed=seed),
         beside.next_token_logprobs(contexts[-1]),
     )
     assert found.token_ids.tolist() == wanted.token_ids.tolist()

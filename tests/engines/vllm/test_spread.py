@@ -19,6 +19,7 @@ from genrt.engines.vllm import speculation
 from genrt.engines.vllm.speculation import DecodeSteps
 from genrt.lm import AsyncLM
 from genrt.populations import Population
+from tests.apart import drawn_apart
 
 pytestmark = pytest.mark.vllm
 
@@ -64,7 +65,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 async def same(population: Population, quiet: AsyncLM, seed: int) -> None:
     """Draw, as the quiet runtime does for each sequence, and append."""
     found, wanted = await asyncio.gather(
-        population.draw(seed=seed), quiet.batch_draw(list(population), seed=seed)
+        population.draw(seed=seed), drawn_apart(quiet, list(population), seed=seed)
     )
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
     assert float((found.logprobs - wanted.logprobs).abs().max()) < 1e-3
@@ -124,7 +125,7 @@ async def test_sequences_that_are_equal_at_first_run_ahead_from_the_third_step_o
         for step in range(12):
             found, wanted = await asyncio.gather(
                 population.draw(masks=masks, seed=step),
-                quiet.batch_draw([*population], masks=masks, seed=step),
+                drawn_apart(quiet, [*population], masks=masks, seed=step),
             )
             assert found.token_ids.tolist() == wanted.token_ids.tolist()
             population.append(found.token_ids)
@@ -156,7 +157,7 @@ async def test_sequences_that_end_stop_no_step_ahead(runtimes: tuple[AsyncLM, As
         for step in range(COUNT):
             where = [number >= step for number in range(COUNT)]
             found = await population.draw(where=where, seed=9 + 100 * step)
-            wanted = await quiet.batch_draw(list(population), seed=9 + 100 * step)
+            wanted = await drawn_apart(quiet, list(population), seed=9 + 100 * step)
             assert found.token_ids[step:].tolist() == wanted.token_ids[step:].tolist()
             population.append(found.token_ids)
     assert lm.statistics().engine.speculated - before >= COUNT - 1
@@ -279,7 +280,7 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
                 population.resample(halved(rng))
             found = await asyncio.gather(*(each.draw(seed=step) for each in several))
             for adapter, population, draws in zip(asked, several, found, strict=True):
-                wanted = await quiet.batch_draw([*population], seed=step, adapter=adapter)
+                wanted = await drawn_apart(quiet, [*population], seed=step, adapter=adapter)
                 assert draws.token_ids.tolist() == wanted.token_ids.tolist()
                 population.append(draws.token_ids)
         assert lm.statistics().engine.speculated > 0

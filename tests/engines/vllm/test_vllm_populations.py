@@ -114,8 +114,8 @@ class Turns:
         self.went_on = 0
         take = self.answering._populations.go_on
 
-        def go_on(requests: Sequence[Request]) -> dict[Request, None]:
-            taken = take(requests)
+        def go_on(populations: Sequence[PopulationDraw]) -> dict[Request, None]:
+            taken = take(populations)
             self.went_on += len(taken)
             return taken
 
