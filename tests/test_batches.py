@@ -252,6 +252,21 @@ def test_over_replicas_a_batch_goes_on_where_it_was_answered() -> None:
             contexts = chance.choices(longer, k=100) if step == 2 else longer
 
 
+async def test_a_part_is_asked_where_most_of_it_was_answered(lm: AsyncLM) -> None:
+    """One context of the first replica's among those of the second's takes them nowhere."""
+    asking = Asking(lm)
+    asking.batches._home = type(
+        "Two", (), {"__getattr__": lambda _, name: getattr(lm._home, name)}
+    )()
+    asking.batches._home.most_of = lambda count: -(-count // 2)  # type: ignore[method-assign]
+    contexts = [[900 + n, 5] for n in range(10)]
+    tokens = await asking.draw(contexts)
+    first, second = (part.asked for part in asking.parts)
+    longer = [[*each, token] for each, token in zip(contexts, tokens, strict=True)]
+    await asking.draw([longer[n] for n in (0, 1, 2, 3, 4, 4, 6, 7, 8, 9)], seed=1)
+    assert [part.came_from for part in asking.parts] == [(first,), (second, first)]
+
+
 @pytest.mark.vllm
 async def test_two_draws_after_the_same_contexts_are_one_forward(llama: Path) -> None:
     options = {"enforce_eager": True, "max_num_seqs": 32, "max_model_len": 128}

@@ -60,7 +60,8 @@ class Origins:
         return type(self)(self.asked, self.numbers[places], self.lengths[places])
 
     def needed(self) -> Self:
-        """Return the same without the questions that no sequence goes on from, and each of them once."""
+        """Return the same without the questions that no sequence goes on from, and each of them once:
+        first the one that most go on from, which decides who is asked."""
         known = self.numbers >= 0
         if not known.any():
             return type(self).none(len(known))
@@ -68,7 +69,8 @@ class Origins:
             return self
         ends = np.cumsum([each.count for each in self.asked])
         of = np.searchsorted(ends, self.numbers, side="right")
-        asked = dict.fromkeys(self.asked[n] for n in np.unique(of[known]).tolist())
+        different, counts = np.unique(of[known], return_counts=True)
+        asked = dict.fromkeys(self.asked[n] for n in different[np.argsort(-counts)].tolist())
         starts = dict(zip(asked, np.cumsum([0, *[each.count for each in asked]]), strict=False))
         moved = [
             starts.get(each, 0) - end + each.count
