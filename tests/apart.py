@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -43,16 +44,7 @@ async def drawn_apart(
 
 
 def drawn_apart_sync(
-    lm: AsyncLM,
-    contexts: Sequence[Sequence[int]],
-    *,
-    masks: Sequence[Mask | None] | torch.Tensor | None = None,
-    temperature: float = 1.0,
-    seed: int,
-    adapter: str | None = None,
+    lm: AsyncLM, contexts: Sequence[Sequence[int]], *, seed: int, **options: Any
 ) -> BatchDraw:
     """Return the same to a thread without a loop."""
-    asked = drawn_apart(
-        lm, contexts, masks=masks, temperature=temperature, seed=seed, adapter=adapter
-    )
-    return asyncio.run(asked)
+    return asyncio.run(drawn_apart(lm, contexts, seed=seed, **options))

@@ -70,7 +70,8 @@ class Origins:
         ends = np.cumsum([each.count for each in self.asked])
         of = np.searchsorted(ends, self.numbers, side="right")
         different, counts = np.unique(of[known], return_counts=True)
-        asked = dict.fromkeys(self.asked[n] for n in different[np.argsort(-counts)].tolist())
+        most_first = different[np.argsort(-counts, kind="stable")]
+        asked = dict.fromkeys(self.asked[n] for n in most_first.tolist())
         starts = dict(zip(asked, np.cumsum([0, *[each.count for each in asked]]), strict=False))
         moved = [
             starts.get(each, 0) - end + each.count
