@@ -105,29 +105,24 @@ class Asker:
     async def _ask(
         self, requests: Sequence[Request], stacked: bool, seconds: float | None
     ) -> list[Result]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Result]] = loop.create_future()
+        waiter = Waiter(requests, loop, future, stacked, {})
+        self._at_once.count += len(requests) or 1
         try:
-            joined = self._join(requests, stacked)
-            results = await (joined if seconds is None else within(seconds, joined))
+            batcher = self._batcher()
+            try:
+                if (results := batcher.join(waiter)) is None:
+                    self._at_once.count = 0
+                    return await (future if seconds is None else within(seconds, future))
+            finally:
+                if waiter.missing and not loop.is_closed():
+                    batcher.leave(waiter)
         except GenrtError:
             await self._at_once.go_round()
             raise
         await self._at_once.go_round()  # not before it is asked: what it is bound to could go
         return results
-
-    async def _join(self, requests: Sequence[Request], stacked: bool) -> list[Result]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Result]] = loop.create_future()
-        waiter = Waiter(requests, loop, future, stacked, {})
-        self._at_once.count += len(requests) or 1
-        batcher = self._batcher()
-        try:
-            if (results := batcher.join(waiter)) is not None:
-                return results
-            self._at_once.count = 0
-            return await future
-        finally:
-            if waiter.missing and not loop.is_closed():
-                batcher.leave(waiter)
 
     def ask_sync(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None

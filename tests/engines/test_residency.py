@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import genrt
+from genrt.engines.vllm.runner_v1 import RunnerV1
 from genrt.engines.vllm.speculation import MISSES, RETRY, DecodeSteps
 from genrt.lm import AsyncLM
 from genrt.tokens.sampling import BatchDraw
@@ -472,6 +473,42 @@ async def test_samples_and_rows_share_the_blocks_there_are(
         for number, sample in enumerate(await samples):
             greedy = oracle([number, *sample[:149]])
             assert float(greedy.max() - greedy[sample[149]]) < TOLERANCE
+
+
+@pytest.mark.vllm
+def test_a_step_of_the_same_batch_finds_lengths_and_blocks_alone(
+    llama: Path, oracle: Callable[[Sequence[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of different lengths, in any order, over the edges of blocks, with forks; a sample and a
+    new sequence are vLLM's own steps."""
+    choose, repeated, repeat = random.Random(3), [], RunnerV1._repeat
+
+    def counted(self: RunnerV1, *arguments: Any) -> None:
+        repeated.append(arguments[1])
+        repeat(self, *arguments)
+
+    monkeypatch.setattr(RunnerV1, "_repeat", counted)
+    with load(llama, blocks=400, max_num_seqs=16) as lm:
+        repeated.clear()  # by the self-test
+
+        def step(contexts: list[list[int]]) -> list[list[int]]:
+            contexts = [[*context, choose.randrange(320)] for context in contexts]
+            choose.shuffle(contexts)
+            for context, row in zip(contexts, rows_of(lm, [contexts])[0], strict=True):
+                assert float((oracle(context) - row).abs().max()) < TOLERANCE
+            return contexts
+
+        contexts = step([[choose.randrange(320) for _ in range(50 + n)] for n in range(8)])
+        for _ in range(20):
+            contexts = step(contexts)
+        assert repeated == [8] * 19  # the first was found whole
+        lm.sample_sync([1, 2, 3], max_tokens=3)
+        contexts = step(step(contexts))
+        contexts = step([*contexts[:4], *contexts[:4]])
+        contexts = step([*contexts, [5, 6, 7]])
+        for _ in range(3):
+            contexts = step(contexts)
+    assert repeated[19:] == [8, 8, 9, 9]
 
 
 @pytest.mark.vllm

@@ -310,7 +310,6 @@ def open_requests(
     steps = DecodeSteps(
         core.scheduler,
         (RunnerV2 if config.use_v2_model_runner else RunnerV1)(model_runner),
-        core.model_executor.execute_model,
         enabled=not own_processors,
         ahead=device.type == "cuda",
         device=device,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -32,6 +34,12 @@ class RunnerV1(Runner):
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # A step is prepared while the copies of the one before may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
+        # Where the host is the device, no other forward hides what is found before one. It is found once
+        # for all steps of so many requests, which differ in tokens and lengths alone.
+        self._launch: tuple[int, Any, Any] | None = None
+        self._numbers = np.arange(runner.max_num_reqs)
+        differs = runner.uses_mrope or runner.lora_config or runner.speculative_config
+        self._repeats = runner.device.type == "cpu" and not differs
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         def stop(**inputs: Any) -> NoReturn:
@@ -74,6 +82,64 @@ class RunnerV1(Runner):
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         self.write(tokens)
 
+    def execute(self, output: SchedulerOutput) -> None:
+        if self._launch is not None and self._is_alike(output, self._launch[0]):
+            return self._repeat(output, *self._launch)
+        self._launch = None
+        if not self._repeats:
+            return self._runner.execute_model(output)  # type: ignore[no-any-return]
+
+        def keep(_: object, __: object, inputs: dict[str, Any]) -> None:
+            given = {name for name, each in inputs.items() if each is not None}
+            if given == {"input_ids", "positions"}:  # which are buffers
+                context = replace(get_forward_context())  # the forward may change its own
+                self._launch = len(output.num_scheduled_tokens), context, inputs
+
+        hook = self._runner.model.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            self._runner.execute_model(output)
+        finally:
+            hook.remove()
+
+    def _is_alike(self, output: SchedulerOutput, count: int) -> bool:
+        """Return whether a step is of so many requests, which are the whole batch."""
+        scheduled, batch = output.scheduled_cached_reqs.req_ids, self._runner.input_batch
+        is_whole = len(scheduled) == count and batch.req_id_to_index.keys() == {*scheduled}
+        gone = output.finished_req_ids or output.preempted_req_ids
+        others_tokens = batch.prev_sampled_token_ids is not None
+        return is_whole and not (gone or output.new_block_ids_to_zero or others_tokens)
+
+    def _repeat(self, output: SchedulerOutput, count: int, context: Any, inputs: Any) -> None:
+        """Do what ``execute_model`` does, less what is in its place and what only its sampler reads."""
+        runner, batch = self._runner, self._runner.input_batch
+        scheduled = output.scheduled_cached_reqs
+        at = [batch.req_id_to_index[each] for each in scheduled.req_ids]
+        batch.num_computed_tokens_cpu[at] = scheduled.num_computed_tokens
+        for place, new in enumerate(scheduled.new_block_ids):
+            if new is not None:
+                runner.requests[scheduled.req_ids[place]].block_ids[0].extend(new[0])
+                batch.block_table.append_row(new, at[place])
+        slots = {0: self._put_inputs(batch, self._numbers[:count])}
+        metadata, _ = runner._build_attention_metadata(count, count, 1, slot_mappings=slots)
+        with override_forward_context(replace(context, attn_metadata=metadata)):
+            hidden_states = runner._model_forward(**inputs)
+        logits = runner.model.compute_logits(hidden_states[:count])
+        runner.execute_model_state = SimpleNamespace(logits=logits)
+
+    def _put_inputs(self, batch: Any, places: np.ndarray) -> torch.Tensor:
+        """Put the inputs of one token for each place into the buffers; return the tokens' slots."""
+        runner, table, count = self._runner, batch.block_table[0], len(places)
+        computed, starts = batch.num_computed_tokens_cpu[:count], runner.query_start_loc.np
+        starts[:count], starts[count:] = places, count
+        runner.positions.numpy()[:count] = runner.num_computed_tokens.numpy()[:count] = computed
+        for lengths in (runner.seq_lens.numpy(), runner.optimistic_seq_lens_cpu.numpy()):
+            lengths[:count], lengths[count:] = computed + 1, 0
+        runner.input_ids.np[:count] = batch.token_ids_cpu[places, computed]
+        blocks, within = np.divmod(computed, table.block_size)
+        first = table.block_table.np[places, blocks].astype(np.int64) * table.block_size
+        table.slot_mapping.np[:count] = first + within
+        return table.slot_mapping.gpu[:count]  # type: ignore[no-any-return]
+
     def reseat(self, seats: Sequence[Seat]) -> None:
         self._blocks.copy(copies(seats))
         batch = self._runner.input_batch
@@ -91,11 +157,7 @@ class RunnerV1(Runner):
                 batch.block_table.add_row((block_ids,), index)
 
     def write(self, tokens: NextTokens) -> None:
-        batch = self._runner.input_batch
-        requests = self._runner.requests
-        indices: list[int] = []
-        positions: list[int] = []
-        token_ids: list[int] = []
+        batch, requests = self._runner.input_batch, self._runner.requests
         columns = (tokens.request_ids, tokens.token_ids, tokens.positions, tokens.prompts)
         for request_id, token_id, position, prompt in zip(*columns, strict=True):
             output_token_ids = requests[request_id].output_token_ids
@@ -104,16 +166,12 @@ class RunnerV1(Runner):
                 output_token_ids[-1] = token_id
             else:
                 output_token_ids.append(token_id)
-            index = batch.req_id_to_index.get(request_id)
-            if index is not None:
-                indices.append(index)
-                positions.append(position)
-                token_ids.append(token_id)
-        if indices:
-            at, after = np.array(indices), np.array(positions)
-            batch.token_ids_cpu[at, after] = token_ids
-            batch.is_token_ids[at, after] = True
-            batch.num_tokens_no_spec[at] = after + 1
+        indices = np.array([batch.req_id_to_index.get(each, -1) for each in tokens.request_ids])
+        present = indices >= 0
+        at, after = indices[present], np.array(tokens.positions)[present]
+        batch.token_ids_cpu[at, after] = np.array(tokens.token_ids)[present]
+        batch.is_token_ids[at, after] = True
+        batch.num_tokens_no_spec[at] = after + 1
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:
         state, self._runner.execute_model_state = self._runner.execute_model_state, None

@@ -241,6 +241,9 @@ class RunnerV2(Runner):
             self._overcounted.update(set(step.request_ids).difference(tokens.request_ids))
             self._overcounted &= self._runner.req_states.req_id_to_index.keys()
 
+    def execute(self, output: SchedulerOutput) -> None:
+        self._runner.execute_model(output)
+
     def reseat(self, seats: Sequence[Seat]) -> None:
         self._blocks.copy(copies(seats))
         last = last_seats(seats)

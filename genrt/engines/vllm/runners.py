@@ -114,6 +114,10 @@ class Runner(Protocol):
         run for others does not count."""
         ...
 
+    def execute(self, output: SchedulerOutput) -> None:
+        """Run the forward of a step of one token for each request."""
+        ...
+
     def reseat(self, seats: Sequence[Seat]) -> None:
         """Copy blocks, and have these requests go on as other sequences, one seat after the other."""
         ...

@@ -15,8 +15,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,7 +79,6 @@ class DecodeSteps:
     ``prepare_next`` ends it while the device computes.
 
     Args:
-        execute: runs the forward of a step that was scheduled.
         enabled: whether decode steps are right here: nothing but the forward makes a row.
         ahead: whether steps are prepared and speculated.
         device: where the runner computes.
@@ -89,7 +88,6 @@ class DecodeSteps:
         self,
         scheduler: OpenScheduler,
         runner: Runner,
-        execute: Callable[[Any], Any],
         *,
         enabled: bool,
         ahead: bool,
@@ -97,7 +95,6 @@ class DecodeSteps:
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._execute = execute
         self._enabled = enabled
         self.ahead = ahead
         self._device = device
@@ -139,7 +136,7 @@ class DecodeSteps:
         """Give up the runner, and what is kept for it on the device: no step follows."""
         self.discard()
         self._before = None
-        del self._runner, self._execute
+        del self._runner
 
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
@@ -162,7 +159,7 @@ class DecodeSteps:
         if output is None:
             self._last = []
             return None
-        self._execute(output)
+        self._runner.execute(output)
         request_ids, rows = self._runner.take_rows()
         last, self._last = self._last, request_ids
         self._is_steady = len(request_ids) == len(last) and set(request_ids) == set(last)
