@@ -80,10 +80,7 @@ class Staged:
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        device: torch.device,
-        launch: Callable[[torch.Tensor], object],
+        self, shape: tuple[int, ...], device: torch.device, launch: Callable[[torch.Tensor], object]
     ) -> None:
         is_cuda = device.type == "cuda"
         on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)

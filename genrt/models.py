@@ -253,11 +253,7 @@ def convert_gguf(source: Path, destination: Path, *, progress: bool = True) -> N
 
     size = source.stat().st_size
     with tqdm(
-        total=size,
-        desc=f"Unpacking {source.stem}",
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
+        total=size, desc=f"Unpacking {source.stem}", unit="B", unit_scale=True, disable=not progress
     ) as bar:
         try:
             gguf = GGUFReader(source)

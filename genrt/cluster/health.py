@@ -80,10 +80,7 @@ class Health:
     """
 
     def __init__(
-        self,
-        limits: ReplicaLimits,
-        now: float = 0.0,
-        changed: Callable[[], object] = lambda: None,
+        self, limits: ReplicaLimits, now: float = 0.0, changed: Callable[[], object] = lambda: None
     ) -> None:
         self._changed = changed
         self._state = State.RESTARTING

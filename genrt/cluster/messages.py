@@ -69,9 +69,7 @@ class AskedNumbers:
 
 
 def dumped(
-    value: object,
-    numbers: Callable[[Asked], int] | None = None,
-    apart: list[Array] | None = None,
+    value: object, numbers: Callable[[Asked], int] | None = None, apart: list[Array] | None = None
 ) -> bytes:
     """Return a value as bytes; ``numbers`` gives those of populations' questions. Large arrays are added
     to ``apart``, where there is one, in place of being copied."""

@@ -117,10 +117,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        send: Callable[..., None],
-        wake: Callable[[], None] = lambda: None,
+        self, engine: Engine, send: Callable[..., None], wake: Callable[[], None] = lambda: None
     ) -> None:
         self.answering = AnsweringEngine(engine, RowCache(0))
         self.names: dict[str, Adapter] = {}

@@ -23,11 +23,7 @@ def copy_words(bases: torch.Tensor, pairs: torch.Tensor, words: int, stride: int
 
 @triton.jit
 def _copy(
-    bases: tl.tensor,
-    pairs: tl.tensor,
-    words: tl.tensor,
-    stride: tl.tensor,
-    BLOCK: tl.constexpr,
+    bases: tl.tensor, pairs: tl.tensor, words: tl.tensor, stride: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     pair, layer, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     base = tl.load(bases + layer).to(tl.pointer_type(tl.int64))

@@ -374,13 +374,7 @@ class SteppedEngine:
         numbers = [(each.temperature, each.top_p, each.min_p) for each in asked]
         temperature, top_p, min_p = torch.tensor(numbers, dtype=torch.float64).unbind(1)
         top_k = torch.tensor([min(each.top_k, self.vocab_size) for each in asked])
-        kept = truncate(
-            drawn_from,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        )
+        kept = truncate(drawn_from, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         tokens = self._to_host(draw(kept, generators=generators).token_ids)
         finished: list[Finished] = []
         for place, (index, token) in enumerate(zip(laws, tokens, strict=True)):

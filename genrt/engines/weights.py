@@ -158,11 +158,7 @@ def weights_of(engine: object) -> Weights:
 
 
 def check_tensors(
-    layout: Layout,
-    tensors: NamedTensors,
-    given: Collection[str] = (),
-    *,
-    finite: bool = False,
+    layout: Layout, tensors: NamedTensors, given: Collection[str] = (), *, finite: bool = False
 ) -> dict[str, Tensor]:
     """Return tensors by their names, those left out that are only other names of one beside them.
 

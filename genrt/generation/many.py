@@ -304,11 +304,7 @@ async def _results(
     await asked.check()
     most_ahead = asked.concurrency * (AHEAD_IN_ORDER if in_order else AHEAD)
     walk: Walk[Completion | Failed] = Walk(
-        items,
-        asked.ask,
-        concurrency=asked.concurrency,
-        most_ahead=most_ahead,
-        in_order=in_order,
+        items, asked.ask, concurrency=asked.concurrency, most_ahead=most_ahead, in_order=in_order
     )
     failures, warned = 0, set[type[Exception]]()
     try:

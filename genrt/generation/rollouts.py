@@ -270,11 +270,7 @@ class RolloutBatch:
         """Yield the number of each sample and its completion, as they finish; raise the first error."""
         asked = [n for n, each in enumerate(self._prompts) if len(each) < self._lm.max_model_len]
         texts = generate_many(
-            self._lm,
-            map(self._item, asked),
-            on_error="return",
-            logprobs=0,
-            **self._given,
+            self._lm, map(self._item, asked), on_error="return", logprobs=0, **self._given
         )
         async with contextlib.aclosing(texts):
             async for place, text in texts:

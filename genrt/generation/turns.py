@@ -14,10 +14,7 @@ MOST_TOKENS = 2**32
 
 
 def splice_turn(
-    model_ids: TokenIds,
-    template_prefix_ids: TokenIds,
-    template_ids: TokenIds,
-    eos_token_id: int,
+    model_ids: TokenIds, template_prefix_ids: TokenIds, template_ids: TokenIds, eos_token_id: int
 ) -> list[int]:
     """Return the tokens of a conversation's next prompt, of which ``model_ids`` are the beginning.
 

@@ -276,10 +276,7 @@ class Streams:
     """
 
     def __init__(
-        self,
-        lock: threading.RLock,
-        clock: Callable[[], float],
-        cpu_clock: Callable[[], float],
+        self, lock: threading.RLock, clock: Callable[[], float], cpu_clock: Callable[[], float]
     ) -> None:
         self._lock = lock
         self._clock = clock

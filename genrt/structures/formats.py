@@ -18,11 +18,7 @@ _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = f"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
 
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-}
+FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 """The formats by name. None has ``^`` or ``$``."""
 
 LONGEST = {"hostname": 253}

@@ -94,11 +94,7 @@ def laws(witness: Witness) -> None:
         rows = torch.stack(witness.rows_of(bound_to(contexts, None)))
         if law.tells_law:
             rows = truncate(
-                rows,
-                temperature=law.temperature,
-                top_k=law.top_k,
-                top_p=law.top_p,
-                min_p=law.min_p,
+                rows, temperature=law.temperature, top_k=law.top_k, top_p=law.top_p, min_p=law.min_p
             )
         own = rows[range(count), list(whole.token_ids)].tolist()
         apart = max(abs(one - other) for one, other in zip(own, whole.logprobs, strict=True))

@@ -196,8 +196,7 @@ def random_samples(witness: Witness) -> None:
     results = witness.ask([*company[:2], *witness.questions(3), seeded, *company[2:]])
     found = tokens_in(results[-3])
     expect(
-        found == alone,
-        f"a seeded sample depends on its batch: {alone} alone, {found} in company",
+        found == alone, f"a seeded sample depends on its batch: {alone} alone, {found} in company"
     )
     # Hot, so that chance does not make them alike on a model that is all but certain of its tokens.
     unseeded = [
@@ -243,8 +242,7 @@ def counting(witness: Witness) -> None:
     for name, growth in wanted.items():
         found = getattr(after, name) - getattr(before, name)
         expect(
-            found == growth,
-            f"statistics().{name} grew by {found} where {growth} were asked for",
+            found == growth, f"statistics().{name} grew by {found} where {growth} were asked for"
         )
     for name in ("steps", "computed_tokens", "seconds"):
         expect(
@@ -278,10 +276,7 @@ def reads(witness: Witness) -> None:
     # Asked again, a row may differ by a rounding, which a draw survives in all but a few cases in 10,000.
     again = _read(witness, [read for read in asked if isinstance(read.wanted, DrawToken)][::-1])
     changed = sum(together[read].token_id != draw.token_id for read, draw in again.items())
-    expect(
-        changed <= 1,
-        f"{changed} of {len(again)} draws changed with a fixed seed, asked again",
-    )
+    expect(changed <= 1, f"{changed} of {len(again)} draws changed with a fixed seed, asked again")
 
 
 def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, Result]:

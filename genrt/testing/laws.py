@@ -27,12 +27,7 @@ from genrt.inference.resampling import Floats, log_mean_exp
 from genrt.numbers import check_float
 from genrt.testing import bets
 
-__all__ = [
-    "CannotTell",
-    "assert_samples_from",
-    "assert_unbiased",
-    "assert_weighted_samples_from",
-]
+__all__ = ["CannotTell", "assert_samples_from", "assert_unbiased", "assert_weighted_samples_from"]
 
 ROUNDING = 1e-5
 """The relative error of probabilities that come from float32 rows, with room to spare."""

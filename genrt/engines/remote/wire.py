@@ -32,15 +32,7 @@ from genrt.questions.scores import ScoreRequest, text_score_request
 from genrt.questions.tops import TopTokens, top_request
 from genrt.tokens.sampling import Draw, TopLogprobs
 
-__all__ = [
-    "KINDS",
-    "AnotherModel",
-    "Asked",
-    "answers_of",
-    "answers_to",
-    "flush_of",
-    "flush_to",
-]
+__all__ = ["KINDS", "AnotherModel", "Asked", "answers_of", "answers_to", "flush_of", "flush_to"]
 
 Asked: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 """What can be asked over a connection."""

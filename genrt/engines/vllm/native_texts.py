@@ -189,9 +189,7 @@ class NativeTexts:
         return output
 
     def _read(
-        self,
-        outputs: Sequence[EngineCoreOutput],
-        ended: list[tuple[str, Outputs | GenrtError]],
+        self, outputs: Sequence[EngineCoreOutput], ended: list[tuple[str, Outputs | GenrtError]]
     ) -> list[str]:
         """Have vLLM's output processor read these; add what ended, and return what is to be aborted."""
         processed = self._outputs.process_outputs(outputs)

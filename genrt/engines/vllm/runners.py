@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
     from genrt.engines.vllm.seats import Seat
 
-__all__ = [
-    "NextTokens",
-    "Prepared",
-    "Runner",
-    "Stopped",
-    "prepared",
-]
+__all__ = ["NextTokens", "Prepared", "Runner", "Stopped", "prepared"]
 
 
 @dataclass(slots=True)
