@@ -380,7 +380,7 @@ class Worker:
 
     def _stepped(self) -> list[Finished]:
         try:
-            return self.answering.step()
+            return self.answering.step(lambda end: self._answer([end], []))
         except Exception as error:
             failed = survived(error)
             lost = list(self._tickets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ __all__ = [
     "Replicated",
     "Scoring",
     "Speculating",
+    "Telling",
     "check_supported",
     "failure",
     "survived",
@@ -217,6 +218,15 @@ class Populating(Protocol):
 
     def release(self, asked: Sequence[Asked]) -> None:
         """Forget these sequences, and free what only they hold. Do not raise."""
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A ``Populating`` Engine whose step has more to do once a population has been drawn."""
+
+    tell: Callable[[Finished], object] | None
+    """Set by whoever steps: may be called by ``step`` with the end of a population, which it does not
+    return then. It is called when nothing but the next step depends on what is left to do."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ from genrt.engines.protocol import (
     Reading,
     Replicated,
     Speculating,
+    Telling,
     scores_rows,
     survived,
 )
@@ -76,6 +77,7 @@ class AnsweringEngine:
         self._kept = engine.prefixes if isinstance(engine, Keeping) else None
         self._speculating = engine if isinstance(engine, Speculating) else None
         self._completing = engine if isinstance(engine, Completing) else None
+        self._telling = engine if isinstance(engine, Telling) else None
         self._read_there = engine.reads if isinstance(engine, Reading) else frozenset()
         self.replicated = engine if isinstance(engine, Replicated) else None
         self._cache = cache
@@ -196,8 +198,12 @@ class AnsweringEngine:
             refused += self._populations.ready()
         return refused + self._answered([Read(each, row) for each, row in cached.items()])
 
-    def step(self) -> list[Finished]:
-        """Step as the Engine protocol says, and answer the reads of the step's rows."""
+    def step(self, tell: Callable[[Finished], object] | None = None) -> list[Finished]:
+        """Step as the Engine protocol says, and answer the reads of the step's rows. ``tell`` may be told
+        of an end while the step goes on; that is not returned."""
+        populations, going_on = self._populations, bool(self._populations.going_on)
+        if self._telling is not None:
+            self._telling.tell = tell and (lambda end: tell(populations.drawn(end)))
         try:
             ends = self.engine.step()
         except EngineDied:
@@ -207,8 +213,7 @@ class AnsweringEngine:
             raise
         for end in ends if self._unforgotten else ():
             self._unforgotten.pop(end.request, None)
-        if self._populations.going_on:
-            ends = self._populations.ended(ends)
+        ends = populations.ended(ends) if going_on else ends
         if not self._readers:
             self._asked.difference_update([end.request for end in ends])
             return ends

@@ -71,6 +71,7 @@ class PopulationAnswers:
         self._populating = engine if isinstance(engine, Populating) else None
         self._expect = expect
         self.going_on: dict[Request, None] = {}
+        self._wrong: list[Asked] = []  # whose rows were not finite, to be released
 
     def go_on(self, populations: Sequence[PopulationDraw]) -> dict[Request, None]:
         """Have the engine take those of the populations that go on by number; return these."""
@@ -93,6 +94,7 @@ class PopulationAnswers:
         """Forget everything that is in progress."""
         self.found.clear()
         self.going_on.clear()
+        self._wrong.clear()
 
     def release(self, asked: Sequence[Asked]) -> None:
         """Have the engine forget sequences that it knows by number."""
@@ -126,11 +128,16 @@ class PopulationAnswers:
             self._populating.settle(population)
         return Finished(population, draws)
 
-    def ended(self, ends: list[Finished]) -> list[Finished]:
+    def ended(self, ends: Sequence[Finished]) -> list[Finished]:
         """Return a step's ends, with draws in place of the rows of populations."""
-        return [self._drawn(end) for end in ends]
+        drawn = [self.drawn(end) for end in ends]
+        wrong, self._wrong = self._wrong, []
+        if wrong:
+            self.release(wrong)
+        return drawn
 
-    def _drawn(self, end: Finished) -> Finished:
+    def drawn(self, end: Finished) -> Finished:
+        """Return one of the ends of a step that goes on; ``ended`` still has to be called after it."""
         population, populating = end.request, self._populating
         if populating is None or not isinstance(population, PopulationDraw):
             return end
@@ -142,7 +149,7 @@ class PopulationAnswers:
         except Exception as error:
             return Finished(population, error=survived(error))
         if np.isnan(draws.log_mass.numpy()).any():
-            self.release([population.asked])
+            self._wrong.append(population.asked)
             return Finished(population, error=not_finite())
         return Finished(population, draws)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
 from genrt.testing.simulated_model import is_right
+from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BatchDraw, Draw
 from tests.scripted import ScriptedEngine, contexts_of, expected_row, logprobs
 
@@ -261,3 +263,49 @@ def test_a_flush_that_fails_leaves_no_population_that_the_engine_has_taken() -> 
     assert scripted.cancelled == [[known[0]]]
     engine.cancel(known)
     assert scripted.cancelled == [[known[0]]]
+
+
+class Telling(Numbered):
+    """An engine that tells of a population whose draws are these, and has a row to return besides."""
+
+    tell: Any = None
+
+    def __init__(self, told: PopulationDraw, draws: torch.Tensor) -> None:
+        super().__init__(population(C))
+        self._told, self._draws = told, draws
+        self.done: list[Any] = []
+
+    def step(self) -> list[Finished]:
+        self.tell(Finished(self._told, Leaving(self._draws)))
+        self.done.append("the rest of the step")
+        return super().step()
+
+    def release(self, asked: Any) -> None:
+        self.done.append(asked)
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_an_end_that_is_told_of_in_a_step_is_not_returned_by_it(is_finite: bool) -> None:
+    """Sequences whose rows are not finite are released, but not while the step goes on."""
+    known = Origins.none(2).after([Asked(2)], np.arange(2), np.ones(2))
+    asked, told = replace(population(A, B), origins=known), list[Any]()
+    draws = torch.tensor([[3, -1.0, -0.5], [5, -2.0, 0.0 if is_finite else math.nan]]).double()
+    scripted = Telling(asked, draws)
+    engine = answering(scripted)
+    engine.submit([asked, C])
+
+    def tell(end: Finished) -> None:
+        assert scripted.done == []
+        told.append(end)
+
+    assert [end.request for end in engine.step(tell)] == [C]
+    [end] = told
+    assert end.request is asked
+    if is_finite:
+        assert end.result.token_ids.tolist() == [3, 5]
+        assert scripted.done == ["the rest of the step"]
+    else:
+        assert isinstance(end.error, NotFinite)
+        assert scripted.done == ["the rest of the step", [asked.asked]]
+    engine.cancel([asked])
+    assert scripted.cancelled == []

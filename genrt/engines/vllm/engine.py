@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -41,7 +42,7 @@ from genrt.engines.vllm.probe import Probe
 from genrt.engines.vllm.rank import Share, no_share
 from genrt.engines.vllm.samples import Samples, computed_tokens, new_tokens
 from genrt.engines.vllm.sending import Sending
-from genrt.engines.vllm.speculation import DecodedStep, DecodeSteps
+from genrt.engines.vllm.speculation import DecodedStep
 from genrt.engines.vllm.weights import VLLMWeights
 from genrt.errors import EngineDied, GenrtError
 from genrt.questions.completions import Decoding
@@ -73,14 +74,13 @@ class VLLMEngine:
         # One less than vLLM's: its scheduler keeps a place for the token that follows.
         self.max_model_len = int(config.model_config.max_model_len) - 1
         self.device = own.take_stream(torch.device(config.device_config.device))
-        core = self._core.engine_core
+        core, model_runner = self._core.engine_core, None
         self._store: RowStore | RemoteStore
         with self._globals:
             if isinstance(llm_engine.model_executor, UniProcExecutor):
                 model_runner = core.model_executor.driver_worker.worker.model_runner
                 self._store = install(model_runner, own_processors)
             else:
-                model_runner = None
                 self._store = RemoteStore(self._core.collective_rpc, own_processors, self.device)
         self._positions = positions_of(config, model_runner, core.scheduler, own_processors)
         self.weights = VLLMWeights(llm_engine, own, self.forget_residents)
@@ -101,6 +101,7 @@ class VLLMEngine:
         self._in_progress = InProgress(*(kept := (self._adapters, self._samples, self._positions)))
         self._sending = Sending(self._core, own, *kept, self.max_model_len + 1 if is_open else None)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
+        self.tell: Callable[[Finished], object] | None = None
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
     @property
@@ -210,14 +211,13 @@ class VLLMEngine:
             return None
         if isinstance(self._store, RowStore) and len(self._store):  # of prompts that came in parts
             self._store.forget(map(int, step.request_ids))
-        population = self._populations.whole(step.request_ids)
-        if population is not None:
-            return [self._drawn(population, step, self._open.steps)]
+        if (population := self._populations.whole(step.request_ids)) is not None:
+            return self._drawn(population, step)
         step = step.own()
         check = FiniteCheck(step.rows)
         # The device computes from here on, until it is waited for: all else is done meanwhile.
         self._open.steps.prepare_next()
-        rows: list[torch.Tensor | None] = [*step.rows.unbind()]
+        rows: list[Tensor | None] = [*step.rows.unbind()]
         if self._populations:  # which fails with one of its rows
             self._decoded = []
             for position in check.wait():
@@ -231,21 +231,22 @@ class VLLMEngine:
         self._count(rows=-len(bad), failed=len(bad))
         return finished
 
-    def _drawn(self, population: PopulationDraw, step: DecodedStep, steps: DecodeSteps) -> Finished:
-        """Draw for a population from a step that is all its own, and run the next with the tokens."""
-        end = self._populations.drawn(population, step.request_ids, step.rows, step.places)
-        # The device computes from here on, until it is waited for: all else is done meanwhile.
+    def _drawn(self, asked: PopulationDraw, step: DecodedStep) -> list[Finished]:
+        """Draw for a population from a step of its own, and begin the next; first, if idle, tell."""
+        steps = cast("OpenRequests", self._open).steps
+        tell = self.tell if steps.is_device_idle() else None
+        end = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
+        self._count(rows=self._in_progress.leave(step.request_ids))
+        if tell is not None:
+            tell(end)
         steps.prepare_next(self._populations.spread())
-        for request_id in step.request_ids:
-            del self._in_progress[request_id]
-        self._count(rows=len(step.request_ids))
-        request_ids, tokens = self._populations.answer(population)
+        request_ids, tokens = self._populations.answer(asked)
         if tokens is not None:
             self.speculate(request_ids, tokens, cast("Leaving", end.result))
-        return end
+        return [end] if tell is None else []
 
     def _answered(
-        self, request_ids: Sequence[str], rows: Sequence[torch.Tensor | None]
+        self, request_ids: Sequence[str], rows: Sequence[Tensor | None]
     ) -> list[Finished]:
         """Return what these rows, or scores, end, ``None`` where one is not finite."""
         finished, kept, over = self._in_progress.answered(request_ids, rows, self._populations)
@@ -260,7 +261,7 @@ class VLLMEngine:
     def expect(
         self,
         rows: Sequence[LogprobsRequest],
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         told: Callable[[list[str]], Share] = lambda _: no_share,
     ) -> None:
         """Run the prepared step with these tokens if it is of these rows, which is ``told`` first."""
@@ -272,7 +273,7 @@ class VLLMEngine:
     def speculate(
         self,
         request_ids: list[str],
-        tokens: torch.Tensor,
+        tokens: Tensor,
         on_host: Leaving | None = None,
         share: Share = no_share,
     ) -> None:
@@ -300,8 +301,7 @@ class VLLMEngine:
             error = result if isinstance(result, GenrtError) else None
             request = self._in_progress.end(request_id)
             finished.append(Finished(request, None if error else result, error))
-        scores = self._positions.take(answered)
-        if scores:  # of each there is the row after its text too
+        if scores := self._positions.take(answered):  # of each there is the row after its text too
             self._store.forget(map(int, scores))
             answered = [each for each in answered if each not in scores]
         rows = self._store.take(map(int, answered)) if answered else []

@@ -69,6 +69,12 @@ class InProgress(dict[str, Purpose]):
             self._adapters.release(request.adapter)
         return request
 
+    def leave(self, request_ids: Sequence[str]) -> int:
+        """Remove those of a population that was drawn; return how many they are."""
+        for request_id in request_ids:
+            del self[request_id]
+        return len(request_ids)
+
     def answered(
         self,
         request_ids: Sequence[str],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,11 +35,12 @@ COUNT = 12
 
 @contextmanager
 def running_ahead() -> Iterator[None]:
-    """Engines that are opened in here run steps ahead, as on a GPU."""
-    original = DecodeSteps.__init__
+    """Engines that are opened in here run steps ahead, as on a GPU that waits for half of them."""
+    original, chance = DecodeSteps.__init__, random.Random(0)
 
     def init(self: DecodeSteps, *positional: Any, **named: Any) -> None:
         original(self, *positional, **named | {"ahead": True})
+        self.is_device_idle = lambda: chance.random() < 0.5  # type: ignore[method-assign]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DecodeSteps, "__init__", init)
@@ -287,3 +289,29 @@ async def test_adapters_keep_their_steps_ahead_apart(llama: Path, loras: tuple[P
         for population in populations.values():
             population.close()
         assert held(lm) == at_first
+
+
+async def test_whoever_asks_a_device_that_waits_is_told_before_the_next_step_is_prepared(
+    runtimes: tuple[AsyncLM, AsyncLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, quiet = runtimes
+    steps: Any = lm._thread.engine._open.steps
+    prepare_next, is_told, in_time = steps.prepare_next, threading.Event(), []
+
+    def late(forks: Any = None) -> None:
+        in_time.append(is_told.wait(20))
+        prepare_next(forks)
+
+    with lm.population([[n, 3, 5] for n in range(COUNT)]) as population:
+        await same(population, quiet, seed=0)  # in vLLM's own step
+        monkeypatch.setattr(steps, "is_device_idle", lambda: True)
+        monkeypatch.setattr(steps, "prepare_next", late)
+        for step in range(1, 5):
+            found = await population.draw(seed=100 * step)
+            is_told.set()
+            wanted = await drawn_apart(quiet, [*population], seed=100 * step)
+            assert found.token_ids.tolist() == wanted.token_ids.tolist()
+            population.append(found.token_ids)
+            assert lm._thread.call(lambda _: [*in_time]).result() == [True] * step
+            is_told.clear()
+    assert held(lm) == (0, 0)
