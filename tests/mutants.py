@@ -301,11 +301,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "a replica may take for ever to open",
             Swap("self.lives and now - self._since > limits.open_seconds", "False"),
         ),
-        (
-            "Health.tick",
-            "restarts are not given back to a replica that serves",
-            Swap("self._budget + filled", "self._budget"),
-        ),
     ),
     *breaks(
         "cluster.routing",
@@ -336,11 +331,6 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("POPULATION_MARGIN * max(work, MARGIN)", "MARGIN"),
         ),
         (
-            "Router._chosen",
-            "a program goes where programs have been",
-            Swap("isinstance(request, ProgramRequest)", "False"),
-        ),
-        (
             "Router.use",
             "replicas that may not be asked are compared",
             Drop("self._work.compare"),
@@ -360,19 +350,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "cluster.loads",
         "test_loads.py",
         (
-            "Loads.any_least",
-            "ties go to the first",
-            Instead("return self._buckets[self.least()][0]"),
-        ),
-        (
             "Loads.least",
             "the least load is one that nobody has any more",
             Swap("not self._buckets[self._heap[0]]", "False"),
-        ),
-        (
-            "Loads.put",
-            "loads that nobody has are kept without end",
-            Swap("len(self._heap) > 4 * len(self._places) + MOST_UNUSED", "False"),
         ),
     ),
     *breaks(
@@ -402,11 +382,6 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         (
-            "Fleet._changed",
-            "the router is not told whose health has changed",
-            Swap("(None, True)", "(self._usable, True)"),
-        ),
-        (
             "Fleet.ended",
             "a question at which an engine fails ends there",
             Swap("bool(failed) and not self._is_alone(replica)", "False"),
@@ -425,11 +400,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "Fleet.change",
             "a replica that lags behind is not told of what is newer",
             Swap("self._is_changed = True", "pass"),
-        ),
-        (
-            "Fleet.to_renew",
-            "a replica is told of new settings again and again",
-            Swap("each.renewing != self.settings", "True"),
         ),
     ),
     *breaks(
@@ -485,11 +455,6 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("constants.ENABLE_RAY_CLUSTER = False", "pass"),
         ),
         (
-            "_connect",
-            "a local Ray that is slow is given up at once",
-            Swap("attempt == MOST_ATTEMPTS", "True"),
-        ),
-        (
             "_Connection.leave",
             "the first runtime that closes ends the others' Ray",
             Swap("not self._users and self._is_ours", "self._is_ours"),
@@ -510,16 +475,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "cluster.programs",
         "test_shipped_programs.py",
         (
-            "Outcome.result",
-            "an error does not say where in a replica it was raised",
-            Drop("self.error.add_note"),
-        ),
-        (
             "packed_outcome",
             "an error that cannot be read again is sent back",
             Drop("unpacked"),
         ),
-        only="comes_back or cannot_travel",
+        only="cannot_travel",
     ),
     *breaks(
         "cluster.running",
@@ -1621,6 +1581,69 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("seats.request_ids != request_ids", "False"),
         ),
         only="not random",
+    ),
+    *breaks(
+        "populations.batches",
+        "test_batches.py",
+        (
+            "Batches._origins",
+            "a key decides which context another one goes on from",
+            Swap(
+                "numbers is not None and _go_on(batch.contexts, contexts, numbers)",
+                "numbers is not None",
+            ),
+        ),
+        (
+            "Batches._grown",
+            "contexts go on from those of another adapter",
+            Swap(
+                "batch.adapter == adapter and len(batch.contexts) == len(contexts)",
+                "len(batch.contexts) == len(contexts)",
+            ),
+        ),
+        (
+            "Batches.draw",
+            "masks are read when they are asked with, and later",
+            Swap(
+                "packed_masks(masks, count, home.limits.vocab_size, copies=True)",
+                "packed_masks(masks, count, home.limits.vocab_size)",
+            ),
+        ),
+        (
+            "_Batch.answered",
+            "contexts are numbered as they came, whatever order they were asked in",
+            Swap("numbers[places] = np.arange(len(places))", "numbers[:] = np.arange(len(places))"),
+        ),
+        (
+            "_Held.grown",
+            "an id that may become another number is taken for the one it was",
+            Swap("{int}.issuperset(map(type, chain(*self.lists)))", "True"),
+        ),
+        (
+            "_new_tokens",
+            "a list that was changed inside is drawn after as it was",
+            Swap("before != context", "False"),
+        ),
+    ),
+    *breaks(
+        "populations.batches",
+        "test_batch_walks.py",
+        (
+            "Batches._remember",
+            "two that ask after the same contexts go on each from its own",
+            Swap("each.equals(batch)", "False"),
+        ),
+        only="at_once_after",
+    ),
+    *breaks(
+        "runtime.population_answers",
+        "test_batch_walks.py",
+        (
+            "PopulationAnswers.go_on",
+            "two that go on alike have their rows computed twice",
+            Swap("alike == 1", "True"),
+        ),
+        only="at_once_after",
     ),
     *breaks(
         "populations.home",

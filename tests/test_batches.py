@@ -23,7 +23,8 @@ from genrt.populations.batches import Batches
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.sequences import Sequences
-from tests.apart import drawn_apart, drawn_apart_sync
+from tests.apart import drawn_apart
+from tests.engines.test_exact import adapter_directory
 
 SIZE = 1000
 MODEL = NGram.random(SIZE, order=1, seed=5)
@@ -40,26 +41,32 @@ class Asking:
 
     def __init__(self, lm: AsyncLM) -> None:
         self.lm, self.batches = lm, Batches(lm._home)
-        self.contexts: dict[Asked, list[bytes]] = {}
+        self.contexts: dict[Asked, list[tuple[str | None, bytes]]] = {}
         self.parts: list[PopulationDraw] = []
 
     async def ask(self, parts: Sequence[Any], *, timeout: float | None = None) -> list[Any]:
         self.parts = [*parts]
         for part in parts:
-            own = [part.contexts.packed(n) for n in range(len(part))]
+            name = part.adapter and part.adapter.name
+            own = [(name, part.contexts.packed(n)) for n in range(len(part))]
             if part.origins is not None:
                 before = [each for asked in part.origins.asked for each in self.contexts[asked]]
-                assert [before[n] for n in part.origins.numbers.tolist()] == [x[:-4] for x in own]
+                wanted = [(name, packed[:-4]) for _, packed in own]
+                assert [before[n] for n in part.origins.numbers.tolist()] == wanted
             self.contexts[part.asked] = own
         return await self.lm._ask(parts, timeout=timeout)
 
     async def draw(
-        self, contexts: Any, seed: int | None = 0, masks: Any = None, timeout: float | None = None
+        self,
+        contexts: Any,
+        seed: int | None = 0,
+        masks: list[list[int]] | None = None,
+        adapter: str | None = None,
     ) -> list[int]:
         given = [] if seed is None else [list(map(int, each)) for each in contexts]
-        found = await self.batches.draw(self.ask, contexts, masks, 1.0, seed, None, timeout)
+        found = await self.batches.draw(self.ask, contexts, masks, 1.0, seed, adapter, None)
         if seed is not None:
-            wanted = await drawn_apart(self.lm, given, masks=masks, seed=seed)
+            wanted = await drawn_apart(self.lm, given, masks=masks, seed=seed, adapter=adapter)
             assert all(map(torch.equal, found, wanted))
         return found.token_ids.tolist()
 
@@ -204,6 +211,74 @@ async def test_what_is_wrong_is_refused_and_a_failed_question_costs_no_later_one
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.parametrize(
+    "wrong", [None, 3, {1: 2, 3: 4}, np.array(3), torch.tensor(3), iter([[1]])]
+)
+async def test_what_are_no_contexts_is_refused_after_a_batch_too(lm: AsyncLM, wrong: Any) -> None:
+    asking = Asking(lm)
+    await asking.draw([[1], [2]])
+    with pytest.raises(InvalidRequest):
+        await asking.draw(wrong, None)
+
+
+async def test_an_id_that_becomes_another_number_is_drawn_after_as_it_is(lm: AsyncLM) -> None:
+    asking, changes = Asking(lm), torch.tensor(4)
+    contexts: list[list[Any]] = [[1, 2, changes], [2, 3, 4]]
+    await asking.draw(contexts)
+    changes.fill_(5)
+    for each in contexts:
+        each.append(3)  # of all tokens the model sees the last one alone
+    await asking.draw(contexts)
+    asked = np.frombuffer(asking.parts[0].contexts.packed(0), np.uint32)
+    assert asked.tolist() == [1, 2, 5, 3]
+
+
+async def test_an_array_among_the_numbers_is_refused(lm: AsyncLM) -> None:
+    asking = Asking(lm)
+    context: list[Any] = [1] * 20
+    await asking.draw([context])
+    context[3] = np.array([1, 2])  # whether it equals a number has no one answer
+    context.append(3)
+    with pytest.raises(InvalidRequest):
+        await asking.draw([context], None)
+
+
+async def test_keys_that_are_equal_by_chance_decide_nothing(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_factors", lambda count: np.ones(count, np.uint64))
+    asking = Asking(lm)
+    await asking.draw([[901, 902], [903, 904]])
+    await asking.draw([[902, 901, 5], [903, 904, 5]])
+    assert not asking.goes_on
+    await asking.draw([[902, 901, 5, 6], [903, 904, 5, 6]])
+    assert asking.goes_on
+
+
+@pytest.mark.parametrize("anew", [False, True])
+async def test_a_batch_goes_on_from_one_of_its_own_adapter_alone(
+    lm: AsyncLM, tmp_path: Path, anew: bool
+) -> None:
+    """The lists grow, or are read."""
+    for seed, name in enumerate(["a", "b"]):
+        table = NGram.random(SIZE, order=1, seed=seed).table
+        await lm.add_adapter(name, adapter_directory(tmp_path / name, table))
+    asking, contexts = Asking(lm), [[900 + n, 7] for n in range(6)]
+    steps: list[dict[str | None, bool]] = [
+        {None: False},
+        {"a": False, None: True},
+        {"b": False, "a": True, None: True},
+    ]
+    for step in steps:
+        for adapter, goes_on in step.items():
+            await asking.draw(contexts, adapter=adapter)
+            assert asking.goes_on == goes_on
+        for n, context in enumerate(contexts):
+            context.append(300 + n)
+        if anew:
+            contexts = [[int(str(token)) for token in each] for each in contexts]
+
+
 async def test_masks_are_the_callers_again_once_they_were_given(lm: AsyncLM) -> None:
     masks = torch.zeros(3, -(-SIZE // 32), dtype=torch.int32)
     masks[:, 0] = 8  # token 3
@@ -238,20 +313,6 @@ async def test_threads_that_go_on_from_one_batch_are_each_answered(lm: AsyncLM) 
     await asyncio.gather(*[asyncio.to_thread(ask, own) for own in grown])
 
 
-@pytest.mark.promise(number=40)
-def test_over_replicas_a_batch_goes_on_where_it_was_answered() -> None:
-    chance = random.Random(3)
-    with genrt.load(MODEL, engine="exact", replicas=2) as two:
-        asking, contexts = Asking(two), [[n, 5] for n in range(100)]
-        for step in range(5):
-            tokens = asyncio.run(asking.draw(contexts, seed=step))
-            assert len(asking.parts) == 2
-            assert asking.goes_on == (step > 0)
-            assert step in (0, 3) or len(asking.parts[0].came_from) == 1  # but once resampled
-            longer = [[*each, token] for each, token in zip(contexts, tokens, strict=True)]
-            contexts = chance.choices(longer, k=100) if step == 2 else longer
-
-
 async def test_a_part_is_asked_where_most_of_it_was_answered(lm: AsyncLM) -> None:
     """One context of the first replica's among those of the second's takes them nowhere."""
     asking = Asking(lm)
@@ -263,48 +324,10 @@ async def test_a_part_is_asked_where_most_of_it_was_answered(lm: AsyncLM) -> Non
     tokens = await asking.draw(contexts)
     first, second = (part.asked for part in asking.parts)
     longer = [[*each, token] for each, token in zip(contexts, tokens, strict=True)]
-    await asking.draw([longer[n] for n in (0, 1, 2, 3, 4, 4, 6, 7, 8, 9)], seed=1)
+    contexts = [longer[n] for n in (9, 1, 2, 3, 4, 4, 6, 7, 8, 0)]
+    masks = [[100 + n, 200 + n] for n in range(10)]
+    tokens = await asking.draw(contexts, seed=1, masks=masks)
     assert [part.came_from for part in asking.parts] == [(first,), (second, first)]
-
-
-@pytest.mark.vllm
-async def test_two_draws_after_the_same_contexts_are_one_forward(llama: Path) -> None:
-    options = {"enforce_eager": True, "max_num_seqs": 32, "max_model_len": 128}
-    with genrt.load(str(llama), engine_options=options, cache_bytes=0) as lm:
-        contexts = [[n, 2, 3] for n in range(6)]
-        for step in range(4):
-            before = lm.statistics().engine.computed_tokens
-            one, other = await asyncio.gather(
-                lm.batch_draw(contexts, seed=step), lm.batch_draw(contexts, seed=50 + step)
-            )
-            computed = lm.statistics().engine.computed_tokens - before
-            assert computed == (18 if step == 0 else 6)
-            for draws, seed in ((one, step), (other, 50 + step)):
-                wanted = await drawn_apart(lm, contexts, seed=seed)
-                assert draws.token_ids.tolist() == wanted.token_ids.tolist()
-            contexts = [[*c, t] for c, t in zip(contexts, one.token_ids.tolist(), strict=True)]
-
-
-@pytest.mark.vllm
-def test_batches_go_on_under_eviction_and_restart(llama: Path) -> None:
-    options = {"enforce_eager": True, "max_num_seqs": 16, "max_model_len": 256}
-    chance = random.Random(8)
-    with (
-        genrt.load(str(llama), engine_options=options, cache_bytes=0) as lm,
-        genrt.load(str(llama), engine_options=options, cache_bytes=0) as quiet,
-    ):
-        contexts = [[chance.randrange(300) for _ in range(20)] for _ in range(10)]
-        for step in range(30):
-            found = lm.batch_draw_sync(contexts, seed=10 * step)
-            wanted = drawn_apart_sync(quiet, contexts, seed=10 * step)
-            assert found.token_ids.tolist() == wanted.token_ids.tolist()
-            assert float((found.logprobs - wanted.logprobs).abs().max()) < 1e-3
-            contexts = [[*c, t] for c, t in zip(contexts, found.token_ids.tolist(), strict=True)]
-            if step % 3 == 2:
-                contexts = chance.choices(contexts, k=10)
-            if step % 7 == 6:
-                others = [[chance.randrange(300) for _ in range(30)] for _ in range(40)]
-                lm.batch_next_token_logprobs_sync(others)
-            if step == 15:
-                lm.restart()
-        assert lm.statistics().engine.failed == 0
+    longer = [[*each, token] for each, token in zip(contexts, tokens, strict=True)]
+    await asking.draw(longer, seed=2)
+    assert asking.goes_on

@@ -8,21 +8,27 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster.health import ReplicaLimits
+from genrt.cluster.routing import Router
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.lm import AsyncLM
+from genrt.questions.origins import Asked
+from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.request import Request
+from tests.apart import drawn_apart_sync
 from tests.scoring_engine import ScoringEngine
 
 MODEL = NGram.random(11, order=2, seed=5)
@@ -94,6 +100,72 @@ def test_a_seed_has_the_same_results_with_any_number_of_replicas(
                     each.resample([0, 0, 1, 2, 3, 4, 5, 6])
         texts = [each.generate_sync([1], max_tokens=5) for each in (one, several)]
         assert texts[0].token_ids == texts[1].token_ids
+
+
+def appended(contexts: list[list[int]], token_ids: list[int]) -> None:
+    for context, token_id in zip(contexts, token_ids, strict=True):
+        context.append(token_id)
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PopulationDraw, int]]:
+    """The arrays that were asked about, in order, and which replica was asked."""
+    found: list[tuple[PopulationDraw, int]] = []
+    route = Router.route
+
+    def seen(self: Router, request: Request, *, goes_on: Sequence[int] = ()) -> tuple[int, float]:
+        home, work = route(self, request, goes_on=goes_on)
+        if isinstance(request, PopulationDraw):
+            found.append((request, home))
+        return home, work
+
+    monkeypatch.setattr(Router, "route", seen)
+    return found
+
+
+@pytest.mark.promise(number=40)
+def test_a_large_batch_is_shared_and_each_part_goes_on_where_it_was_answered(
+    two: AsyncLM, alone: AsyncLM, routes: list[tuple[PopulationDraw, int]]
+) -> None:
+    """Where most of it was, once it is resampled. That processes are killed is not seen."""
+    until(two, "healthy")
+    chance = random.Random(2)
+    contexts = [[n % 11, n // 11 % 11, n // 121] for n in range(128)]
+    homes: dict[Asked, int] = {}
+    victims = {8: 0, 11: -1}  # by then the first one may be gone, or there again
+    for step in range(14):
+        found = two.batch_draw_sync(contexts, seed=1000 * step, timeout=60)
+        wanted = drawn_apart_sync(alone, contexts, seed=1000 * step)
+        assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        assert torch.allclose(found.logprobs, wanted.logprobs, atol=1e-5)
+        parts = [each for each in routes if each[0].asked not in homes]
+        homes |= {part.asked: home for part, home in parts}
+        if step < 8:
+            assert [len(part) for part, _ in parts] == [64, 64]
+            assert {home for _, home in parts} == {0, 1}
+        for part, home in parts if 0 < step < 8 else ():
+            assert part.origins is not None
+            there = np.repeat(
+                [homes[each] for each in part.came_from], [each.count for each in part.came_from]
+            )
+            assert (there[part.origins.numbers] == home).sum() >= len(part) / 2
+        appended(contexts, found.token_ids.tolist())
+        if step in (3, 5, 6):
+            contexts = [each.copy() for each in chance.choices(contexts, k=128)]
+        if step in victims:
+            processes(two)[victims[step]].kill()
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_a_small_batch_is_one_replica_s(
+    two: AsyncLM, routes: list[tuple[PopulationDraw, int]], count: int
+) -> None:
+    until(two, "healthy")
+    contexts = [[n % 11, n // 11, 7] for n in range(count)]
+    for step in range(4):
+        appended(contexts, two.batch_draw_sync(contexts, seed=step).token_ids.tolist())
+    assert len(routes) == 4
+    assert len({home for _, home in routes}) == 1
 
 
 def test_a_stream_is_told_while_it_is_drawn(two: AsyncLM, alone: AsyncLM) -> None:

@@ -22,6 +22,7 @@ from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
+from tests.apart import drawn_apart_sync
 from tests.scripted import Gate, ScriptedEngine, passes
 
 
@@ -195,6 +196,43 @@ def test_of_a_name_that_was_bound_twice_the_later_weights_survive_and_what_was_r
     with pytest.raises(UnknownAdapter, match="removed"):
         rows(lm, "removed")
     assert lm.adapters == ("a",)
+
+
+# -- while a batch grows ----------------------------------------------------------------------
+
+
+@pytest.mark.promise(number=14)
+def test_a_growing_batch_is_drawn_by_what_its_adapter_s_name_stands_for_now(
+    load: Load, folders: tuple[Path, Path]
+) -> None:
+    """Others draw after the same contexts, by another adapter and by none. What is expected has names
+    that nobody changes, on a runtime that no batch is asked of."""
+    first, second = folders
+    lm, quiet = load(cache_bytes=0), load(cache_bytes=0)
+    for each, known_as, folder in [
+        (lm, "a", first),
+        (lm, "b", second),
+        (quiet, "first", first),
+        (quiet, "second", second),
+    ]:
+        each.add_adapter_sync(known_as, folder)
+    contexts = [[*PROMPT, n] for n in range(4)]
+    means: dict[str | None, str | None] = {"a": "first", "b": "second", None: None}
+    for step in range(9):
+        if step == 3:
+            lm.remove_adapter("a")
+            lm.add_adapter_sync("a", second)
+            means["a"] = "second"
+        if step == 6:
+            lm.add_adapter_sync("a", first)
+            means["a"] = "first"
+        for name, meant in means.items():
+            found = lm.batch_draw_sync(contexts, seed=step, adapter=name)
+            wanted = drawn_apart_sync(quiet, contexts, seed=step, adapter=meant)
+            assert near(found.logprobs, wanted.logprobs), (step, name)
+            assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        for context, token in zip(contexts, found.token_ids.tolist(), strict=True):
+            context.append(token)
 
 
 class Picky:
