@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint or a shape for vLLM; none: exact engines")
     parser.add_argument("--options", type=json.loads, default={}, help="engine_options, as JSON")
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--cluster", help='have the replicas be actors of this Ray cluster, or "auto"')
     parser.add_argument("--populations", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="sequences of a population")
     parser.add_argument("--context", type=int, default=128)
@@ -63,6 +64,8 @@ def main() -> None:
 def opened(arguments: argparse.Namespace, replicas: int | None) -> AsyncLM:
     """Open a runtime whose every answer is computed."""
     more: dict[str, Any] = {"cache_bytes": 0, "seed": 1, "replicas": replicas}
+    if replicas is not None:
+        more["cluster"] = arguments.cluster
     if arguments.model:
         return genrt.load(arguments.model, engine_options=arguments.options, **more)
     model = NGram.random(256, order=1, seed=0)
@@ -77,6 +80,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "cpus": os.cpu_count(),
         "replicas": arguments.replicas,
+        "cluster": arguments.cluster,
     }
     found: dict[str, dict[str, float]] = {}
     draws: dict[str, float] = {}

@@ -146,6 +146,10 @@ class _Vocabulary:
 
     ``lock`` is held around every use of a matcher of this vocabulary: matchers refuse to be used by two
     threads at once, and states are shared freely.
+
+    Attributes:
+        is_quick: whether the last masks took less than ``QUICK`` seconds. llguidance keeps Python's lock
+            while it computes, so that another thread is of use only between two masks.
     """
 
     def __init__(self, tokens: Tokens) -> None:
@@ -153,6 +157,7 @@ class _Vocabulary:
 
         self.tokens = tokens
         self.lock = threading.Lock()
+        self.is_quick = True
         self.executor: Any = LLExecutor()
         self.tokenizer: Any = new_tokenizer(tokens)
 
@@ -175,7 +180,7 @@ class _Vocabulary:
             if not unfilled:
                 return
             words: Words = np.zeros((len(unfilled), len(self.tokens.open)), dtype=np.int32)
-            self._compute([matcher for _, matcher in unfilled], words)
+            self.is_quick = self._compute([matcher for _, matcher in unfilled], words)
             word, bit = divmod(self.tokens.eos_token_id, 32)
             end = np.uint32(1 << bit).view(np.int32)
             accepting = [state.accepting for state, _ in unfilled]
@@ -187,9 +192,10 @@ class _Vocabulary:
                     raise state.too_complex(error)
                 state.words = row.copy()
 
-    def _compute(self, matchers: Sequence[Any], words: Words) -> None:
+    def _compute(self, matchers: Sequence[Any], words: Words) -> bool:
         """Have matchers compute their masks: one after the other, and in parallel what is left after
-        ``QUICK`` seconds. Most masks take some microseconds, and to wake threads takes longer."""
+        ``QUICK`` seconds; return whether all took less. Most masks take some microseconds, and to wake
+        threads takes longer."""
         count, size = words.shape
         first, until = words.ctypes.data, time.perf_counter() + QUICK
         for number, matcher in enumerate(matchers):
@@ -198,7 +204,8 @@ class _Vocabulary:
                 left = [(each, n) for n, each in enumerate(matchers[number + 1 :], number + 1)]
                 if left:
                     self.executor.unsafe_compute_mask_ptr(left, first, 4 * size, count)
-                return
+                return False
+        return True
 
 
 _vocabularies: weakref.WeakKeyDictionary[AsyncLM, _Vocabulary] = weakref.WeakKeyDictionary()

@@ -95,6 +95,12 @@ def fill(states: Iterable[State]) -> None:
         vocabulary.fill(list(unfilled.values()))
 
 
+def are_quick(states: Iterable[Any]) -> bool:
+    """Return whether these are advanced, and the masks after them computed, sooner than another thread
+    would begin: where that was so the last time."""
+    return all(isinstance(each, GrammarState) and each.vocabulary.is_quick for each in states)
+
+
 def _words(states: Sequence[State]) -> tuple[Words, int]:
     """Return the packed masks and the vocabulary's size; a checked state's mask has all that nothing
     cheap rules out."""

@@ -51,7 +51,7 @@ from itertools import accumulate
 from typing import Any
 
 from genrt.constraints import CheckedState, Constraint
-from genrt.constraints.masking import fill
+from genrt.constraints.masking import are_quick, fill
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.blocks import Block, Blocks, block_size
@@ -343,7 +343,9 @@ class TextModel:
             trails = await asyncio.to_thread(self._longer, particles, token_ids, frontier)
         else:
             trails = self._longer(particles, token_ids, frontier)
-        if self._start is not None:
+        if self._start is not None and are_quick(states):
+            states = self._advanced(states, token_ids)
+        elif self._start is not None:
             states = await asyncio.to_thread(self._advanced, states, token_ids)
         return [*map(Growth, map(TextParticle, trails, states), drawn.log_masses, token_ids)]
 

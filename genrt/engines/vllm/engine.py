@@ -232,17 +232,17 @@ class VLLMEngine:
         return finished
 
     def _drawn(self, asked: PopulationDraw, step: DecodedStep) -> list[Finished]:
-        """Draw for a population from a step of its own, and begin the next; first, if idle, tell."""
-        steps = cast("OpenRequests", self._open).steps
-        tell = self.tell if steps.is_device_idle() else None
+        """Draw for a population from a step of its own, and begin the next."""
+        tell = self.tell if self._populations.turns.is_told_first(self.device) else None
         end = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
         self._count(rows=self._in_progress.leave(step.request_ids))
         if tell is not None:
             tell(end)
-        steps.prepare_next(self._populations.spread())
-        request_ids, tokens = self._populations.answer(asked)
-        if tokens is not None:
-            self.speculate(request_ids, tokens, cast("Leaving", end.result))
+        with self._populations.turns.rest(is_told=tell is not None):
+            cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread())
+            request_ids, tokens = self._populations.answer(asked)
+            if tokens is not None:
+                self.speculate(request_ids, tokens, cast("Leaving", end.result))
         return [end] if tell is None else []
 
     def _answered(

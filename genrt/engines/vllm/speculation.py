@@ -138,10 +138,6 @@ class DecodeSteps:
         self._before = None
         del self._runner
 
-    def is_device_idle(self) -> bool:
-        """Return whether the device has done all that it was given, and waits for the host."""
-        return self._device.type == "cuda" and torch.cuda.current_stream(self._device).query()
-
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
         """Start the next step if it is a decode step. Return ``None`` where vLLM has more to do; its own

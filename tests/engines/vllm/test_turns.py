@@ -1,115 +1,66 @@
-"""globals.py: turns go round in the order in which they were asked for."""
+"""Who goes first: whoever asks for draws again and again, or the device."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
-from genrt.engines.vllm.globals import Turns
-from tests.scripted import PATIENCE_SECONDS
+from genrt.engines.vllm.turns import Turns
 
-pytestmark = pytest.mark.vllm
-
-
-def started(function: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    return thread
+DEVICE = torch.device("cuda")
 
 
-def wait_for(turns: Turns, count: int) -> None:
-    """Until so many threads wait."""
-    enough = threading.Event()
-    while len(turns._waiting) < count:
-        enough.wait(0.001)
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_who_comes_back_at_once_waits_behind_those_who_were_there() -> None:
-    turns, order = Turns(), list[str]()
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the device has done all it was given."""
+    idle = [True]
 
-    def other(name: str) -> None:
-        with turns:
-            order.append(name)
+    class Stream:
+        def query(self) -> bool:
+            return idle[0]
 
-    threads = []
-    with turns:
-        for number in range(3):
-            threads.append(started(lambda name=f"other {number}": other(name)))  # type: ignore[misc]
-            wait_for(turns, number + 1)
-    with turns:
-        order.append("again")
-    for thread in threads:
-        thread.join(PATIENCE_SECONDS)
-    assert order == ["other 0", "other 1", "other 2", "again"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    return idle
 
 
-def test_the_holder_enters_again_and_hands_over_when_it_is_out_of_all() -> None:
-    turns, order = Turns(), list[str]()
-
-    def other() -> None:
-        with turns:
-            order.append("other")
-
-    with turns:
-        with turns:
-            thread = started(other)
-            wait_for(turns, 1)
-        order.append("still in")
-    thread.join(PATIENCE_SECONDS)
-    assert order == ["still in", "other"]
-    with turns:
-        pass
+def drawn(turns: Turns, clock: Any, *, absent: float, rest: float) -> bool:
+    """Ask after an absence, draw, and take so long for the rest of the step; return who was told first."""
+    clock.now += absent
+    turns.asked()
+    is_told = turns.is_told_first(DEVICE)
+    with turns.rest(is_told=is_told):
+        clock.now += rest
+    return is_told
 
 
-def test_one_thread_at_a_time_is_in() -> None:
-    turns, inside, most = Turns(), list[int](), list[int]()
-
-    def work() -> None:
-        for _ in range(500):
-            with turns:
-                inside.append(1)
-                most.append(len(inside))
-                inside.pop()
-
-    threads = [started(work) for _ in range(4)]
-    for thread in threads:
-        thread.join(PATIENCE_SECONDS)
-    assert len(most) == 2000
-    assert set(most) == {1}
-
-
-@pytest.mark.parametrize("let_in", [False, True])
-def test_one_that_is_interrupted_while_it_waits_leaves_the_queue(
-    let_in: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("absent", "is_told"), [(0.5, True), (1.9, True), (2.1, False)])
+def test_who_is_back_soon_is_told_first_and_who_has_more_to_do_last(
+    stream: list[bool], absent: float, is_told: bool
 ) -> None:
-    """Before or after the holder has left, with another thread behind it."""
-    turns, leave = Turns(), threading.Event()
-    wait, own = turns._changed.wait, threading.get_ident()
+    turns = Turns(clock := Clock())
+    found = [drawn(turns, clock, absent=absent, rest=1.0) for _ in range(3)]
+    assert found == [False, is_told, is_told], "of the first nothing is known"
 
-    def hold() -> None:
-        with turns:
-            leave.wait(PATIENCE_SECONDS)
 
-    def interrupted(timeout: float | None = None) -> bool:
-        if threading.get_ident() != own:
-            return wait(timeout)
-        if let_in:
-            leave.set()
-            wait(PATIENCE_SECONDS)
-        raise KeyboardInterrupt
+def test_the_time_of_one_who_was_told_first_counts_from_then(stream: list[bool]) -> None:
+    """What is left of the step is part of it."""
+    turns = Turns(clock := Clock())
+    assert [drawn(turns, clock, absent=0.2, rest=1.0) for _ in range(2)] == [False, True]
+    assert not drawn(turns, clock, absent=1.1, rest=1.0), "it was away for 2.1"
 
-    holder = started(hold)
-    while not turns._depth:
-        leave.wait(0.001)
-    monkeypatch.setattr(turns._changed, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt), turns:
-        raise AssertionError("it was let in")
-    assert not turns._waiting
-    behind = started(turns.__enter__)
-    leave.set()
-    for thread in (holder, behind):
-        thread.join(PATIENCE_SECONDS)
-        assert not thread.is_alive()
-    assert turns._holder == behind.ident
+
+def test_a_device_that_is_at_work_goes_on(stream: list[bool]) -> None:
+    turns = Turns(clock := Clock())
+    drawn(turns, clock, absent=0.1, rest=1.0)
+    stream[0] = False
+    assert not drawn(turns, clock, absent=0.1, rest=1.0)
+    assert not turns.is_told_first(torch.device("cpu"))
