@@ -9,6 +9,8 @@ its context in pieces of ``PIECE`` tokens (a fork, an edit, a backtrack). The co
 as a whole, so equal hashes do no harm. Contexts are packed, as in ``LogprobsRequest``. Both indexes are
 brought up to date when they are asked: sequences that only grow, and are guessed, cost nothing. Nor are
 contexts read before that, where they are *put later*: those of a population, which is found by number.
+And a sequence is cut no further than a piece behind what it shares with contexts that are asked about:
+256 rows of one text have some 4,000 pieces, for all of which the next question would wait.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class _Resident:
     adapter: Adapter | None
     context: bytes
     digest: int | None = None
+    # The hash of the adapter, and of all up to the end of each piece that the context is cut into so far.
     pieces: list[int] = field(default_factory=list)
 
 
@@ -48,7 +51,8 @@ class Residents:
         self._by_digest: dict[int, dict[str, None]] = {}
         self._by_piece: dict[int, dict[str, None]] = {}
         self._without_digest: dict[str, None] = {}
-        self._without_pieces: dict[str, None] = {}
+        # Those whose contexts have another piece, by the last that they are cut into.
+        self._uncut: dict[int, dict[str, None]] = {}
         # Those put later, with their adapter, whose contexts are and which of these is theirs.
         self._later: dict[str, tuple[Adapter | None, Packed, int]] = {}
 
@@ -77,15 +81,15 @@ class Residents:
         self._later.pop(request_id, None)
         resident = self._by_id.get(request_id)
         if resident is None:
-            resident = self._by_id[request_id] = _Resident(request_id, adapter, context)
+            resident = _Resident(request_id, adapter, context, pieces=[hash(adapter)])
+            self._by_id[request_id] = resident
         else:
             if resident.digest is not None:
                 self._undigest(resident)
             resident.context = context
             self._without_digest.pop(request_id, None)  # to the end: the last put is found first
         self._without_digest[request_id] = None
-        if len(context) >= (len(resident.pieces) + 1) * PIECE_BYTES:
-            self._without_pieces[request_id] = None
+        self._file(resident)
 
     def remove(self, request_id: str) -> None:
         """Record that a sequence is resident no more; an unknown id is ignored."""
@@ -95,8 +99,8 @@ class Residents:
             return
         self._undigest(resident)
         self._without_digest.pop(request_id, None)
-        self._without_pieces.pop(request_id, None)
-        for piece in resident.pieces:
+        _drop(self._uncut, resident.pieces[-1], request_id)
+        for piece in resident.pieces[1:]:
             _drop(self._by_piece, piece, request_id)
 
     def _undigest(self, resident: _Resident) -> None:
@@ -145,11 +149,12 @@ class Residents:
     def nearest(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
         """Return a sequence that shares the longest prefix with this context, and how many tokens that
         is: at least ``PIECE``, and not the whole context. Return ``None`` if there is none."""
-        self._cut_pieces()
+        self._put_all()
         piece = hash(adapter)
         candidates: dict[str, None] = {}
         shared = 0
         for start in range(0, len(context) - PIECE_BYTES + 1, PIECE_BYTES):
+            self._cut(piece)
             piece = _chained(piece, context, start)
             found = self._by_piece.get(piece)
             if found is None:
@@ -176,25 +181,27 @@ class Residents:
             self._by_digest.setdefault(digest, {})[request_id] = None
         self._without_digest.clear()
 
-    def _cut_pieces(self) -> None:
-        self._put_all()
-        for request_id in self._without_pieces:
+    def _file(self, resident: _Resident) -> None:
+        """Note that a context has another piece, if it has."""
+        pieces = resident.pieces
+        if len(resident.context) >= len(pieces) * PIECE_BYTES:
+            self._uncut.setdefault(pieces[-1], {})[resident.request_id] = None
+
+    def _cut(self, piece: int) -> None:
+        """Cut the next piece of all contexts whose last one so far is this."""
+        for request_id in self._uncut.pop(piece, ()):
             resident = self._by_id[request_id]
-            pieces, context = resident.pieces, resident.context
-            for start in range(
-                len(pieces) * PIECE_BYTES, len(context) - PIECE_BYTES + 1, PIECE_BYTES
-            ):
-                piece = _chained(pieces[-1] if pieces else hash(resident.adapter), context, start)
-                pieces.append(piece)
-                self._by_piece.setdefault(piece, {})[request_id] = None
-        self._without_pieces.clear()
+            longer = _chained(piece, resident.context, PIECE_BYTES * (len(resident.pieces) - 1))
+            resident.pieces.append(longer)
+            self._by_piece.setdefault(longer, {})[request_id] = None
+            self._file(resident)
 
 
 def _drop(index: dict[int, dict[str, None]], key: int, request_id: str) -> None:
-    alike = index[key]
-    del alike[request_id]
+    alike = index.get(key, {})
+    alike.pop(request_id, None)
     if not alike:
-        del index[key]
+        index.pop(key, None)
 
 
 def _digest(adapter: Adapter | None, context: bytes) -> int:

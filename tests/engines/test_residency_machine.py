@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from genrt.engines import residency
 from genrt.engines.residency import PIECE, Residents
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -172,7 +174,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert not self.residents._by_digest
         assert not self.residents._by_piece
         assert not self.residents._without_digest
-        assert not self.residents._without_pieces
+        assert not self.residents._uncut
 
     def put(self, name: str, adapter: Adapter | None, context: Context) -> None:
         self.residents.put(name, adapter, packed(context))
@@ -207,6 +209,32 @@ class ResidentsMachine(RuleBasedStateMachine):
             return
         assert found is not None
         assert found[1] == min(best, len(asked) - 1) <= common[found[0]]
+
+
+def test_sequences_are_cut_no_further_than_a_piece_behind_what_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forty contexts of one text, as of its rows; then something else is asked, and half of the text."""
+    cut: list[int] = []
+
+    def counted(piece: int, context: bytes, start: int) -> int:
+        cut.append(start)
+        return chained(piece, context, start)
+
+    chained = residency._chained
+    monkeypatch.setattr(residency, "_chained", counted)
+    residents, text = Residents(), tuple(range(20 * PIECE))
+    for number in range(40):
+        residents.put(str(number), None, packed(text[: 20 * PIECE - number % PIECE]))
+    assert residents.nearest(None, packed((1, *text))) is None
+    assert len(cut) == 40 + 1
+    assert residents.nearest(None, packed((2, *text))) is None
+    assert len(cut) == 40 + 2
+    half = text[: 10 * PIECE]
+    found = residents.nearest(None, packed((*half, 0, *half)))
+    assert found is not None
+    assert found[1] == len(half)
+    assert len(cut) == 40 + 2 + 40 * 10 + 11
 
 
 TestResidentsMachine = ResidentsMachine.TestCase

@@ -403,7 +403,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         slots = len(self.running) + len(self.parked) + len(self._waking) + len(waiting)
         slots -= self._max_known
         donors = {donor for donor, _ in self._donors.values()}
-        unused = iter([each for each in self.parked if each not in donors])
+        unused = (each for each in [*self.parked] if each not in donors)
         while blocks > pool.get_num_free_blocks() or slots > 0:
             if (request_id := next(unused, None)) is None:
                 break

@@ -11,6 +11,7 @@ Rules:
     Positions are taken by number, in order, over as many steps as the text takes. After a preemption they
     come again, and those that are there are left out. A request that ends without some is an error.
     A position whose row is not finite is NaN, and its request fails, alone.
+    In a step of nothing but scores runner V2 draws no tokens: nobody reads them, nor their rows.
 
 What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` compares scores with rows.
 """
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from genrt.engines.vllm.capture import log_probabilities
 from genrt.errors import EngineFailed, EngineUnsupported
@@ -304,15 +307,30 @@ def attach(runner: Any, *, vocab_size: int) -> Positions:
         runner._get_prompt_logprobs_dict = look_v1
         return positions
     worker = runner.prompt_logprobs_worker
-    compute = worker.compute_prompt_logprobs
+    compute, sample = worker.compute_prompt_logprobs, runner.sample
 
     def compute_v2(logits_of: Any, hidden_states: torch.Tensor, batch: Any, *rest: Any) -> Any:
         if positions:
             positions.put(hidden_states, _spans_v2(batch))
         return compute(logits_of, hidden_states, batch, *rest)
 
-    worker.compute_prompt_logprobs = compute_v2
+    def sample_v2(hidden_states: torch.Tensor, batch: Any, grammar: Any) -> Any:
+        if positions and all(each in positions for each in batch.req_ids):
+            return _undrawn(runner, batch)
+        return sample(hidden_states, batch, grammar)
+
+    worker.compute_prompt_logprobs, runner.sample = compute_v2, sample_v2
     return positions
+
+
+def _undrawn(runner: Any, batch: Any) -> Any:
+    """Return what the V2 runner's ``sample`` does, with token 0 wherever it would draw one."""
+    ones, lengths = batch.seq_lens.new_ones(batch.num_reqs), runner.req_states.prefill_len.gpu
+    counts = get_num_sampled_and_rejected(
+        ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, lengths
+    )
+    drawn = batch.idx_mapping.new_zeros(batch.num_reqs, 1)
+    return SamplerOutput(drawn, None, None, *counts), *counts
 
 
 def _spans_v1(runner: Any, scheduled: dict[str, int]) -> Iterator[Span]:
@@ -324,13 +342,9 @@ def _spans_v1(runner: Any, scheduled: dict[str, int]) -> Iterator[Span]:
 
 
 def _spans_v2(batch: Any) -> Iterator[Span]:
-    columns = (
-        batch.num_computed_prefill_tokens_np,
-        batch.num_scheduled_tokens,
-        batch.query_start_loc_np,
-    )
+    counts = batch.num_computed_prefill_tokens_np, batch.num_scheduled_tokens
     # There is one more start than requests.
-    for request_id, *numbers in zip(batch.req_ids, *columns, strict=False):
+    for request_id, *numbers in zip(batch.req_ids, *counts, batch.query_start_loc_np, strict=False):
         yield Span(request_id, *map(int, numbers))
 
 

@@ -534,6 +534,7 @@ def test_runner_v2_shows_every_step_by_request() -> None:
         lora_config=None,
         model=SimpleNamespace(compute_logits=lambda hidden: hidden @ weights),
         prompt_logprobs_worker=worker,
+        sample=None,
     )
     positions = attach(runner, vocab_size=11)
     texts = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [9, 8, 7, 6, 5], "c": [1, 1, 1]}
@@ -567,3 +568,62 @@ def test_runner_v2_shows_every_step_by_request() -> None:
         assert found[name] is not None
         assert torch.allclose(found[name], wanted, atol=1e-6)  # type: ignore[arg-type]
     assert not positions
+
+
+def test_runner_v2_draws_no_tokens_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step of nothing but scores; how many were drawn is said all the same, none of a first part."""
+    from genrt.engines.vllm import positions as module
+
+    def counted(drawn: torch.Tensor, *columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As vLLM's kernel for prompts, with its arguments."""
+        seq_lens, cu_num_logits, slots, prefill_lens = columns
+        assert cu_num_logits.tolist() == [*range(len(slots) + 1)]
+        is_whole = seq_lens[: len(slots)] >= prefill_lens[slots]
+        return drawn * is_whole, torch.zeros_like(drawn)
+
+    asked: list[tuple[Any, ...]] = []
+
+    def sample(*args: Any) -> str:
+        asked.append(args)
+        return "vLLM's own"
+
+    monkeypatch.setattr(module, "get_num_sampled_and_rejected", counted)
+    runner = SimpleNamespace(
+        device=torch.device("cpu"),
+        lora_config=None,
+        prompt_logprobs_worker=Worker(),
+        req_states=SimpleNamespace(
+            prefill_len=SimpleNamespace(gpu=torch.tensor([7, 5, 9], dtype=torch.int32))
+        ),
+        sample=sample,
+    )
+    positions = module.attach(runner, vocab_size=11)
+
+    def step(slots: dict[str, int], seq_lens: Sequence[int]) -> Any:
+        batch = SimpleNamespace(
+            req_ids=list(slots),
+            num_reqs=len(slots),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            cu_num_logits=torch.arange(len(slots) + 1, dtype=torch.int32),
+            idx_mapping=torch.tensor([*slots.values()]),
+        )
+        return runner.sample("hidden states", batch, None)
+
+    def begin(name: str) -> None:
+        positions.begin(name, ScoreRequest(LogprobsRequest([1, 2, 3]).packed, 1), None)
+
+    assert step({"c": 1}, [5]) == "vLLM's own"
+    begin("a")
+    assert step({"a": 2, "c": 1}, [9, 5]) == "vLLM's own"
+    begin("b")
+    output, drawn, rejected = step(
+        {"b": 0, "a": 2}, [4, 9, 0]
+    )  # one more, by which it is filled up
+    assert output.sampled_token_ids.tolist() == [[0], [0]]
+    assert output.sampled_token_ids.dtype == torch.int64
+    assert (output.num_sampled is drawn, output.num_rejected is rejected) == (True, True)
+    assert (drawn.tolist(), rejected.tolist()) == ([0, 1], [0, 0])
+    assert (output.logprobs_tensors, output.num_nans) == (None, None)
+    positions.forget(["a", "b"])
+    assert step({"a": 2}, [9]) == "vLLM's own"  # it goes on, as a row
+    assert len(asked) == 3
