@@ -32,35 +32,34 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return idle
 
 
-def drawn(turns: Turns, clock: Any, *, absent: float, rest: float) -> bool:
-    """Ask after an absence, draw, and take so long for the rest of the step; return who was told first."""
-    clock.now += absent
+def drawn(turns: Turns, clock: Any, told_at: float, *, absent: float, rest: float = 1.0) -> float:
+    """Ask so long after being told, or once the step is over; return when it is told again."""
+    clock.now = max(clock.now, told_at + absent)
     turns.asked()
+    clock.now += 3.0  # the forward
     is_told = turns.is_told_first(DEVICE)
+    told_at = clock.now
     with turns.rest(is_told=is_told):
         clock.now += rest
-    return is_told
+    return told_at if is_told else clock.now
 
 
-@pytest.mark.parametrize(("absent", "is_told"), [(0.5, True), (1.9, True), (2.1, False)])
+@pytest.mark.parametrize(("absent", "is_told"), [(0.1, True), (1.9, True), (2.1, False)])
 def test_who_is_back_soon_is_told_first_and_who_has_more_to_do_last(
     stream: list[bool], absent: float, is_told: bool
 ) -> None:
-    turns = Turns(clock := Clock())
-    found = [drawn(turns, clock, absent=absent, rest=1.0) for _ in range(3)]
-    assert found == [False, is_told, is_told], "of the first nothing is known"
-
-
-def test_the_time_of_one_who_was_told_first_counts_from_then(stream: list[bool]) -> None:
-    """What is left of the step is part of it."""
-    turns = Turns(clock := Clock())
-    assert [drawn(turns, clock, absent=0.2, rest=1.0) for _ in range(2)] == [False, True]
-    assert not drawn(turns, clock, absent=1.1, rest=1.0), "it was away for 2.1"
+    turns, told_at, first = Turns(clock := Clock()), 0.0, []
+    for _ in range(4):
+        told_at = drawn(turns, clock, told_at, absent=absent)
+        first.append(told_at < clock.now)
+    assert first == [False, *[is_told] * 3], "nothing is known of the first"
 
 
 def test_a_device_that_is_at_work_goes_on(stream: list[bool]) -> None:
-    turns = Turns(clock := Clock())
-    drawn(turns, clock, absent=0.1, rest=1.0)
-    stream[0] = False
-    assert not drawn(turns, clock, absent=0.1, rest=1.0)
+    turns, told_at = Turns(clock := Clock()), 0.0
+    for _ in range(2):
+        told_at = drawn(turns, clock, told_at, absent=0.1)
+    assert turns.is_told_first(DEVICE)
     assert not turns.is_told_first(torch.device("cpu"))
+    stream[0] = False
+    assert drawn(turns, clock, told_at, absent=0.1) == clock.now
