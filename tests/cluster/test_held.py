@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -179,6 +180,53 @@ def test_sequences_are_put_together_once_what_they_have_grown_from_takes_more() 
     assert 2 <= max(depths) <= 20
     assert depths.count(0) > 2
     assert lists_of(contexts) == [[1] * 40 + [3] * 60] * 50
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sequences_that_have_grown_many_times_are_put_together_as_they_are(seed: int) -> None:
+    chosen, limits = random.Random(seed), Limits(9, 1000)
+    lists = [[chosen.randrange(9) for _ in range(chosen.randrange(30, 50))] for _ in range(8)]
+    whole = [(Sequences.of(limits, lists).contexts(np.arange(8)), lists)]
+    depth = 0
+    for _ in range(60):
+        several = chosen.sample(whole[-4:], min(len(whole), chosen.choice([1, 1, 1, 1, 2])))
+        count = sum(len(each) for _, each in several)
+        numbers = [chosen.randrange(count) for _ in range(8)]
+        tokens = [chosen.randrange(9) for _ in numbers]
+        every = [each for _, some in several for each in some]
+        lists = [[*every[n], token] for n, token in zip(numbers, tokens, strict=True)]
+        given = np.array(numbers), np.array(tokens, np.uint32)
+        whole.append((Contexts.grown([each for each, _ in several], *given), lists))
+        growth, deep = whole[-1][0]._growth, 0
+        while growth is not None:
+            growth, deep = growth.before._growth, deep + 1
+        depth = max(depth, deep)
+        if chosen.random() < 0.05:
+            contexts, lists = chosen.choice(whole)
+            assert lists_of(contexts) == lists
+    assert depth > 3
+    for contexts, lists in whole:
+        assert contexts.last_tokens.tolist() == [each[-1] for each in lists]
+        assert lists_of(contexts) == lists
+
+
+def test_what_goes_on_from_some_that_are_not_held_too_travels_whole() -> None:
+    hop, one, other = Hop(), steps(20, 500), steps(20, 500)
+    for _ in range(3):
+        hop.carry(first := next(one))
+        second = next(other)  # which another replica is asked
+    some, more = first.contexts, second.contexts
+    tables = [Sequences(each.table[:, :502].copy(), each.lengths) for each in (some, more)]
+    joined = Sequences.joined(tables)
+    known = [
+        Origins((each.asked,), np.arange(20), each.contexts.lengths) for each in (first, second)
+    ]
+    joined.append(np.full(40, 5))
+    contexts, seeds = joined.contexts(np.arange(40)), np.zeros(40, np.uint64)
+    draw = PopulationDraw(contexts, None, None, 1.0, seeds, Origins.joined(known))
+    found = hop.carry(draw)
+    assert hop.sent > 4 * 40 * 500
+    assert lists_of(found.contexts) == lists_of(contexts)
 
 
 def test_another_connection_gets_the_whole_of_what_goes_on() -> None:
