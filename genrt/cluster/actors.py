@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from genrt.cluster.frames import Frame
-from genrt.cluster.messages import AskedNumbers, dumped, loaded
+from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
 from genrt.cluster.serving import Rounds, serve
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
@@ -134,6 +134,7 @@ class _Actor:
     life: int
     handle: Any
     run: Any
+    held: Held = field(default_factory=Held)
     unsent: list[bytes] = field(default_factory=list)
     calls: int = 0
 
@@ -189,7 +190,7 @@ class Actors:
     def send(self, number: int, message: Sequence[Any]) -> None:
         """Have a message be sent with the next call, which ``wait`` makes."""
         if (actor := self._actors.get(number)) is not None:
-            actor.unsent.append(dumped(message, self._numbers.of))
+            actor.unsent.append(dumped(message, self._numbers.of, held=actor.held))
 
     def probe(self, number: int) -> None:
         """Ask for the rounds, by a thread that does nothing else."""

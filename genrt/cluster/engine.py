@@ -337,8 +337,9 @@ class ReplicaEngine:
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
         if gone:
             self.fleet.left(gone)
-            for each in self.fleet.serving:
-                self._transport.send(each.number, ("forget", gone))
+            for each in self.fleet.replicas:
+                if each.health.is_open:  # those that are given new weights meanwhile too
+                    self._transport.send(each.number, ("forget", gone))
         for number, requests in self.fleet.place().items():
             for request in requests:
                 self._forgotten(request)

@@ -6,6 +6,7 @@ has started, over sockets of which nobody else holds an end. Nothing from a file
 Rules:
     A context's hash is made anew at the other end: every process hashes bytes in its own way.
     Questions of populations, which stand for their sequences, travel as numbers; each end has a table.
+    Sequences that go on from some that the other end holds travel as their last tokens; see ``Held``.
     Rows, and other arrays of any size, travel beside the bytes where these are frames; see ``frames.py``.
 """
 
@@ -20,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from torch import Tensor
 from genrt.cluster.frames import Outgoing
 from genrt.cluster.memory import Array, Memory
 from genrt.questions.draws import DrawToken
-from genrt.questions.origins import Asked
+from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
@@ -37,7 +39,10 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts
 
-__all__ = ["AskedNumbers", "Flat", "dumped", "flat", "loaded", "outgoing", "unflattened"]
+__all__ = ["AskedNumbers", "Flat", "Held", "dumped", "flat", "loaded", "outgoing", "unflattened"]
+
+MOST_HELD = 2**28
+"""How many bytes of sequences the other end of a connection holds at most."""
 
 LEAST_APART = 2**16
 """How many bytes of an array are worth memory of its own; fewer travel in the message."""
@@ -68,14 +73,38 @@ class AskedNumbers:
         self.gone.append(self._numbers.pop(asked))
 
 
+class Held:
+    """The populations' questions whose sequences the other end of a connection holds until it is told to
+    forget them: those that go on from others, as what goes on once often does so again."""
+
+    def __init__(self) -> None:
+        self._nbytes: WeakKeyDictionary[Asked, int] = WeakKeyDictionary()
+
+    def sent(self, draw: PopulationDraw) -> tuple[bool, bool]:
+        """Return whether the sequences of a question can travel as their last tokens, and whether the
+        other end is to hold them from now on."""
+        if (origins := draw.origins) is None:
+            return False, False
+        is_known = all(each in self._nbytes for each in origins.asked)
+        more = 0 if draw.asked in self._nbytes else draw.contexts.nbytes
+        if is_held := sum(self._nbytes.values()) + more <= MOST_HELD:
+            self._nbytes[draw.asked] = draw.contexts.nbytes
+        return is_known, is_held
+
+
 def dumped(
-    value: object, numbers: Callable[[Asked], int] | None = None, apart: list[Array] | None = None
+    value: object,
+    numbers: Callable[[Asked], int] | None = None,
+    apart: list[Array] | None = None,
+    held: Held | None = None,
 ) -> bytes:
     """Return a value as bytes; ``numbers`` gives those of populations' questions. Large arrays are added
-    to ``apart``, where there is one, in place of being copied."""
+    to ``apart``, where there is one, in place of being copied. What was dumped with the same ``held`` has
+    to be loaded in the same order, with one table."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=5, buffer_callback=_taking(apart))
     pickler.dispatch_table = copyreg.dispatch_table.copy() | _TABLE
+    pickler.dispatch_table[PopulationDraw] = lambda draw: _taken_apart(draw, held)
     if numbers is not None:
         pickler.dispatch_table[Asked] = lambda asked: (_asked, (numbers(asked), asked.count))
     pickler.dump(value)
@@ -86,12 +115,13 @@ def outgoing(
     value: object,
     memory: Memory,
     numbers: Callable[[Asked], int] | None = None,
+    held: Held | None = None,
     rows: Sequence[Tensor] = (),
 ) -> Outgoing:
     """Return a value as a frame to be sent, with its large arrays beside it, and rows of one length as
     the last of these; else as ``dumped``."""
     arrays: list[Array] = []
-    data = dumped(value, numbers, arrays)
+    data = dumped(value, numbers, arrays, held)
     if rows:
         arrays.append([row.contiguous().numpy().data for row in rows])
     return Outgoing(data, arrays, memory)
@@ -151,8 +181,23 @@ def _row(packed: bytes, adapter: Any, version: int) -> LogprobsRequest:
     return LogprobsRequest(packed=packed, adapter=adapter, weights_version=version)
 
 
-def _population(asked: Asked, *fields: Any) -> PopulationDraw:
-    draw = PopulationDraw(*fields)
+def _taken_apart(draw: PopulationDraw, held: Held | None) -> tuple[Any, ...]:
+    is_known, is_held = (False, False) if held is None else held.sent(draw)
+    contexts = draw.contexts.last_tokens.astype(np.uint32) if is_known else draw.contexts
+    more = draw.adapter, draw.masks, draw.temperature, draw.seeds, draw.origins
+    return _population, (draw.asked, is_held, contexts, *more, draw.weights_version)
+
+
+def _population(
+    asked: Asked, is_held: bool, given: Contexts | np.ndarray, *more: Any
+) -> PopulationDraw:
+    if isinstance(given, np.ndarray):
+        origins: Origins = more[4]
+        before = [cast("Contexts", each.contexts) for each in origins.asked]
+        given = Contexts.grown(before, origins.numbers, given)
+    if is_held:  # others than these would keep the memory in which they came
+        asked.contexts = given = given.kept()
+    draw = PopulationDraw(given, *more)
     object.__setattr__(draw, "asked", asked)
     return draw
 
@@ -181,19 +226,6 @@ _TABLE: dict[type, Callable[[Any], Any]] = {
         tuple(getattr(score, each.name) for each in fields(ScoreRequest) if each.init),
     ),
     Contexts: _needed,
-    PopulationDraw: lambda draw: (
-        _population,
-        (
-            draw.asked,
-            draw.contexts,
-            draw.adapter,
-            draw.masks,
-            draw.temperature,
-            draw.seeds,
-            draw.origins,
-            draw.weights_version,
-        ),
-    ),
     Tensor: lambda tensor: (_tensor, (tensor.detach().cpu().numpy(),)),
 }
 

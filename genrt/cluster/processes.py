@@ -22,7 +22,7 @@ import torch
 
 from genrt.cluster.frames import Frame, Frames, Outgoing, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import AskedNumbers, dumped, loaded, outgoing
+from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded, outgoing
 from genrt.cluster.serving import PULSE
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
@@ -48,6 +48,7 @@ class _Process:
     pulse: socket.socket
     frames: Frames = field(default_factory=Frames)
     memory: Memory = field(default_factory=Memory)
+    held: Held = field(default_factory=Held)
     unsent: deque[Outgoing] = field(default_factory=deque)
 
     def flush(self) -> None:
@@ -123,7 +124,8 @@ class Processes:
         """Send a message."""
         process = self._processes.get(number)
         if process is not None:
-            self._put(process, outgoing(message, process.memory, self._numbers.of))
+            own = process.memory, self._numbers.of, process.held
+            self._put(process, outgoing(message, *own))
 
     def probe(self, number: int) -> None:
         """Send a byte to the thread that answers probes."""

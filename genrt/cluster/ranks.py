@@ -30,7 +30,7 @@ import torch
 from genrt.cluster.follower import progress_of
 from genrt.cluster.frames import Frames, Outgoing, received
 from genrt.cluster.memory import Memory
-from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded, outgoing
+from genrt.cluster.messages import AskedNumbers, Held, dumped, flat, loaded, outgoing
 from genrt.engines import open_engine
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, leave, of_first
@@ -99,7 +99,7 @@ class Ranks:
 
     def __init__(self, count: int, lost: Callable[[str], object] | None = None) -> None:
         self._lost = lost or _end_process
-        self._numbers = AskedNumbers()
+        self._numbers, self._held = AskedNumbers(), Held()
         self._is_closed = False
         self._directory = tempfile.TemporaryDirectory(prefix="genrt-ranks-")
         # vLLM names shared memory by the file.
@@ -145,7 +145,7 @@ class Ranks:
         """Send all a message. Raises EngineDied if one is gone."""
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
         links = [link for link, _, _ in self._links]
-        told = outgoing(message, self._memory, self._numbers.of)
+        told = outgoing(message, self._memory, self._numbers.of, self._held)
         try:
             if gone:
                 Outgoing(dumped(("forget", gone))).send_to(links)

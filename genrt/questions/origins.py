@@ -12,16 +12,23 @@ from typing import Self
 
 import numpy as np
 
+from genrt.questions.sequences import Contexts
+
 __all__ = ["Asked", "Origins"]
 
 
 class Asked:
-    """Stands for the sequences that one question was about; an engine forgets them with it."""
+    """Stands for the sequences that one question was about; an engine forgets them with it.
 
-    __slots__ = ("__weakref__", "count")
+    Attributes:
+        contexts: these sequences, in a process that others tell of what goes on from them.
+    """
+
+    __slots__ = ("__weakref__", "contexts", "count")
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.contexts: Contexts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,8 @@ Rule:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +38,9 @@ Flags: TypeAlias = Sequence[bool] | np.ndarray | torch.Tensor
 
 MOST_SEQUENCES = 2**20
 """How many sequences are held together at most."""
+
+GROWTH_BYTES = 20
+"""The memory that a growth takes for each sequence: its length, its number and its token."""
 
 
 class Sequences:
@@ -139,22 +141,63 @@ class Sequences:
         self.lengths = np.minimum(self.lengths, lengths)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Contexts:
-    """Sequences as they were when somebody asked about them; nobody writes to them any more.
+    """Sequences as they were when somebody asked about them; nobody writes to them any more. Those that
+    have grown from others are put together once somebody reads more than their ends.
 
     Attributes:
-        table: uint32 ``[m, room]``.
-        places: their rows in the table, int64 ``[n]``.
         lengths: int64 ``[n]``.
     """
 
-    table: np.ndarray
-    places: np.ndarray
-    lengths: np.ndarray
+    __slots__ = ("_growth", "_places", "_table", "lengths")
+
+    def __init__(self, table: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> None:
+        self._table, self._places, self.lengths = table, places, lengths
+        self._growth: _Growth | None = None
+
+    @classmethod
+    def grown(cls, before: Sequence[Contexts], numbers: np.ndarray, tokens: np.ndarray) -> Self:
+        """Return sequences ``numbers`` of several contexts, all in order, with a token more each."""
+        one, nothing = before[0], np.empty(0, np.int64)
+        if len(before) > 1:
+            parts = [Sequences(each.table[each.places], each.lengths) for each in before]
+            one = (whole := Sequences.joined(parts)).contexts(np.arange(len(whole)))
+        found = cls(nothing, nothing, one.lengths[numbers] + 1)
+        kept = GROWTH_BYTES * len(numbers) + (one._growth.kept if one._growth else one.nbytes)
+        found._growth = _Growth(one, numbers, tokens, kept)
+        if 2 * kept > 3 * found.nbytes:  # as of few of the sequences of many
+            found._put_together()
+        return found
+
+    def _put_together(self) -> None:
+        if self._growth is None:
+            return
+        every, ends = np.arange(len(self)), list[np.ndarray]()
+        earlier, at = self, every
+        while (growth := earlier._growth) is not None:
+            ends.append(growth.tokens[at])
+            earlier, at = growth.before, growth.numbers[at]
+        table = np.zeros((len(self), int(self.lengths.max())), np.uint32)
+        rows = earlier._table[earlier._places[at], : table.shape[1]]
+        table[:, : rows.shape[1]] = rows
+        for back, tokens in enumerate(ends, 1):
+            table[every, self.lengths - back] = tokens
+        self._table, self._places, self._growth = table, every, None
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def table(self) -> np.ndarray:
+        """Rows of token ids, uint32 ``[m, room]``; what is beyond a sequence's length means nothing."""
+        self._put_together()
+        return self._table
+
+    @property
+    def places(self) -> np.ndarray:
+        """The sequences' rows in the table, int64 ``[n]``."""
+        self._put_together()
+        return self._places
 
     @property
     def nbytes(self) -> int:
@@ -164,8 +207,9 @@ class Contexts:
     @property
     def last_tokens(self) -> np.ndarray:
         """The last token of each, int64 ``[n]``."""
-        found: np.ndarray = self.table[self.places, self.lengths - 1].astype(np.int64)
-        return found
+        growth = self._growth
+        found = self.table[self.places, self.lengths - 1] if growth is None else growth.tokens
+        return found.astype(np.int64)
 
     def packed(self, number: int) -> bytes:
         """Return one of them as a request has its context."""
@@ -181,6 +225,22 @@ class Contexts:
     def part(self, part: slice | np.ndarray) -> Contexts:
         """Return some of them."""
         return Contexts(self.table, self.places[part], self.lengths[part])
+
+    def kept(self) -> Contexts:
+        """Return the same in memory of their own, or what they have grown from."""
+        if self._growth is not None:
+            return self
+        return Contexts(self.table[self.places], np.arange(len(self)), self.lengths.copy())
+
+
+class _Growth(NamedTuple):
+    """Where contexts have grown from: sequences ``numbers`` of others, by ``tokens``, uint32 ``[n]``; and
+    how many bytes are kept for that."""
+
+    before: Contexts
+    numbers: np.ndarray
+    tokens: np.ndarray
+    kept: int
 
 
 def check_integers(

@@ -42,10 +42,12 @@ class Seen:
     Attributes:
         wrong: what must not be: a sequence that goes on from another one than it says.
         by_number: how many questions went on from sequences that the engine had.
+        by_tokens: how many of these came as the last tokens of their sequences.
     """
 
     wrong: list[str] = field(default_factory=list)
     by_number: int = 0
+    by_tokens: int = 0
 
 
 class KeepingEngine(ExactEngine):
@@ -61,6 +63,7 @@ class KeepingEngine(ExactEngine):
         origins = population.origins
         if origins is None or any(each not in self._known for each in origins.asked):
             return False
+        self._seen.by_tokens += population.contexts._growth is not None
         before = [each for asked in origins.asked for each in self._known[asked]]
         for number, row in zip(origins.numbers, population.rows, strict=True):
             if before[number] != row.token_ids[:-1]:
@@ -220,6 +223,12 @@ class SimulatedPopulations:
             self._close(walker)
         else:
             chosen.choice(changes)()
+
+    def close(self) -> None:
+        """Close all populations, and let go of them."""
+        for each in [*self.walkers]:
+            self._close(each)
+        self.ended.clear()
 
     def without(self, adapter: Adapter) -> None:
         """Close the populations of an adapter that is going."""

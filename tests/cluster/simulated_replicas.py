@@ -7,6 +7,7 @@ weights and adapters that there are, or with the error that tells of too many de
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from genrt.cluster.engine import ReplicaEngine
 from genrt.cluster.health import ReplicaLimits
-from genrt.cluster.messages import AskedNumbers, dumped, loaded
+from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
 from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import Worker
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
@@ -60,6 +61,7 @@ class Simulated:
     worker: Worker | None = None
     state: str = "running"
     fails: bool = False
+    held: Held = field(default_factory=Held)
     inbox: deque[bytes] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
     pulses: int = 0
@@ -102,7 +104,8 @@ class SimulatedReplicas:
 
     def send(self, number: int, message: Sequence[Any]) -> None:
         if number in self.alive:
-            self.alive[number].inbox.append(dumped(message, self.numbers.of))
+            replica = self.alive[number]
+            replica.inbox.append(dumped(message, self.numbers.of, held=replica.held))
             if message[0] == "ask":
                 self.asked.append(number)
 
@@ -335,6 +338,16 @@ class Simulation:
             self.clock.now += self._random.choice([0.1, 1.0, 10.0])
         else:
             replica.state, replica.fails = what, False
+
+    def remembered(self) -> int:
+        """Close all populations, and return how many of their questions replicas remember."""
+        self.populations.close()
+        gc.collect()
+        self.engine.tend()  # which tells them
+        self.engine.tend()
+        workers = [each.worker for each in self.transport.alive.values() if each.worker]
+        assert not any(each.inbox for each in self.transport.alive.values() if each.worker)
+        return sum(len(each.asked) for each in workers)
 
     def close(self) -> None:
         """Close the engine."""

@@ -120,9 +120,12 @@ def judge(simulation: Simulation, operations: int) -> None:
     assert simulation.given_up < simulation.ended / 10
     assert populations.steps > operations / 20
     assert simulation.seen.by_number > operations / 20
+    assert simulation.seen.by_tokens > operations / 100
     walkers = [*populations.walkers, *populations.ended]
     assert all(each.stayed >= 0.99 * each.could_stay for each in walkers)
     assert sum(each.could_stay for each in walkers) > operations / 20
+    assert len(simulation.transport.alive) > 1
+    assert not simulation.remembered()
 
 
 @pytest.mark.promise(number=39)

@@ -13,12 +13,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from genrt.cluster import ranks as ranks_module
 from genrt.cluster.follower import Follower, progress_of
-from genrt.cluster.messages import AskedNumbers, dumped, loaded
+from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
 from genrt.cluster.opening import gpus_of
 from genrt.cluster.ranks import RankedEngine, Ranks, are_launched
 from genrt.engines.protocol import EngineStatistics, Finished
@@ -26,11 +27,12 @@ from genrt.engines.vllm.rank import of_first
 from genrt.engines.weights import TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidAdapter, InvalidRequest
 from genrt.loading import load
-from genrt.questions.contexts import Adapter
+from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.origins import Asked, Origins
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.scores import ScoreRequest
+from genrt.questions.sequences import Sequences
 from tests.scripted import logprobs, sample
 
 A, B, C = logprobs(1), logprobs(2), logprobs(3)
@@ -124,12 +126,13 @@ class Here(Ranks):
             for n, engine in enumerate(engines)
         ]
         self._links = [(each, each, each) for each in range(len(engines))]  # type: ignore[misc]
+        self._every = [(each, Held()) for each in self.followers]
 
     def tell(self, *message: Any) -> None:
         gone = [self._numbers.gone.popleft() for _ in range(len(self._numbers.gone))]
-        for each in self.followers:
+        for each, held in self._every:
             for one in (("forget", gone), message) if gone else (message,):
-                each.take(*loaded(dumped(one, self._numbers.of), each.asked))
+                each.take(*loaded(dumped(one, self._numbers.of, held=held), each.asked))
 
     def _answer(self, number: int, *_: Any) -> Any:
         return self.answers[number - 1].pop(0)
@@ -147,11 +150,6 @@ def ranked(*others: Any) -> tuple[RankedEngine, Recorded]:
 
 
 def draws(count: int, origins: Origins | None = None) -> PopulationDraw:
-    import numpy as np
-
-    from genrt.questions.contexts import Limits
-    from genrt.questions.sequences import Sequences
-
     sequences = Sequences.of(Limits(7, 100), [[n + 1, 2] for n in range(count)])
     places = np.arange(count)
     seeds = np.arange(count, dtype=np.uint64)
@@ -217,6 +215,30 @@ def test_what_nobody_goes_on_from_is_forgotten_everywhere() -> None:
     del population
     engine.submit([A])
     assert not follower.asked
+
+
+def test_what_goes_on_step_after_step_is_the_same_in_every_rank() -> None:
+    """Also of sequences that were resampled, of which only the last tokens are told."""
+    others, first = (Recorded(), Recorded()), Recorded()
+    engine = RankedEngine(first, ranks := Here(*others))
+    sequences, chosen = Sequences.of(Limits(7, 200), [[1, 2], [3, 4]]), random.Random(0)
+    origins, places, small = Origins.none(2), np.arange(2), 0
+    for _ in range(100):
+        contexts = sequences.contexts(places)
+        seeds = np.zeros(2, np.uint64)
+        goes_on = origins if origins.go_on(contexts.lengths) else None
+        draw = PopulationDraw(contexts, None, None, 1.0, seeds, goes_on)
+        small += all(origins.asked[0] in held._nbytes for _, held in ranks._every if origins.asked)
+        engine.go_on(draw)
+        engine.step()
+        origins = origins.after([draw.asked], places, contexts.lengths)
+        ancestors = np.array([chosen.randrange(2), chosen.randrange(2)])
+        sequences, origins = sequences.take(ancestors), origins.take(ancestors)
+        sequences.append(np.array([chosen.randrange(7), chosen.randrange(7)]))
+    for other in others:
+        assert other.told == first.told
+    assert small > 90
+    assert all(len(each.asked) <= 3 for each in ranks.followers)
 
 
 @pytest.mark.parametrize("refusing", [(True, True), (True, False), (False, True), (False, False)])

@@ -51,11 +51,17 @@ class AsLists(RuleBasedStateMachine):
         if not len(places):
             return
         sizes = [len(each) for each in np.array_split(places, min(parts, len(places)))]
-        asked = [Asked(size) for size in sizes]
+        asked = self.questions(contexts, places, sizes, data)
         self.origins = self.origins.after(asked, places, contexts.lengths)
         numbered = [(each, n) for each, size in zip(asked, sizes, strict=True) for n in range(size)]
         for place, (each, n) in zip(places, numbered, strict=True):
             self.known[place] = each, n, len(self.lists[place])
+
+    def questions(
+        self, contexts: Contexts, places: np.ndarray, sizes: list[int], data: Any
+    ) -> list[Asked]:
+        """Return the questions about contexts, of so many of them each."""
+        return [Asked(size) for size in sizes]
 
     @rule(data=st.data())
     def append(self, data: Any) -> None:
