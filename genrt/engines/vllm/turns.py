@@ -1,4 +1,4 @@
-"""Who goes first once a population has been drawn: whoever asked for it, or the device.
+"""Say who goes first once a population has been drawn: whoever asked for it, or the device.
 
 Both wait for the engine's thread: one to be told of the draws, the other to be given the next step. If
 the device has nothing left to do, and whoever asks will be back before that step is prepared, being told
