@@ -38,7 +38,9 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint or a shape for vLLM; none: exact engines")
     parser.add_argument("--options", type=json.loads, default={}, help="engine_options, as JSON")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--cluster", help='have the replicas be actors of this Ray cluster, or "auto"')
+    parser.add_argument(
+        "--cluster", help='have the replicas be actors of this Ray cluster, or "auto"'
+    )
     parser.add_argument("--populations", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="sequences of a population")
     parser.add_argument("--context", type=int, default=128)

@@ -41,7 +41,7 @@ def running_ahead() -> Iterator[None]:
 
     def begin_so(self: Turns) -> None:
         begin(self)
-        self.is_told_first = lambda _: chance.random() < 0.5  # type: ignore[method-assign]
+        self.is_told_first = lambda device: chance.random() < 0.5  # type: ignore[method-assign]
 
     def init(self: DecodeSteps, *positional: Any, **named: Any) -> None:
         original(self, *positional, **named | {"ahead": True})
