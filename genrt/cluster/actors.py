@@ -17,11 +17,14 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +44,8 @@ __all__ = ["Actors", "ReplicaActor"]
 END_SECONDS = 3.0
 """How long a replica may take to end by itself before it is killed."""
 
+EXIT_SECONDS = 10.0
+"""How long a killed process may take to give its memory back."""
 
 MOST_ATTEMPTS = 3
 """How often a local Ray is begun, which on a busy machine may not be up within Ray's own bounds."""
@@ -115,9 +120,10 @@ class ReplicaActor:
         """Take messages, the calls in the order of their numbers."""
         self._link.take(number, messages)
 
-    def leave(self) -> None:
-        """Have ``run`` end."""
+    def leave(self) -> tuple[str, int]:
+        """Have ``run`` end; return where this process is, and its number there."""
         self._link.leave()
+        return _processes_here(), os.getpid()
 
     def answers(self) -> list[tuple[bytes, np.ndarray | None]]:
         """Wait for messages to the runtime, and return all that there are."""
@@ -224,18 +230,23 @@ class Actors:
         self._came.put(None)
 
     def close(self) -> None:
-        """Have the actors end; kill those that do not soon."""
+        """Have the actors end; kill those that do not soon. Those of this host are gone then, and what
+        they had of its GPUs is free."""
         if self._is_closed:
             return
         self._is_closed = True
         actors = [*self._actors.values()]
+        ending: list[int] = []
         with contextlib.suppress(Exception):  # Ray is gone, and so are they
-            for each in actors:
-                each.handle.leave.remote()
+            left = [each.handle.leave.remote() for each in actors]
             self._ray.wait([e.run for e in actors], num_returns=len(actors), timeout=END_SECONDS)
+            told, _ = self._ray.wait(left, num_returns=len(left), timeout=0)
+            ending = [pid for here, pid in self._ray.get(told) if here == _processes_here()]
+        ends = [*map(_end_of, ending)]
         for each in actors:
             self.kill(each.number)
         _connection.leave()
+        _wait_for(each for each in ends if each is not None)
 
     def _hear(self, actor: _Actor) -> None:
         self._call(actor, "answers", self._answered)
@@ -287,6 +298,29 @@ class Actors:
 
     def _pulsed(self, actor: _Actor, rounds: int) -> list[Came | Pulsed | Gone]:
         return [Pulsed(actor.number, actor.life, rounds)]
+
+
+def _processes_here() -> str:
+    """Return what tells this host's processes, as this one sees them, from others."""
+    return (
+        f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.readlink('/proc/self/ns/pid')}"
+    )
+
+
+def _end_of(pid: int) -> int | None:
+    """Return a file that is ready once a process has ended; ``None`` if it has."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _wait_for(ends: Iterable[int]) -> None:
+    """Wait until processes have ended, but not for ever; close their files."""
+    until = time.monotonic() + EXIT_SECONDS
+    for each in ends:
+        select.select([each], [], [], max(0.0, until - time.monotonic()))
+        os.close(each)
 
 
 class _Connection:

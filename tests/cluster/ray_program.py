@@ -6,9 +6,11 @@ Ray changes the process that it is in: signals, warnings. So this is one of its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,16 @@ def actors(lm: genrt.AsyncLM) -> dict[int, Any]:
     return {number: each.handle for number, each in engine._transport._actors.items()}
 
 
+def processes() -> set[int]:
+    """Those of actors of this host."""
+    found = set()
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"ray::ReplicaActor" in each.read_bytes():
+                found.add(int(each.parent.name))
+    return found
+
+
 async def main() -> None:
     options: Any = {"engine": "exact", "seed": 7, "replicas": 2, "replica_limits": LIMITS}
     with genrt.load(SMALL, engine="exact", seed=7) as one:
@@ -57,7 +69,9 @@ async def main() -> None:
         population.append(draws.token_ids)
         population.resample([0, 0, 1, 2, 3, 4])
     population.close()
+    before = processes()
     with genrt.load(MODEL, cluster="local", **options) as large:
+        during = processes()
         rows = await large.batch_next_token_logprobs([[1], [2]])
         tell("rows", torch.allclose(rows[1], MODEL.row([2]).float(), atol=1e-5))
         rows.add_(1.0)
@@ -66,6 +80,7 @@ async def main() -> None:
             genrt.load(SMALL, cluster="203.0.113.1:6379", **options)
         except genrt.EngineUnsupported as error:
             tell("one cluster a process", "cannot be to" in str(error))
+    tell("the second's processes have ended", len(during - before) == 2 and processes() == before)
     tell("the first goes on", (await lm.score([1], [2, 3])).shape == (2,))
     version = await lm.update_weights({"table": torch.zeros(8, 8, 8)})
     lm.clear_cache()

@@ -44,7 +44,25 @@ def test_two_runtimes_over_a_local_cluster() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, found in seen if found is not True] == []
-    assert len(seen) == 14
+    assert len(seen) == 15
+
+
+def test_the_end_of_a_process_is_waited_for_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        end = actors._end_of(child.pid)
+        assert end is not None
+        assert child.stdin is not None
+        monkeypatch.setattr(actors, "EXIT_SECONDS", 0.0)
+        actors._wait_for([os.dup(end)])
+        assert child.poll() is None
+        monkeypatch.setattr(actors, "EXIT_SECONDS", 60.0)
+        child.stdin.close()
+        actors._wait_for([end])
+        assert child.poll() is not None
+    assert actors._end_of(child.pid) is None
 
 
 def test_ray_is_imported_by_nobody_who_does_not_ask_for_it() -> None:
