@@ -4,12 +4,13 @@ engine."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from genrt.engines.protocol import Finished
 from genrt.errors import WAS_CLOSED, Closed, EngineDied, GenrtError
+from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
@@ -90,7 +91,8 @@ class _WatchedEngine:
         self._ledger.finished(ends)
         return ends
 
-    def step(self) -> list[Finished]:
+    def step(self, tell: Callable[[Finished], object]) -> list[Finished]:
+        """Tell of every other population that was drawn, as an engine may, before the step is over."""
         try:
             finished = self._engine.step()
         except EngineDied:
@@ -98,12 +100,21 @@ class _WatchedEngine:
         except Exception as error:
             self._ledger.step_failed(error)
             raise
+        drawn = [each for each in finished if each.error is None and _is_drawn(each)]
+        for each in drawn[::2]:
+            finished.remove(each)
+            self._ledger.finished([each])
+            tell(each)
         self._ledger.finished(finished)
         return finished
 
     def cancel(self, requests: Sequence[Request]) -> None:
         self._ledger.cancelling(requests)
         self._engine.cancel(requests)
+
+
+def _is_drawn(end: Finished) -> bool:
+    return isinstance(end.request, PopulationDraw)
 
 
 class CheckedLock:

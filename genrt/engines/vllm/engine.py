@@ -186,6 +186,7 @@ class VLLMEngine:
             ended, self._ended = self._ended, []
             return ended
         started = time.perf_counter()
+        self._count(steps=1)  # before anybody is told of what it ends
         in_progress = len(self._in_progress) + len(self._samples)
         try:
             with self._globals:
@@ -197,10 +198,10 @@ class VLLMEngine:
             if finished is None:
                 finished = self._collect(outputs)
         except Exception as error:
-            self._count(failed=in_progress, steps=1, seconds=time.perf_counter() - started)
+            self._count(failed=in_progress, seconds=time.perf_counter() - started)
             self._recover()
             raise translated(error, "the forward failed") from error
-        self._count(steps=1, seconds=time.perf_counter() - started)
+        self._count(seconds=time.perf_counter() - started)
         return finished
 
     def _decode(self) -> list[Finished] | None:
@@ -240,9 +241,8 @@ class VLLMEngine:
             tell(end)
         with self._populations.turns.rest(is_told=tell is not None):
             cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread())
-            request_ids, tokens = self._populations.answer(asked)
-            if tokens is not None:
-                self.speculate(request_ids, tokens, cast("Leaving", end.result))
+            if (drawn := self._populations.answer(asked)) is not None:
+                self.speculate(*drawn, cast("Leaving", end.result))
         return [end] if tell is None else []
 
     def _answered(

@@ -242,9 +242,9 @@ class SeatedPopulations:
             return Finished(population, error=survived(error))
         return Finished(population, on_host)
 
-    def answer(self, population: PopulationDraw) -> tuple[list[str], torch.Tensor | None]:
+    def answer(self, population: PopulationDraw) -> tuple[list[str], torch.Tensor] | None:
         """Let others go on from a population that was drawn. Return the request of each of its sequences
-        and their tokens, float64 ``[n]`` on the device; nothing where requests are shared, or it has not
+        and their tokens, float64 ``[n]`` on the device; ``None`` where requests are shared, or it has not
         been drawn."""
         under_way = self._ended(population)
         seats, draws = under_way.seats, under_way.draws
@@ -252,7 +252,7 @@ class SeatedPopulations:
             self._open.keep(())
         self._known[population.asked] = seats
         if draws is None or (seats.places is not None and seats.own is None):
-            return [], None
+            return None
         return seats.own or seats.request_ids, draws[:, 0]
 
     def put(
