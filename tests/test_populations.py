@@ -321,6 +321,7 @@ async def test_scores_are_those_of_the_sequences(lm: AsyncLM) -> None:
     """Of continuations of any length, in one flush; sequences that are alike are asked about once."""
     population = lm.population([[1, 2], [3], [1, 2], [4, 5, 6]])
     continuations = [[3, 4], [], [3, 4], [2]]
+    lm.clear_cache()
     before = lm.statistics()
     found = await population.score(continuations)
     since = lm.statistics().since(before)

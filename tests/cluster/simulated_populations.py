@@ -51,7 +51,10 @@ class Seen:
 
 
 class KeepingEngine(ExactEngine):
-    """Keeps the sequences of populations, and answers those that go on from them without other rows."""
+    """Keeps the sequences of populations, and answers those that go on from them without other rows; it
+    tells of every other one before its step is over."""
+
+    tell: Callable[[Finished], object] | None = None
 
     def __init__(self, model: NGram, seen: Seen) -> None:
         super().__init__(model)
@@ -84,7 +87,11 @@ class KeepingEngine(ExactEngine):
         for population in taken:
             contexts = [row.token_ids for row in population.rows]
             rows = self._model.logits(contexts, population.adapter)
-            ends.append(Finished(population, Leaving(population.drawn([*rows]))))
+            end = Finished(population, Leaving(population.drawn([*rows])))
+            if self.tell is not None and self._seen.by_number % 2:
+                self.tell(end)
+            else:
+                ends.append(end)
             self.settle(population)
             self._seen.by_number += 1
         return ends
