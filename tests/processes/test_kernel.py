@@ -150,8 +150,10 @@ while True:
 """
 
 NOTHING_LEFT = """
+# What was given up is in flight until the turn after the step that was under way.
+for _ in range(2):
+    working = lm._thread.call(lambda _: len(lm._thread.engine._in_progress)).result()
 s = lm.statistics()
-working = lm._thread.call(lambda _: len(lm._thread.engine._in_progress)).result()
 print(s.batcher.queued, s.batcher.in_flight, working)
 """
 
