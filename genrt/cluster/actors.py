@@ -236,13 +236,13 @@ class Actors:
             return
         self._is_closed = True
         actors = [*self._actors.values()]
-        ending: list[int] = []
+        ends: list[int | None] = []
         with contextlib.suppress(Exception):  # Ray is gone, and so are they
             left = [each.handle.leave.remote() for each in actors]
             self._ray.wait([e.run for e in actors], num_returns=len(actors), timeout=END_SECONDS)
             told, _ = self._ray.wait(left, num_returns=len(left), timeout=0)
-            ending = [pid for here, pid in self._ray.get(told) if here == _processes_here()]
-        ends = [*map(_end_of, ending)]
+            here = _processes_here()
+            ends = [_end_of(pid) for there, pid in self._ray.get(told) if there == here]
         for each in actors:
             self.kill(each.number)
         _connection.leave()
@@ -319,7 +319,9 @@ def _wait_for(ends: Iterable[int]) -> None:
     """Wait until processes have ended, but not for ever; close their files."""
     until = time.monotonic() + EXIT_SECONDS
     for each in ends:
-        select.select([each], [], [], max(0.0, until - time.monotonic()))
+        end = select.poll()  # select takes no file above 1,023
+        end.register(each, select.POLLIN)
+        end.poll(1000 * max(0.0, until - time.monotonic()))
         os.close(each)
 
 

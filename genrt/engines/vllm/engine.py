@@ -234,12 +234,12 @@ class VLLMEngine:
 
     def _drawn(self, asked: PopulationDraw, step: DecodedStep) -> list[Finished]:
         """Draw for a population from a step of its own, and begin the next."""
-        tell = self.tell if self._populations.turns.is_told_first(self.device) else None
+        tell = self.tell if self._populations.told_first.is_due(self.device) else None
         end = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
         self._count(rows=self._in_progress.leave(step.request_ids))
         if tell is not None:
             tell(end)
-        with self._populations.turns.rest(is_told=tell is not None):
+        with self._populations.told_first.rest(is_told=tell is not None):
             cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread())
             if (drawn := self._populations.answer(asked)) is not None:
                 self.speculate(*drawn, cast("Leaving", end.result))

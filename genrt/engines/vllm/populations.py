@@ -22,7 +22,7 @@ import torch
 from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
 from genrt.engines.vllm.open_requests import OpenRequests
-from genrt.engines.vllm.turns import Turns
+from genrt.engines.vllm.told_first import ToldFirst
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
@@ -98,7 +98,7 @@ class SeatedPopulations:
         )
         self._under_way: dict[PopulationDraw, _UnderWay] = {}
         self._graphs = DrawGraphs()
-        self.turns = Turns()
+        self.told_first = ToldFirst()
 
     def __len__(self) -> int:
         """Return how many are in progress."""
@@ -110,7 +110,7 @@ class SeatedPopulations:
         """Extend and fork sequences to those of a population; return the vLLM requests, or ``None`` where
         ``Populating.go_on`` changes nothing. ``begin`` makes those of forks that find no seat; what it
         raises is raised, and nothing has changed."""
-        self.turns.asked()
+        self.told_first.asked()
         origins, adapter, kept = population.origins, population.adapter, self._open
         if kept is None:
             return None

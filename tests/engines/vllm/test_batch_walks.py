@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-import genrt
 from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from tests.apart import drawn_apart
-from tests.engines.vllm.test_population_walks import OPTIONS
-from tests.engines.vllm.test_spread import running_ahead
+from tests.engines.vllm.test_population_walks import opened
 from tests.small_models import make_llama
 
 pytestmark = pytest.mark.vllm
@@ -29,14 +27,8 @@ LONGEST = 80
 
 @pytest.fixture(scope="module", params=["at once", "ahead"])
 def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
-    """One that is walked on, also with steps run ahead of the question, as on a GPU; and a quiet one."""
-    with (
-        genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as quiet,
-        # Also while the engine is opened again.
-        running_ahead() if request.param == "ahead" else contextlib.nullcontext(),
-        genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as lm,
-    ):
-        yield lm, quiet
+    with opened(llama, request.param) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")

@@ -32,16 +32,22 @@ COUNT = 12
 LONGEST = 90
 
 
-@pytest.fixture(scope="module", params=["at once", "ahead"])
-def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+@contextlib.contextmanager
+def opened(llama: Path, way: str) -> Iterator[tuple[AsyncLM, AsyncLM]]:
     """One that is walked on, also with steps run ahead of the question, as on a GPU; and a quiet one."""
     with (
         genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as quiet,
         # Also while the engine is opened again.
-        running_ahead() if request.param == "ahead" else contextlib.nullcontext(),
+        running_ahead() if way == "ahead" else contextlib.nullcontext(),
         genrt.load(str(llama), engine_options=OPTIONS, cache_bytes=0) as lm,
     ):
         yield lm, quiet
+
+
+@pytest.fixture(scope="module", params=["at once", "ahead"])
+def runtimes(llama: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AsyncLM, AsyncLM]]:
+    with opened(llama, request.param) as both:
+        yield both
 
 
 class Walk:

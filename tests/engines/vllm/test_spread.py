@@ -18,7 +18,7 @@ import torch
 import genrt
 from genrt.engines.vllm import speculation
 from genrt.engines.vllm.speculation import DecodeSteps
-from genrt.engines.vllm.turns import Turns
+from genrt.engines.vllm.told_first import ToldFirst
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
@@ -37,18 +37,18 @@ COUNT = 12
 @contextmanager
 def running_ahead() -> Iterator[None]:
     """Engines that are opened in here run steps ahead, and tell of half of them first, as on a GPU."""
-    original, begin, chance = DecodeSteps.__init__, Turns.__init__, random.Random(0)
+    original, begin, chance = DecodeSteps.__init__, ToldFirst.__init__, random.Random(0)
 
-    def begin_so(self: Turns) -> None:
+    def begin_so(self: ToldFirst) -> None:
         begin(self)
-        self.is_told_first = lambda device: chance.random() < 0.5  # type: ignore[method-assign]
+        self.is_due = lambda device: chance.random() < 0.5  # type: ignore[method-assign]
 
     def init(self: DecodeSteps, *positional: Any, **named: Any) -> None:
         original(self, *positional, **named | {"ahead": True})
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DecodeSteps, "__init__", init)
-        patched.setattr(Turns, "__init__", begin_so)
+        patched.setattr(ToldFirst, "__init__", begin_so)
         yield
 
 
@@ -310,7 +310,7 @@ async def test_whoever_asks_a_device_that_waits_is_told_before_the_next_step_is_
 
     with lm.population([[n, 3, 5] for n in range(COUNT)]) as population:
         await same(population, quiet, seed=0)  # in vLLM's own step
-        monkeypatch.setattr(engine._populations.turns, "is_told_first", lambda _: True)
+        monkeypatch.setattr(engine._populations.told_first, "is_due", lambda _: True)
         monkeypatch.setattr(steps, "prepare_next", late)
         for step in range(1, 5):
             found = await population.draw(seed=100 * step)

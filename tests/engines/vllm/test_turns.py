@@ -1,65 +1,115 @@
-"""Who goes first: whoever asks for draws again and again, or the device."""
+"""globals.py: turns go round in the order in which they were asked for."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable
 
 import pytest
-import torch
 
-from genrt.engines.vllm.turns import Turns
+from genrt.engines.vllm.globals import Turns
+from tests.scripted import PATIENCE_SECONDS
 
-DEVICE = torch.device("cuda")
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the device has done all it was given."""
-    idle = [True]
-
-    class Stream:
-        def query(self) -> bool:
-            return idle[0]
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    return idle
+def started(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
 
 
-def drawn(turns: Turns, clock: Any, told_at: float, *, absent: float, rest: float = 1.0) -> float:
-    """Ask so long after being told, or once the step is over; return when it is told again."""
-    clock.now = max(clock.now, told_at + absent)
-    turns.asked()
-    clock.now += 3.0  # the forward
-    is_told = turns.is_told_first(DEVICE)
-    told_at = clock.now
-    with turns.rest(is_told=is_told):
-        clock.now += rest
-    return told_at if is_told else clock.now
+def wait_for(turns: Turns, count: int) -> None:
+    """Until so many threads wait."""
+    enough = threading.Event()
+    while len(turns._waiting) < count:
+        enough.wait(0.001)
 
 
-@pytest.mark.parametrize(("absent", "is_told"), [(0.1, True), (1.9, True), (2.1, False)])
-def test_who_is_back_soon_is_told_first_and_who_has_more_to_do_last(
-    stream: list[bool], absent: float, is_told: bool
+def test_who_comes_back_at_once_waits_behind_those_who_were_there() -> None:
+    turns, order = Turns(), list[str]()
+
+    def other(name: str) -> None:
+        with turns:
+            order.append(name)
+
+    threads = []
+    with turns:
+        for number in range(3):
+            threads.append(started(lambda name=f"other {number}": other(name)))  # type: ignore[misc]
+            wait_for(turns, number + 1)
+    with turns:
+        order.append("again")
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert order == ["other 0", "other 1", "other 2", "again"]
+
+
+def test_the_holder_enters_again_and_hands_over_when_it_is_out_of_all() -> None:
+    turns, order = Turns(), list[str]()
+
+    def other() -> None:
+        with turns:
+            order.append("other")
+
+    with turns:
+        with turns:
+            thread = started(other)
+            wait_for(turns, 1)
+        order.append("still in")
+    thread.join(PATIENCE_SECONDS)
+    assert order == ["still in", "other"]
+    with turns:
+        pass
+
+
+def test_one_thread_at_a_time_is_in() -> None:
+    turns, inside, most = Turns(), list[int](), list[int]()
+
+    def work() -> None:
+        for _ in range(500):
+            with turns:
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+
+    threads = [started(work) for _ in range(4)]
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert len(most) == 2000
+    assert set(most) == {1}
+
+
+@pytest.mark.parametrize("let_in", [False, True])
+def test_one_that_is_interrupted_while_it_waits_leaves_the_queue(
+    let_in: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns, told_at, first = Turns(clock := Clock()), 0.0, []
-    for _ in range(4):
-        told_at = drawn(turns, clock, told_at, absent=absent)
-        first.append(told_at < clock.now)
-    assert first == [False, *[is_told] * 3], "nothing is known of the first"
+    """Before or after the holder has left, with another thread behind it."""
+    turns, leave = Turns(), threading.Event()
+    wait, own = turns._changed.wait, threading.get_ident()
 
+    def hold() -> None:
+        with turns:
+            leave.wait(PATIENCE_SECONDS)
 
-def test_a_device_that_is_at_work_goes_on(stream: list[bool]) -> None:
-    turns, told_at = Turns(clock := Clock()), 0.0
-    for _ in range(2):
-        told_at = drawn(turns, clock, told_at, absent=0.1)
-    assert turns.is_told_first(DEVICE)
-    assert not turns.is_told_first(torch.device("cpu"))
-    stream[0] = False
-    assert drawn(turns, clock, told_at, absent=0.1) == clock.now
+    def interrupted(timeout: float | None = None) -> bool:
+        if threading.get_ident() != own:
+            return wait(timeout)
+        if let_in:
+            leave.set()
+            wait(PATIENCE_SECONDS)
+        raise KeyboardInterrupt
+
+    holder = started(hold)
+    while not turns._depth:
+        leave.wait(0.001)
+    monkeypatch.setattr(turns._changed, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), turns:
+        raise AssertionError("it was let in")
+    assert not turns._waiting
+    behind = started(turns.__enter__)
+    leave.set()
+    for thread in (holder, behind):
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    assert turns._holder == behind.ident

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-__all__ = ["Turns"]
+__all__ = ["ToldFirst"]
 
 MOST = 2.0
 """Whoever takes longer than this many times what is left of a step has more to do than to draw again. Two
 threads at work slow each other, so that both take longer than alone."""
 
 
-class Turns:
+class ToldFirst:
     """How long those who ask take to ask again, beside what is left of a step.
 
     Args:
@@ -37,7 +37,7 @@ class Turns:
         """Note that somebody asks."""
         self._absent = self._clock() - self._told_at
 
-    def is_told_first(self, device: torch.device) -> bool:
+    def is_due(self, device: torch.device) -> bool:
         """Return whether whoever asked is told before the next step is prepared."""
         if device.type != "cuda" or not self._absent <= MOST * self._rest < float("inf"):
             return False
