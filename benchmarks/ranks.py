@@ -12,6 +12,7 @@ one-decode  vLLM's own decode loop on one GPU
 
 The first two are open at once and take turns, then the other two do; one that fails is left out. Contexts
 are the same in every repeat, but for the token that is appended first, so an engine computes them once.
+What is timed begins after two steps, as in ``benchmarks.step``.
 
 ``--check`` walks: contexts grow, fork and are cut back, and so few fit that residents are evicted. It
 compares ranks, one GPU, one that keeps nothing (``fresh``), and transformers' ``float32``: differences of
@@ -45,7 +46,7 @@ import genrt
 from benchmarks import fidelity, step, step_modes
 from benchmarks.checkpoints import checkpoint
 from benchmarks.setups import Setup, append, prepared
-from benchmarks.step_modes import Measured, Particles, metered, packed_masks
+from benchmarks.step_modes import SHORT, Measured, Particles, ask_all, clock, packed_masks, timed
 from genrt.cluster.health import ReplicaLimits
 
 OPEN_SECONDS, ANSWER_SECONDS, CLOSE_SECONDS = 300.0, 180.0, 20.0
@@ -142,14 +143,17 @@ async def batch_draw(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Mea
     """Half of the vocabulary is allowed to each, as in ``population``."""
     masks = packed_masks(8, lm.vocab_size)[torch.arange(len(particles)) % 8]
 
-    async def run() -> None:
-        particles.extend(0)
-        for _ in range(steps):
+    async def run(count: int) -> None:
+        for _ in range(count):
             draws = await lm.batch_draw(particles.contexts, masks=masks)
             particles.tokens[0] = draws.token_ids.tolist()
             particles.extend(0)
 
-    return await metered(lm, particles, steps, run())
+    await ask_all(lm, particles)
+    began = clock()
+    particles.extend(0)
+    await run(SHORT)
+    return await timed(lm, particles, steps, run(steps), began)
 
 
 def walked(lm: genrt.AsyncLM, steps: int) -> dict[str, Any]:
@@ -208,7 +212,7 @@ class Run:
     def measure(self) -> None:
         """Time the steps, in one group of parts after the other."""
         given, most = self._given, max(self._given.particles)
-        longest = given.context + max(given.steps, WARM_STEPS) + step_modes.SHORT + 2
+        longest = given.context + max(given.steps, WARM_STEPS) + SHORT + 2
         model = checkpoint(given.model, self._directory / "timed")
         setup = prepared(given.model, model, given.options, max_num_seqs=max(256, most))
         setup = setup.sized(longest, math.ceil(ROOM * most * -(-longest // setup.block_size)))
@@ -319,6 +323,8 @@ def line(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     text = f"{mode:28}{count:5}{result['ms_per_step']:9.2f} ms ({low:.2f} to {high:.2f})"
     if result["ratio_to_decode"] is not None:
         text += f"{result['ratio_to_decode']:7.2f} x decode"
+    if result["ms_to_begin"] is not None:
+        text += f"{result['ms_to_begin']:7.0f} ms to begin"
     for other in results:
         if other["mode"] == f"one-gpu-{mode}" and other["particles"] == count:
             text += f"{result['ms_per_step'] / other['ms_per_step']:7.2f} x one GPU"

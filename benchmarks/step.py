@@ -16,8 +16,9 @@ population-resample  the same, and half of it becomes copies of the other half i
 
 All engines are open at once, under the same options, each on a thread of its own in this process, and
 the modes take turns in every repeat, in rotating order, so that the machine's noise meets them all.
-Contexts are random and new every time. What is timed begins when all of them have been asked once,
-includes asyncio, and ends when the device has. NOTES.md says how to read the results.
+Contexts are random and new every time. What is timed begins when all of them have been asked once, and
+a population has taken two steps; it includes asyncio, and ends when the device has. NOTES.md says how
+to read the results.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Result(Surroundings):
 
     Times are medians over the repeats, with their first and third quartiles. ``ratio_to_decode`` is the
     median of this mode's time over decode's in the same repeat; ``speedup_over_fresh`` likewise
-    fresh's over this mode's.
+    fresh's over this mode's. ``ms_to_begin`` is what it took before that, from
+    cached prompts to two tokens each.
     """
 
     mode: str
@@ -65,6 +67,7 @@ class Result(Surroundings):
     engine_steps_per_step: float | None
     computed_tokens_per_particle_step: float | None
     host_bytes_per_step: float | None
+    ms_to_begin: float | None
     model: str
     context: int
     shared: int
@@ -208,6 +211,7 @@ def summary(mode: str, samples: dict[str, dict[int, Measured]]) -> dict[str, Any
         "engine_steps_per_step": median(sample.engine_steps for sample in mine.values()),
         "computed_tokens_per_particle_step": median(s.computed_tokens for s in mine.values()),
         "host_bytes_per_step": median(sample.host_bytes for sample in mine.values()),
+        "ms_to_begin": median(sample.begin_ms for sample in mine.values()),
     }
 
 
@@ -217,7 +221,7 @@ def setup_of(arguments: argparse.Namespace, model: str) -> Setup:
     most = max(arguments.particles)
     setup = prepared(arguments.model, model, arguments.options, max_num_seqs=max(256, most))
     block = setup.block_size
-    longest = arguments.context + max(arguments.steps + SHORT, block + FRESH_STEPS) + 1
+    longest = arguments.context + max(arguments.steps + SHORT, block + FRESH_STEPS) + 2
     own = math.ceil(longest / block) - arguments.shared // block
     return setup.sized(longest, math.ceil(longest / block) + math.ceil(1.5 * most * own))
 

@@ -20,18 +20,20 @@ import torch
 import genrt
 
 SHORT = 2
-"""Tokens of the shorter of ``decode``'s two generations."""
+"""Tokens of the shorter of ``decode``'s two generations, and of a population before it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A mode in one repeat: milliseconds and engine steps a step, tokens put through the model for a
-    particle and step, bytes copied to the host a step."""
+    particle and step, bytes copied to the host a step; milliseconds until ``SHORT`` steps were done, in
+    the modes whose first steps are not timed with the others."""
 
     ms: float
     engine_steps: float | None = None
     computed_tokens: float | None = None
     host_bytes: float | None = None
+    begin_ms: float | None = None
 
 
 class Particles:
@@ -97,7 +99,7 @@ def decode(llm: Any, particles: Particles, steps: int) -> Measured:
         started = clock()
         generate(llm, particles.contexts, length)
         seconds.append(clock() - started)
-    return Measured((seconds[1] - seconds[0]) * 1e3 / steps)
+    return Measured((seconds[1] - seconds[0]) * 1e3 / steps, begin_ms=seconds[0] * 1e3)
 
 
 def generate(llm: Any, contexts: Sequence[list[int]], max_tokens: int) -> list[Any]:
@@ -189,16 +191,20 @@ async def of_population(
     for order, ancestor in zip(particles.orders, ancestors, strict=True):
         ancestor[order[count - half :]] = torch.tensor(order[:half], dtype=torch.int64)
 
-    async def run() -> None:
-        with lm.population(particles.contexts) as sequences:
-            sequences.append(particles.tokens[0])
-            for step in range(steps):
+    await ask_all(lm, particles)
+    began = clock()
+    with lm.population(particles.contexts) as sequences:
+        sequences.append(particles.tokens[0])
+
+        async def run(count: int) -> None:
+            for ancestor in ancestors[:count]:
                 draws = await sequences.draw(masks=masks)
                 sequences.append(draws.token_ids)
                 if resamples:
-                    sequences.resample(ancestors[step])
+                    sequences.resample(ancestor)
 
-    return await metered(lm, particles, steps, run())
+        await run(SHORT)
+        return await timed(lm, particles, steps, run(steps), began)
 
 
 async def together(run: Callable[[int], Coroutine[Any, Any, None]], particles: Particles) -> None:
@@ -208,9 +214,25 @@ async def together(run: Callable[[int], Coroutine[Any, Any, None]], particles: P
 async def metered(
     lm: genrt.AsyncLM, particles: Particles, steps: int, work: Coroutine[Any, Any, None]
 ) -> Measured:
-    """Ask every context once, then time the work and take what the engine counted meanwhile."""
+    """Ask every context once, then time the work."""
+    await ask_all(lm, particles)
+    return await timed(lm, particles, steps, work)
+
+
+async def ask_all(lm: genrt.AsyncLM, particles: Particles) -> None:
+    """Have every context be computed."""
     await asyncio.gather(*map(lm.next_token_logprobs, particles.contexts))
     gc.collect()
+
+
+async def timed(
+    lm: genrt.AsyncLM,
+    particles: Particles,
+    steps: int,
+    work: Coroutine[Any, Any, None],
+    began: float | None = None,
+) -> Measured:
+    """Time the work, whose first steps began then, and take what the engine counted meanwhile."""
     before, started = lm.statistics().engine, clock()
     await work
     ms, after = (clock() - started) * 1e3 / steps, lm.statistics().engine
@@ -219,6 +241,7 @@ async def metered(
         engine_steps=(after.steps - before.steps) / steps,
         computed_tokens=(after.computed_tokens - before.computed_tokens) / steps / len(particles),
         host_bytes=(after.bytes_to_host - before.bytes_to_host) / steps,
+        begin_ms=None if began is None else (started - began) * 1e3,
     )
 
 

@@ -31,6 +31,7 @@ from genrt.questions.request import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"
+BEGUN = {"decode", "population", "population-resample"}
 NEEDS_OTHERS = {"ratio_to_decode", "ratio_quartiles", "speedup_over_fresh"}
 
 
@@ -154,6 +155,7 @@ def test_a_step_is_measured_in_every_mode(
         if mode != "decode":
             assert 0.0 < result["quartiles"][0] <= result["ms_per_step"] <= result["quartiles"][1]
             assert result["speedup_over_fresh"] > 0.0
+        assert (result["ms_to_begin"] is not None) == (mode in BEGUN)
         if mode in GENRT_MODES:
             counted = result["engine_steps_per_step"], result["computed_tokens_per_particle_step"]
             assert counted == (0.0, 0.0) if mode == "cached" else min(counted) > 0.0
@@ -185,6 +187,7 @@ def test_a_summary_compares_modes_within_a_repeat() -> None:
         "engine_steps_per_step": 1.0,
         "computed_tokens_per_particle_step": 1.5,
         "host_bytes_per_step": 64.0,
+        "ms_to_begin": None,
     }
     alone = step.summary("resident", {"resident": {0: Measured(3.0)}})
     assert alone["ms_per_step"] == 3.0

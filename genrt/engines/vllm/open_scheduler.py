@@ -225,11 +225,10 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def begin_prepared(self, request_ids: Collection[str]) -> bool:
         """Begin the step that ``decode_step_ahead`` scheduled for these requests, and return True, if it
         is the next step. Requests that were reseated since have other blocks, which the caller sees
-        to."""
+        to; of those that have finished the runner is told with the step after it."""
         running = self.running
         if (
             len(running) != len(request_ids)
-            or self.finished_req_ids
             or not self._nothing_but(running, tokens_ahead=1)
             or not all(request.request_id in request_ids for request in running)
         ):

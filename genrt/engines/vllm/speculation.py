@@ -15,7 +15,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -122,9 +122,10 @@ class DecodeSteps:
         """Have requests go on as other sequences from the next step on."""
         self._seats += seats
 
-    def forget(self, request_ids: Collection[str]) -> None:
+    def forget(self, request_ids: Set[str]) -> None:
         """Drop what was to be computed for requests that vLLM does not know any more."""
-        self.discard()
+        if self._prepared is not None and not request_ids.isdisjoint(self._prepared.request_ids):
+            self.discard()
         self._seats = [seat for seat in self._seats if seat.request.request_id not in request_ids]
         self._tokens = self._tokens.without(request_ids)
 

@@ -170,6 +170,27 @@ async def test_sequences_that_end_stop_no_step_ahead(runtimes: tuple[AsyncLM, As
     assert lm.statistics().engine.speculated - before >= COUNT - 1
 
 
+async def test_others_that_are_closed_stop_no_step_ahead(runtimes: tuple[AsyncLM, AsyncLM]) -> None:
+    """What they gave back is asked about again, with what was kept of it."""
+    lm, quiet = runtimes
+    others = [lm.population([[n, 8, k] for n in range(2)]) for k in range(6)]
+    for other in others:
+        other.append((await other.draw(seed=0)).token_ids)
+        other.append((await other.draw(seed=1)).token_ids)
+    with lm.population([[n, 5, 4] for n in range(COUNT)]) as population:
+        for step in range(8):
+            await same(population, quiet, seed=100 * step)
+        before, kept = lm.statistics().engine.speculated, [list(other) for other in others]
+        for step, other in enumerate(others):
+            other.close()
+            await same(population, quiet, seed=7 + 100 * step)
+        assert lm.statistics().engine.speculated - before == len(others)
+        again = lm.population([context for contexts in kept for context in contexts])
+        await same(again, quiet, seed=3)
+        again.close()
+    assert held(lm) == (0, 0)
+
+
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_becomes_of_a_step_ahead_draws_are_right(
@@ -186,6 +207,9 @@ async def test_whatever_becomes_of_a_step_ahead_draws_are_right(
             beside.append(lm.next_token_logprobs(rng.choice([*population])))
         if rng.random() < 0.1:
             beside.append(other.draw(seed=step))
+        elif rng.random() < 0.1:  # and new ones in its place
+            other.close()
+            other = lm.population([4, seed, step], 3)
         if rng.random() < 0.1:
             given_up = asyncio.ensure_future(population.draw())
             for _ in range(rng.randrange(5)):
