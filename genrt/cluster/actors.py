@@ -154,6 +154,7 @@ class Actors:
         cluster: ``"auto"`` is the running cluster that Ray finds, or else one of this host alone,
             without dashboard; ``"local"`` always that; otherwise an address as ``ray.init`` takes it.
         gpus: how many GPUs each takes.
+        here: how many this process may use, which a Ray that begins here is told.
 
     Raises:
         EngineNotInstalled: Ray is missing.
@@ -161,11 +162,17 @@ class Actors:
     """
 
     def __init__(
-        self, open_engine: Callable[[], Engine], numbers: AskedNumbers, cluster: str, *, gpus: int
+        self,
+        open_engine: Callable[[], Engine],
+        numbers: AskedNumbers,
+        cluster: str,
+        *,
+        gpus: int,
+        here: int = 0,
     ) -> None:
         self._opening = dumped(("open", open_engine))
         self._numbers = numbers
-        self._ray = _connection.join(cluster)
+        self._ray = _connection.join(cluster, here)
         gpus = gpus if self._ray.cluster_resources().get("GPU") else 0
         self._kind = self._ray.remote(ReplicaActor).options(
             num_cpus=0,
@@ -333,8 +340,8 @@ class _Connection:
         self._users = 0
         self._is_ours = False
 
-    def join(self, cluster: str) -> Any:
-        """Return Ray, connected to the cluster."""
+    def join(self, cluster: str, gpus: int) -> Any:
+        """Return Ray, connected to the cluster; one that begins here has so many GPUs."""
         with self._lock, _own_environment():
             try:
                 import ray
@@ -345,7 +352,7 @@ class _Connection:
             if not ray.is_initialized():
                 self._is_ours = True
                 try:
-                    _connect(ray, cluster)
+                    _connect(ray, cluster, gpus)
                 except Exception as error:
                     self._is_ours = False
                     ray.shutdown()  # what of a local one has begun
@@ -372,7 +379,7 @@ class _Connection:
 _connection = _Connection()
 
 
-def _connect(ray: Any, cluster: str) -> None:
+def _connect(ray: Any, cluster: str, gpus: int) -> None:
     """Have Ray connect to a cluster. It tells nobody of its use unless the cluster's owner lets it."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if cluster != "local":
@@ -388,7 +395,8 @@ def _connect(ray: Any, cluster: str) -> None:
     for attempt in range(1, MOST_ATTEMPTS + 1):
         try:
             with _on_loopback(ray):
-                ray.init("local", include_dashboard=False, **quiet)
+                # Where Ray finds none by itself, all replicas would be on the first.
+                ray.init("local", num_gpus=gpus, include_dashboard=False, **quiet)
         except Exception:
             if attempt == MOST_ATTEMPTS:
                 raise

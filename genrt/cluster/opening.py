@@ -83,7 +83,7 @@ def open_replicas(
         else:
             from genrt.cluster.actors import Actors
 
-            transport = Actors(open_engine, numbers, cluster, gpus=gpus)
+            transport = Actors(open_engine, numbers, cluster, gpus=gpus, here=len(_visible()))
     except GenrtError:
         raise
     except (TypeError, AttributeError, ValueError, RecursionError, ImportError) as error:

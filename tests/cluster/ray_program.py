@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 
 import genrt
 from genrt.cluster.health import ReplicaLimits
-from genrt.engines.exact import NGram
+from genrt.engines.exact import ExactEngine, NGram
 from genrt.inference import SMC, TextModel
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
@@ -45,6 +48,12 @@ def processes() -> set[int]:
             if b"ray::ReplicaActor" in each.read_bytes():
                 found.add(int(each.parent.name))
     return found
+
+
+def on_a_gpu(directory: Path) -> ExactEngine:
+    """Return an engine, and leave a file by the name of the GPUs that it may use."""
+    (directory / os.environ.get("CUDA_VISIBLE_DEVICES", "all")).touch()
+    return ExactEngine(SMALL)
 
 
 async def main() -> None:
@@ -102,6 +111,13 @@ async def main() -> None:
     with genrt.load(SMALL, cluster="local", **options) as lm:
         again = [each.tolist() for each in lm.batch_draw_sync(CONTEXTS)[:2]]
     tell("and begins again with the next", again == drawn and dict(os.environ) == environment)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "3,5"
+    with tempfile.TemporaryDirectory() as directory:
+        here = importlib.import_module("tests.cluster.ray_program")  # as actors know it
+        make = functools.partial(here.on_a_gpu, Path(directory))
+        with genrt.load(engine=make, replicas=2, cluster="local"):
+            found_gpus = sorted(os.listdir(directory))
+    tell("each has a GPU of its own", found_gpus == ["3", "5"])
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_two_runtimes_over_a_local_cluster() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, found in seen if found is not True] == []
-    assert len(seen) == 15
+    assert len(seen) == 16
 
 
 def test_the_end_of_a_process_is_waited_for_but_not_for_ever(
