@@ -29,8 +29,11 @@ PATIENCE = 4
 """How many steps after a row none is scheduled ahead."""
 
 
-def shut_down(core: Any) -> None:
+def shut_down(llm_engine: Any) -> None:
     """Do what ``EngineCore.shutdown`` does but for what other engines of this process use."""
+    # While the model is there, hooks of torch's compiler have to go: they would keep its weights.
+    getattr(llm_engine, "_finalizer", lambda: None)()
+    core = llm_engine.engine_core.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()

@@ -433,7 +433,7 @@ class VLLMEngine:
         if self._open is not None:
             self._open.steps.close()
         with heap_kept(), self._globals:
-            shut_down(self._core.engine_core)
+            shut_down(self._llm_engine)
         del self._steps, self._sending, self.weights  # which hold the core
         self._adapters.close()
         self._samples.forget([*self._in_progress])

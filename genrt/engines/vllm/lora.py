@@ -146,6 +146,7 @@ class VLLMAdapters:
 
     def close(self) -> None:
         self._twins.close()
+        self._core = None
 
 
 def _same(row: torch.Tensor, other: torch.Tensor) -> bool:

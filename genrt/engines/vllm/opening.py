@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import vllm
 from vllm import envs
+from vllm.multimodal.media import audio
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -20,6 +21,10 @@ from genrt.engines.vllm.rank import Rank
 from genrt.engines.vllm.self_check import self_test
 
 __all__ = ["open_vllm"]
+
+if (missing := getattr(audio, "_torchcodec_import_exc", None)) is not None:
+    # Its traceback would keep the frames of whoever has vLLM imported, and so the engine that they open.
+    missing.__traceback__ = None
 
 
 def open_vllm(

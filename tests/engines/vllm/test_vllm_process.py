@@ -55,6 +55,39 @@ with genrt.load(model, engine_options=options) as lm:
 """
 
 
+CLOSED = """
+import gc, sys, weakref
+import genrt
+
+options = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**24}
+with genrt.load(sys.argv[1], engine_options=options | {"enforce_eager": False}) as lm:
+    lm.next_token_logprobs_sync([1, 2])
+    core = lm._thread.engine._core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    assert runner.vllm_config.compilation_config.mode, "compiled"
+    owned = [core, runner, *runner.model.parameters(), *runner.kv_caches]
+    owned = [weakref.ref(each) for each in owned]
+    engine = weakref.ref(lm._thread.engine)
+    del core, runner
+gc.collect()
+print(len(owned) > 10, [each() for each in owned if each() is not None])
+del lm
+gc.collect()
+print(engine())
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+@pytest.mark.promise(number=23)
+def test_the_first_engine_of_a_process_gives_back_all_it_has_once_closed(llama: Path) -> None:
+    """Compiled, as on a GPU, where hooks keep the model; and the runtime, which is closed, is held."""
+    command = [sys.executable, "-c", CLOSED, str(llama)]
+    end = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.splitlines()[-2:] == ["True []", "None"]
+
+
 @pytest.mark.proof
 @pytest.mark.vllm
 def test_a_small_model_in_bfloat16_is_the_first_that_a_process_opens(llama: Path) -> None:
