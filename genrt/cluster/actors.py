@@ -20,6 +20,7 @@ import queue
 import select
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -153,12 +154,14 @@ class Actors:
         numbers: of the questions of populations.
         cluster: ``"auto"`` is the running cluster that Ray finds, or else one of this host alone,
             without dashboard; ``"local"`` always that; otherwise an address as ``ray.init`` takes it.
+        replicas: how many there will be.
         gpus: how many GPUs each takes.
         here: how many this process may use, which a Ray that begins here is told.
 
     Raises:
         EngineNotInstalled: Ray is missing.
-        EngineUnsupported: there is no such cluster, or Ray is connected to another one.
+        EngineUnsupported: there is no such cluster, it has too few GPUs and will have no more, or Ray is
+            connected to another one.
     """
 
     def __init__(
@@ -167,13 +170,23 @@ class Actors:
         numbers: AskedNumbers,
         cluster: str,
         *,
+        replicas: int,
         gpus: int,
         here: int = 0,
     ) -> None:
         self._opening = dumped(("open", open_engine))
         self._numbers = numbers
         self._ray = _connection.join(cluster, here)
-        gpus = gpus if self._ray.cluster_resources().get("GPU") else 0
+        there = int(self._ray.cluster_resources().get("GPU", 0))
+        gpus = gpus if there else 0
+        if gpus * replicas > there:
+            lacking = (
+                f"{replicas} replicas need {gpus * replicas} GPUs, and the cluster has {there}"
+            )
+            if _connection.is_ours:
+                _connection.leave()
+                raise EngineUnsupported(lacking)
+            warnings.warn(f"{lacking}: they wait for more", RuntimeWarning, stacklevel=2)
         self._kind = self._ray.remote(ReplicaActor).options(
             num_cpus=0,
             num_gpus=gpus,
@@ -338,9 +351,9 @@ class _Connection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._is_ours = False
+        self.is_ours = False
 
-    def join(self, cluster: str, gpus: int) -> Any:
+    def join(self, cluster: str, gpus: int = 0) -> Any:
         """Return Ray, connected to the cluster; one that begins here has so many GPUs."""
         with self._lock, _own_environment():
             try:
@@ -350,11 +363,11 @@ class _Connection:
                     "replicas on a cluster need Ray: pip install 'genrt[ray]'"
                 ) from error
             if not ray.is_initialized():
-                self._is_ours = True
+                self.is_ours = True
                 try:
                     _connect(ray, cluster, gpus)
                 except Exception as error:
-                    self._is_ours = False
+                    self.is_ours = False
                     ray.shutdown()  # what of a local one has begun
                     raise EngineUnsupported(f"no Ray cluster at {cluster!r}: {error}") from error
             elif cluster not in ("auto", "local", ray.get_runtime_context().gcs_address):
@@ -371,8 +384,8 @@ class _Connection:
 
         with self._lock, _own_environment():
             self._users -= 1
-            if not self._users and self._is_ours:
-                self._is_ours = False
+            if not self._users and self.is_ours:
+                self.is_ours = False
                 ray.shutdown()
 
 

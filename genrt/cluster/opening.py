@@ -83,7 +83,8 @@ def open_replicas(
         else:
             from genrt.cluster.actors import Actors
 
-            transport = Actors(open_engine, numbers, cluster, gpus=gpus, here=len(_visible()))
+            sizes = {"replicas": replicas, "gpus": gpus, "here": len(_visible())}
+            transport = Actors(open_engine, numbers, cluster, **sizes)
     except GenrtError:
         raise
     except (TypeError, AttributeError, ValueError, RecursionError, ImportError) as error:

@@ -117,7 +117,12 @@ async def main() -> None:
         make = functools.partial(here.on_a_gpu, Path(directory))
         with genrt.load(engine=make, replicas=2, cluster="local"):
             found_gpus = sorted(os.listdir(directory))
-    tell("each has a GPU of its own", found_gpus == ["3", "5"])
+        tell("each has a GPU of its own", found_gpus == ["3", "5"])
+        try:
+            genrt.load(engine=make, replicas=3, cluster="local")
+        except genrt.EngineUnsupported as error:
+            tell("too few GPUs", "3 replicas need 3 GPUs, and the cluster has 2" in str(error))
+        tell("Ray ends where there are too few", not ray.is_initialized())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 
 import genrt
 from genrt.cluster import actors
-from genrt.cluster.actors import ActorLink, ReplicaActor
-from genrt.cluster.messages import dumped, flat, loaded
+from genrt.cluster.actors import ActorLink, Actors, ReplicaActor
+from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded
 from genrt.cluster.worker import Facts, Renewal, with_rows
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
@@ -44,7 +45,7 @@ def test_two_runtimes_over_a_local_cluster() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, found in seen if found is not True] == []
-    assert len(seen) == 16
+    assert len(seen) == 18
 
 
 def test_the_end_of_a_process_is_waited_for_but_not_for_ever(
@@ -98,6 +99,7 @@ class FakeRay(SimpleNamespace):
 
     def __init__(self, *, running: bool = False, connected: bool = False, fails: int = 0) -> None:
         super().__init__(running=running, connected=connected, calls=[], fails=fails, on_hosts=[])
+        self.gpus = 1
         self.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
         self._private = SimpleNamespace(ray_constants=SimpleNamespace(ENABLE_RAY_CLUSTER=True))
 
@@ -106,6 +108,7 @@ class FakeRay(SimpleNamespace):
 
     def init(self, address: str, **options: Any) -> None:
         self.calls.append((address, options.get("include_dashboard")))
+        self.gpus = options.get("num_gpus", self.gpus)
         self.on_hosts.append(self._private.ray_constants.ENABLE_RAY_CLUSTER)
         os.environ.update(RAY_AUTH_MODE="token", PYTHONBREAKPOINT="ray's")
         if address == "local":
@@ -119,6 +122,12 @@ class FakeRay(SimpleNamespace):
     def shutdown(self) -> None:
         self.calls.append("shutdown")
         self.connected = False
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0} | ({"GPU": float(self.gpus)} if self.gpus else {})
+
+    def remote(self, _: type) -> Any:
+        return SimpleNamespace(options=lambda **given: self.calls.append(given["num_gpus"]))
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, ray: FakeRay) -> Any:
@@ -194,6 +203,31 @@ def test_a_cluster_that_is_not_there_leaves_nothing_behind(monkeypatch: pytest.M
     connection.join("10.0.0.1:6379")
     connection.leave()
     assert ray.calls[-1] == "shutdown"
+
+
+@pytest.mark.parametrize(("here", "replicas", "each"), [(0, 2, 0), (2, 2, 1), (5, 2, 2)])
+def test_replicas_take_the_gpus_of_this_host(
+    monkeypatch: pytest.MonkeyPatch, here: int, replicas: int, each: int
+) -> None:
+    monkeypatch.setattr(actors, "_connection", joined(monkeypatch, ray := FakeRay()))
+    sizes = {"replicas": replicas, "gpus": max(1, each), "here": here}
+    Actors(partial(int), AskedNumbers(), "auto", **sizes)  # type: ignore[arg-type]
+    assert (ray.gpus, ray.calls[-1]) == (here, each)
+
+
+def test_replicas_that_no_gpu_is_left_for_are_refused_or_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other hosts may join a cluster; the one that genrt began has only this."""
+    monkeypatch.setattr(actors, "_connection", joined(monkeypatch, ray := FakeRay()))
+    make, few = partial(int), "2 replicas need 4 GPUs, and the cluster has 3"
+    with pytest.raises(EngineUnsupported, match=few):
+        Actors(make, AskedNumbers(), "auto", replicas=2, gpus=2, here=3)  # type: ignore[arg-type]
+    assert ray.calls[-1] == "shutdown"
+    monkeypatch.setattr(actors, "_connection", joined(monkeypatch, ray := FakeRay(connected=True)))
+    with pytest.warns(RuntimeWarning, match="2 replicas need 2 GPUs, and the cluster has 1: they"):
+        Actors(make, AskedNumbers(), "auto", replicas=2, gpus=1, here=3)  # type: ignore[arg-type]
+    assert ray.calls == [1]
 
 
 def test_messages_are_taken_in_their_order_whatever_order_calls_come_in() -> None:
