@@ -442,7 +442,7 @@ MUTANTS: tuple[Mutant, ...] = (
         only="in_their_order",
     ),
     *breaks(
-        "cluster.actors",
+        "cluster.connection",
         "test_actors.py",
         (
             "_own_environment",
@@ -455,9 +455,9 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("constants.ENABLE_RAY_CLUSTER = False", "pass"),
         ),
         (
-            "_Connection.leave",
+            "Connection.leave",
             "the first runtime that closes ends the others' Ray",
-            Swap("not self._users and self._is_ours", "self._is_ours"),
+            Swap("not self._users and self.is_ours", "self.is_ours"),
         ),
         only="begun or began or environment",
     ),

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import genrt
-from genrt.cluster import actors
+from genrt.cluster import actors, connection
 from genrt.cluster.actors import ActorLink, Actors, ReplicaActor
 from genrt.cluster.messages import AskedNumbers, dumped, flat, loaded
 from genrt.cluster.worker import Facts, Renewal, with_rows
@@ -132,32 +132,32 @@ class FakeRay(SimpleNamespace):
 
 def joined(monkeypatch: pytest.MonkeyPatch, ray: FakeRay) -> Any:
     monkeypatch.setitem(sys.modules, "ray", ray)
-    return actors._Connection()
+    return connection.Connection()
 
 
 def test_the_last_runtime_ends_what_the_first_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = joined(monkeypatch, ray := FakeRay())
+    found = joined(monkeypatch, ray := FakeRay())
     for cluster in ("auto", "local"):
-        assert connection.join(cluster) is ray
+        assert found.join(cluster) is ray
     assert ray.calls == [("auto", None), ("local", False)]
-    connection.leave()
+    found.leave()
     assert ray.is_initialized()
-    connection.leave()
+    found.leave()
     assert not ray.is_initialized()
-    connection.join("local")
+    found.join("local")
     assert ray.is_initialized()
 
 
 def test_a_local_cluster_is_begun_again_and_listens_on_loopback_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    connection = joined(monkeypatch, ray := FakeRay(fails=2))
-    connection.join("auto")
+    found = joined(monkeypatch, ray := FakeRay(fails=2))
+    found.join("auto")
     begun = [("local", False), "shutdown"]
     assert ray.calls == [("auto", None), *begun, *begun, ("local", False)]
     assert ray.on_hosts == [True, False, False, False]
     assert ray._private.ray_constants.ENABLE_RAY_CLUSTER is True
-    connection.leave()
+    found.leave()
     other = joined(monkeypatch, ray := FakeRay(fails=3))
     with pytest.raises(EngineUnsupported, match="did not come up"):
         other.join("local")
@@ -171,37 +171,37 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, fail
     monkeypatch.setenv("PYTHONBREAKPOINT", "mine")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     before = dict(os.environ)
-    connection = joined(monkeypatch, FakeRay(fails=fails))
+    found = joined(monkeypatch, FakeRay(fails=fails))
     if fails:
         with pytest.raises(EngineUnsupported):
-            connection.join("auto")
+            found.join("auto")
     else:
-        connection.join("auto")
+        found.join("auto")
         assert dict(os.environ) == before
-        connection.leave()
+        found.leave()
     assert dict(os.environ) == before
 
 
 def test_a_connection_of_the_users_is_taken_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = joined(monkeypatch, ray := FakeRay(connected=True))
+    found = joined(monkeypatch, ray := FakeRay(connected=True))
     for cluster in ("auto", "10.0.0.1:6379"):
-        connection.join(cluster)
+        found.join(cluster)
     with pytest.raises(EngineUnsupported, match="cannot be to"):
-        connection.join("10.0.0.2:6379")
-    connection.leave()
-    connection.leave()
+        found.join("10.0.0.2:6379")
+    found.leave()
+    found.leave()
     assert ray.is_initialized()
     assert ray.calls == []
 
 
 def test_a_cluster_that_is_not_there_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = joined(monkeypatch, ray := FakeRay())
+    found = joined(monkeypatch, ray := FakeRay())
     with pytest.raises(EngineUnsupported, match="no Ray cluster at '10"):
-        connection.join("10.0.0.9:6379")
+        found.join("10.0.0.9:6379")
     assert ray.calls == [("10.0.0.9:6379", None), "shutdown"]
     ray.running = True
-    connection.join("10.0.0.1:6379")
-    connection.leave()
+    found.join("10.0.0.1:6379")
+    found.leave()
     assert ray.calls[-1] == "shutdown"
 
 
@@ -209,7 +209,7 @@ def test_a_cluster_that_is_not_there_leaves_nothing_behind(monkeypatch: pytest.M
 def test_replicas_take_the_gpus_of_this_host(
     monkeypatch: pytest.MonkeyPatch, here: int, replicas: int, each: int
 ) -> None:
-    monkeypatch.setattr(actors, "_connection", joined(monkeypatch, ray := FakeRay()))
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay()))
     sizes = {"replicas": replicas, "gpus": max(1, each), "here": here}
     Actors(partial(int), AskedNumbers(), "auto", **sizes)  # type: ignore[arg-type]
     assert (ray.gpus, ray.calls[-1]) == (here, each)
@@ -219,12 +219,12 @@ def test_replicas_that_no_gpu_is_left_for_are_refused_or_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other hosts may join a cluster; the one that genrt began has only this."""
-    monkeypatch.setattr(actors, "_connection", joined(monkeypatch, ray := FakeRay()))
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay()))
     make, few = partial(int), "2 replicas need 4 GPUs, and the cluster has 3"
     with pytest.raises(EngineUnsupported, match=few):
         Actors(make, AskedNumbers(), "auto", replicas=2, gpus=2, here=3)  # type: ignore[arg-type]
     assert ray.calls[-1] == "shutdown"
-    monkeypatch.setattr(actors, "_connection", joined(monkeypatch, ray := FakeRay(connected=True)))
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(connected=True)))
     with pytest.warns(RuntimeWarning, match="2 replicas need 2 GPUs, and the cluster has 1: they"):
         Actors(make, AskedNumbers(), "auto", replicas=2, gpus=1, here=3)  # type: ignore[arg-type]
     assert ray.calls == [1]
