@@ -457,7 +457,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Connection.leave",
             "the first runtime that closes ends the others' Ray",
-            Swap("not self._users and self.is_ours", "self.is_ours"),
+            Swap("not self._users and self._is_ours", "self._is_ours"),
         ),
         only="begun or began or environment",
     ),

@@ -175,7 +175,7 @@ class Actors:
             lacking = (
                 f"{replicas} replicas need {gpus * replicas} GPUs, and the cluster has {there}"
             )
-            if connection.is_ours:
+            if connection.is_local:
                 connection.leave()
                 raise EngineUnsupported(lacking)
             warnings.warn(f"{lacking}: they wait for more", RuntimeWarning, stacklevel=2)

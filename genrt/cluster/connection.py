@@ -27,12 +27,13 @@ PATIENCE = {"RAY_gcs_server_port_wait_time_s": "60", "RAY_raylet_start_wait_time
 
 
 class Connection:
-    """Ray's connection of this process, and how many runtimes have it."""
+    """Ray's connection of this process, and how many runtimes have it; ``is_local`` if it is to a Ray
+    that genrt has begun, which no other host joins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self.is_ours = False
+        self._is_ours = self.is_local = False
 
     def join(self, cluster: str, gpus: int = 0) -> Any:
         """Return Ray, connected to the cluster; one that begins here has so many GPUs."""
@@ -44,11 +45,11 @@ class Connection:
                     "replicas on a cluster need Ray: pip install 'genrt[ray]'"
                 ) from error
             if not ray.is_initialized():
-                self.is_ours = True
+                self._is_ours = True
                 try:
-                    _connect(ray, cluster, gpus)
+                    self.is_local = _connect(ray, cluster, gpus)
                 except Exception as error:
-                    self.is_ours = False
+                    self._is_ours = False
                     ray.shutdown()  # what of a local one has begun
                     raise EngineUnsupported(f"no Ray cluster at {cluster!r}: {error}") from error
             elif cluster not in ("auto", "local", ray.get_runtime_context().gcs_address):
@@ -65,16 +66,17 @@ class Connection:
 
         with self._lock, _own_environment():
             self._users -= 1
-            if not self._users and self.is_ours:
-                self.is_ours = False
+            if not self._users and self._is_ours:
+                self._is_ours = self.is_local = False
                 ray.shutdown()
 
 
 connection = Connection()
 
 
-def _connect(ray: Any, cluster: str, gpus: int) -> None:
-    """Have Ray connect to a cluster. It tells nobody of its use unless the cluster's owner lets it."""
+def _connect(ray: Any, cluster: str, gpus: int) -> bool:
+    """Have Ray connect to a cluster; return whether that has begun here. It tells nobody of its use
+    unless the cluster's owner lets it."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if cluster != "local":
         try:
@@ -83,7 +85,7 @@ def _connect(ray: Any, cluster: str, gpus: int) -> None:
             if cluster != "auto":
                 raise
         else:
-            return
+            return False
     for name, seconds in PATIENCE.items():
         os.environ.setdefault(name, seconds)
     for attempt in range(1, MOST_ATTEMPTS + 1):
@@ -96,7 +98,8 @@ def _connect(ray: Any, cluster: str, gpus: int) -> None:
                 raise
             ray.shutdown()  # what has begun
         else:
-            return
+            break
+    return True
 
 
 @contextlib.contextmanager
