@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import traceback
 from typing import Any
 
 import torch
 import vllm
 from vllm import envs
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import VllmConfig
 from vllm.multimodal.media import audio
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
@@ -65,6 +69,7 @@ def open_vllm(
         try:
             llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
         except Exception as error:
+            _forget(config, error)
             raise translated(error, f"vLLM could not open {checkpoint}") from error
         finally:
             envs.enable_envs_cache()  # the engines' steps read it
@@ -76,3 +81,15 @@ def open_vllm(
         engine.close()
         raise
     return engine
+
+
+def _forget(config: VllmConfig, error: Exception) -> None:
+    """Free the memory of an engine that was made in part, which frames of the error have, and hooks of
+    torch's compiler: vLLM removes these with its engine."""
+    traceback.clear_frames(error.__traceback__)
+    for each in gc.get_objects():
+        # Not isinstance: some objects warn whoever asks for their class.
+        if TorchCompileWithNoGuardsWrapper in type(each).__mro__ and each.vllm_config is config:
+            each.cleanup()
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -77,6 +77,36 @@ print(engine())
 """
 
 
+FAILED = """
+import gc, sys
+import genrt
+import torch
+
+options = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": False}
+try:
+    genrt.load(sys.argv[1], engine_options=options | {"kv_cache_memory_bytes": 2**12})
+except genrt.EngineFailed as error:
+    held = error
+gc.collect()
+print([x.shape for x in gc.get_objects() if torch.nn.Parameter in type(x).__mro__])
+with genrt.load(sys.argv[1], engine_options=options | {"kv_cache_memory_bytes": 2**24}) as lm:
+    print(len(lm.next_token_logprobs_sync([1, 2])), held)
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.vllm
+def test_an_engine_that_does_not_open_leaves_no_weights_behind(llama: Path) -> None:
+    """Compiled, and its error is held, as a notebook does: the next one has the memory."""
+    command = [sys.executable, "-c", FAILED, str(llama)]
+    end = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
+    assert end.returncode == 0, end.stderr
+    weights, opened = end.stdout.splitlines()[-2:]
+    assert weights == "[]"
+    assert opened.startswith("320 vLLM could not open")
+    assert "memory for the cache blocks" in opened
+
+
 @pytest.mark.proof
 @pytest.mark.vllm
 @pytest.mark.promise(number=23)
