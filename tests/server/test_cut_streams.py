@@ -265,7 +265,8 @@ async def test_openais_client_raises_for_a_stream_that_is_cut(
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
     ) as client:
-        asked: Any = {"model": "tiny", "messages": CHAT, "max_tokens": LONG, "stream": True}
+        own: Any = {"model": "tiny", "stream": True, "extra_body": DRAWN}  # none ends by itself
+        asked: Any = {"messages": CHAT, "max_tokens": LONG, **own}
         stream: Any = await client.chat.completions.create(**asked)
         await anext(stream)
         await anext(stream)
@@ -274,7 +275,7 @@ async def test_openais_client_raises_for_a_stream_that_is_cut(
             [_ async for _ in stream]
         body: Any = raised.value.body
         assert body["code"] == 503
-        asked = {"model": "tiny", "input": "Paris", "max_output_tokens": LONG, "stream": True}
+        asked = {"input": "Paris", "max_output_tokens": LONG, **own}
         stream = await client.responses.create(**asked)
         for _ in range(6):
             await anext(stream)
