@@ -89,7 +89,8 @@ def _forget(config: VllmConfig, error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
     for each in gc.get_objects():
         # Not isinstance: some objects warn whoever asks for their class.
-        if TorchCompileWithNoGuardsWrapper in type(each).__mro__ and each.vllm_config is config:
+        is_model = TorchCompileWithNoGuardsWrapper in type(each).__mro__
+        if is_model and getattr(each, "vllm_config", None) is config:
             each.cleanup()
     gc.collect()
     torch.cuda.empty_cache()
