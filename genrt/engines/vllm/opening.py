@@ -89,7 +89,7 @@ def _forget(config: VllmConfig, error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
     for each in gc.get_objects():
         # Not isinstance: some objects warn whoever asks for their class.
-        is_model = TorchCompileWithNoGuardsWrapper in type(each).__mro__
+        is_model = issubclass(type(each), TorchCompileWithNoGuardsWrapper)
         if is_model and getattr(each, "vllm_config", None) is config:
             each.cleanup()
     gc.collect()
