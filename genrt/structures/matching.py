@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -98,6 +100,22 @@ def may_begin(lark: str, data: bytes) -> bool:
     """Tell whether bytes can begin a text of the grammar; True for one that does not compile."""
     matcher = new_matcher(_bytes(), lark)
     return matcher.is_error() or all(matcher.consume_token(1 + byte) for byte in data)
+
+
+def has_objects(
+    required: Iterable[object], named: dict[str, bool], patterns: dict[str, bool], *, others: bool
+) -> bool:
+    """Tell whether there are objects with the required properties, given which of those that are named,
+    that match a pattern, or that do neither, have values. What is no text is no name."""
+    names = [each for each in required if isinstance(each, str)]
+    if others and all((*named.values(), *patterns.values())):
+        return True
+    if not patterns:
+        return all(named.get(name, others) for name in names)
+    schema: dict[str, Any] = {"type": "object", "required": names, "properties": named}
+    schema |= {"patternProperties": patterns, "additionalProperties": others}
+    matcher = new_matcher(_bytes(), f"start: %json {json.dumps(schema)}")
+    return not (matcher.is_error() and "is unsatisfiable" in matcher.get_error())
 
 
 @cache

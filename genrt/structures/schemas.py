@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from genrt.errors import InvalidConstraint
 from genrt.structures.formats import FORMATS, LONGEST
 from genrt.structures.intervals import BOUNDS, mend_bounds
-from genrt.structures.matching import checked_pattern, may_begin
+from genrt.structures.matching import checked_pattern, has_objects, may_begin
 from genrt.structures.multiples import common_multiple, has_numbers, remainders_of
 
 Schema: TypeAlias = dict[str, Any]
@@ -254,7 +254,12 @@ class _Prepared:
     def _has_values_of(self, schema: Schema, kind: object) -> bool:
         match kind:
             case "object":
-                return all(any(map(self._lives, each)) for each in _required_properties(schema))
+                named, patterns = (
+                    {name: self._lives(values) for name, values in _map(schema, key).items()}
+                    for key in ("properties", "patternProperties")
+                )
+                others = self._lives(schema.get("additionalProperties", True))
+                return has_objects(_list(schema, "required"), named, patterns, others=others)
             case "array":
                 return all(map(self._lives, _required_items(schema)))
             case "number" | "integer":
@@ -319,15 +324,6 @@ def _map(schema: Schema, key: str) -> Schema:
     """Return the object under a key; an empty one if there is none."""
     value = schema.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _required_properties(schema: Schema) -> Iterator[list[Any]]:
-    """Yield, for each required property, the schemas of which it has to satisfy one."""
-    properties = _map(schema, "properties")
-    others = [*_map(schema, "patternProperties").values(), schema.get("additionalProperties", True)]
-    for name in _list(schema, "required"):
-        is_known = isinstance(name, str) and name in properties
-        yield [properties[name]] if is_known else others
 
 
 def _required_items(schema: Schema) -> Iterator[Any]:

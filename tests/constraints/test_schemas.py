@@ -169,6 +169,14 @@ NODE = {
 NO_MULTIPLE = {"multipleOf": 7, "minimum": 1, "maximum": 6}
 
 
+NAMED_A: dict[str, Any] = {
+    "type": "object",
+    "patternProperties": {"^a": {"$ref": "#/$defs/n"}, "^[^a]": {"enum": [1]}},
+    "maxProperties": 1,
+    "additionalProperties": False,
+}
+
+
 @pytest.mark.parametrize(
     ("schema", "texts"),
     [
@@ -254,6 +262,13 @@ NO_MULTIPLE = {"multipleOf": 7, "minimum": 1, "maximum": 6}
              "additionalProperties": False},
             ['{"a": 1}'],
         ),
+        (
+            {
+                "$defs": {"n": {**NAMED_A, "required": ["b", "a"]}, "m": {**NAMED_A, "required": ["b"]}},
+                "anyOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/m"}, {"type": "null"}],
+            },
+            ['{"b": 1}', "null"],
+        ),
     ],
 )  # fmt: skip
 def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[str]) -> None:
@@ -284,6 +299,19 @@ def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[
             "allows no value: '#/$defs/n', '#/$defs/node' leads back to itself without end",
         ),
         ({"$ref": "#"}, "'#' leads back to itself"),
+        (
+            {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["b", "ab"]},
+            "'#' leads back to itself",
+        ),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"^a": True},
+                "required": ["b"],
+                "additionalProperties": {"$ref": "#"},
+            },
+            "'#' leads back to itself",
+        ),
         ({"type": "integer", **NO_MULTIPLE}, "no number from 0 on has this multipleOf"),
         (
             {"type": "object", "required": ["a"], "additionalProperties": False},
