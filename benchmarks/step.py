@@ -53,8 +53,8 @@ class Result(Surroundings):
 
     Times are medians over the repeats, with their first and third quartiles. ``ratio_to_decode`` is the
     median of this mode's time over decode's in the same repeat; ``speedup_over_fresh`` likewise
-    fresh's over this mode's. ``ms_to_begin`` is what it took before that, from
-    cached prompts to two tokens each.
+    fresh's over this mode's. ``ms_to_begin`` is what the first ``SHORT`` tokens of each took from the
+    cached prompts on, where they are not timed with the others.
     """
 
     mode: str

@@ -6,7 +6,7 @@ Rules:
     An actor has four threads: the engine's, and one each that takes messages, hands on answers, and
     tells how many rounds the engine has gone. Messages have numbers, as calls may overtake each other.
     Rows of a flush are one array, which travels beside the message, through Ray's shared memory.
-    Actors end with this process. A local Ray that genrt began ends with its last runtime.
+    Actors end with this process.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Actors:
         *,
         replicas: int,
         gpus: int,
-        here: int = 0,
+        here: int,
     ) -> None:
         self._opening = dumped(("open", open_engine))
         self._numbers = numbers

@@ -94,14 +94,20 @@ with genrt.load(sys.argv[1], engine_options=options | {"kv_cache_memory_bytes": 
 """
 
 
+def said_by(program: str, model: Path) -> list[str]:
+    """Return the lines that a program about a model prints, in a process of its own: those of
+    ``children`` begin with vLLM imported."""
+    command = [sys.executable, "-c", program, str(model)]
+    end = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
+    assert end.returncode == 0, end.stderr
+    return end.stdout.splitlines()
+
+
 @pytest.mark.proof
 @pytest.mark.vllm
 def test_an_engine_that_does_not_open_leaves_no_weights_behind(llama: Path) -> None:
     """Compiled, and its error is held, as a notebook does: the next one has the memory."""
-    command = [sys.executable, "-c", FAILED, str(llama)]
-    end = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
-    assert end.returncode == 0, end.stderr
-    weights, opened = end.stdout.splitlines()[-2:]
+    weights, opened = said_by(FAILED, llama)[-2:]
     assert weights == "[]"
     assert opened.startswith("320 vLLM could not open")
     assert "memory for the cache blocks" in opened
@@ -112,10 +118,7 @@ def test_an_engine_that_does_not_open_leaves_no_weights_behind(llama: Path) -> N
 @pytest.mark.promise(number=23)
 def test_the_first_engine_of_a_process_gives_back_all_it_has_once_closed(llama: Path) -> None:
     """Compiled, as on a GPU, where hooks keep the model; and the runtime, which is closed, is held."""
-    command = [sys.executable, "-c", CLOSED, str(llama)]
-    end = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, text=True)
-    assert end.returncode == 0, end.stderr
-    assert end.stdout.splitlines()[-2:] == ["True []", "None"]
+    assert said_by(CLOSED, llama)[-2:] == ["True []", "None"]
 
 
 @pytest.mark.proof
