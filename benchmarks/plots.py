@@ -28,6 +28,7 @@ COLOURS = {
     "resample": "#e69f00",
     "population": "#cc79a7",
     "population-resample": "#8c6d31",
+    "populations": "#7b6fd0",
     "fresh": "#b03a2e",
 }
 """In the order of the bars; told apart with any kind of colour vision."""

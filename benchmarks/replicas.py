@@ -1,13 +1,14 @@
-"""What do replicas on one host cost, and what do they give? Added latency of a flush, draws a second.
+"""What do replicas cost, and what do they give? Added latency of a flush, draws a second.
 
     python -m benchmarks.replicas --json replicas.json                        # exact engines, on CPUs
     python -m benchmarks.replicas --model dummy-8b --replicas 2 --json replicas.json   # by vLLM, on GPUs
 
 A runtime in this process and ones over replicas are asked the same, one after the other. One JSON
 object: ``flush`` has, for 1 and 64 draws and for 64 rows, the median milliseconds of a call ``alone``,
-over ``one`` replica, and what that ``adds``; ``draws`` has the draws a second of so many populations at
-once, alone and over ``several`` replicas, and their ratio; ``texts`` likewise the generated tokens a
-second of as many prompts at once.
+over ``one`` replica, and what that ``adds``; ``draws`` has, for each length of the contexts, the draws a
+second of so many populations at once: alone, over ``several`` replicas on this host, and with
+``--cluster`` over as many actors of Ray, ``cluster``; and their ratios to alone. ``texts`` has the same
+of the tokens a second that as many prompts of the first length generate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,12 +40,10 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint or a shape for vLLM; none: exact engines")
     parser.add_argument("--options", type=json.loads, default={}, help="engine_options, as JSON")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument(
-        "--cluster", help='have the replicas be actors of this Ray cluster, or "auto"'
-    )
+    parser.add_argument("--cluster", help='a Ray cluster for as many actors too, or "auto"')
     parser.add_argument("--populations", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="sequences of a population")
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="their lengths")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--quick", action="store_true", help="few repeats")
@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps, arguments.repeats, arguments.populations = 5, 10, 2
-        arguments.context, arguments.size = 16, 8
+        arguments.size = 8
     with tempfile.TemporaryDirectory() as directory:
         if arguments.model in SHAPES:
             arguments.options = {"load_format": "dummy", "skip_tokenizer_init": True} | (
@@ -63,10 +63,11 @@ def main() -> None:
     append(json.dumps(result), arguments.json)
 
 
-def opened(arguments: argparse.Namespace, replicas: int | None) -> AsyncLM:
+def opened(arguments: argparse.Namespace, name: str) -> AsyncLM:
     """Open a runtime whose every answer is computed."""
+    replicas = {"alone": None, "one": 1}.get(name, arguments.replicas)
     more: dict[str, Any] = {"cache_bytes": 0, "seed": 1, "replicas": replicas}
-    if replicas is not None:
+    if name == "cluster":
         more["cluster"] = arguments.cluster
     if arguments.model:
         return genrt.load(arguments.model, engine_options=arguments.options, **more)
@@ -84,22 +85,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "replicas": arguments.replicas,
         "cluster": arguments.cluster,
     }
-    found: dict[str, dict[str, float]] = {}
-    draws: dict[str, float] = {}
+    flush: dict[str, dict[str, float]] = {}
+    draws: dict[str, dict[str, float]] = {str(each): {} for each in arguments.contexts}
     texts: dict[str, float] = {}
-    for name, replicas in (("alone", None), ("one", 1), ("several", arguments.replicas)):
-        with opened(arguments, replicas) as lm:
-            if name != "several":
+    names = ["alone", "one", "several"] + ["cluster"] * (arguments.cluster is not None)
+    for name in names:
+        with opened(arguments, name) as lm:
+            if name in ("alone", "one"):
                 for kind, milliseconds in flushes(lm, arguments).items():
-                    found.setdefault(kind, {})[name] = milliseconds
+                    flush.setdefault(kind, {})[name] = milliseconds
             if name != "one":
-                draws[name] = asyncio.run(draws_a_second(lm, arguments))
-                texts[name] = asyncio.run(tokens_a_second(lm, arguments))
-    for each in found.values():
+                for context in arguments.contexts:
+                    found = asyncio.run(draws_a_second(lm, arguments, context))
+                    draws[str(context)][name] = found
+                texts[name] = asyncio.run(tokens_a_second(lm, arguments, arguments.contexts[0]))
+        print(f"{name}: {flush} {draws} {texts}", file=sys.stderr, flush=True)
+    for each in (*draws.values(), texts):
+        each |= {f"{name}_ratio": each[name] / each["alone"] for name in names[2:]}
+    for each in flush.values():
         each["adds"] = each["one"] - each["alone"]
-    for each in (draws, texts):
-        each["ratio"] = each["several"] / each["alone"]
-    return result | {"flush": found, "draws": draws, "texts": texts}
+    return result | {"flush": flush, "draws": draws, "texts": texts}
 
 
 def flushes(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, float]:
@@ -125,10 +130,10 @@ def flushes(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, float]:
     return medians
 
 
-async def draws_a_second(lm: AsyncLM, arguments: argparse.Namespace) -> float:
+async def draws_a_second(lm: AsyncLM, arguments: argparse.Namespace, context: int) -> float:
     """Return how many tokens populations draw, each going on by itself, the first steps left out."""
     prompts = [
-        [(number * 31 + place) % lm.vocab_size for place in range(arguments.context)]
+        [(number * 31 + place) % lm.vocab_size for place in range(context)]
         for number in range(arguments.populations)
     ]
     populations = [lm.population(prompt, arguments.size) for prompt in prompts]
@@ -145,15 +150,12 @@ async def draws_a_second(lm: AsyncLM, arguments: argparse.Namespace) -> float:
     return drawn / seconds
 
 
-async def tokens_a_second(lm: AsyncLM, arguments: argparse.Namespace) -> float:
+async def tokens_a_second(lm: AsyncLM, arguments: argparse.Namespace, context: int) -> float:
     """Return how many tokens whole texts draw, after as many prompts as populations have sequences."""
     count, chance = arguments.populations * arguments.size, random.Random(arguments.replicas)
 
     async def generated(steps: int) -> int:
-        prompts = [
-            [chance.randrange(lm.vocab_size) for _ in range(arguments.context)]
-            for _ in range(count)
-        ]
+        prompts = [[chance.randrange(lm.vocab_size) for _ in range(context)] for _ in range(count)]
         options: dict[str, Any] = {"max_tokens": steps, "ignore_eos": True, "stop": [], "seed": 1}
         return sum(len(each.token_ids) for each in await lm.batch_generate(prompts, **options))
 

@@ -13,6 +13,7 @@ draw      one coroutine a particle, which awaits a masked draw and appends its t
 cached    one coroutine a particle, which awaits rows that are all in the row cache
 population           a population: one masked draw for all a step, whose tokens it appends
 population-resample  the same, and half of it becomes copies of the other half in every step
+populations          four populations of a quarter of the particles each, all at once
 
 All engines are open at once, under the same options, each on a thread of its own in this process, and
 the modes take turns in every repeat, in rotating order, so that the machine's noise meets them all.

@@ -1,13 +1,14 @@
 """What one step of N particles is: the particles, and every way to ask about them.
 
-fresh, decode                                vLLM directly, an ``LLM``'s generate
-resident, batch, resample, draw, cached      genrt, a question a particle
-population, population-resample              genrt, a question for all of them
+fresh, decode                                 vLLM directly, an ``LLM``'s generate
+resident, batch, resample, draw, cached       genrt, a question a particle
+population, population-resample, populations  genrt, a question for all of them, or a quarter
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import time
@@ -18,6 +19,9 @@ from typing import Any, cast
 import torch
 
 import genrt
+
+MANY = 4
+"""In how many populations the particles are, where they are several."""
 
 SHORT = 2
 """Tokens of the shorter of ``decode``'s two generations, and of a population before it is timed."""
@@ -182,6 +186,32 @@ async def population_resample(lm: genrt.AsyncLM, particles: Particles, steps: in
     return await of_population(lm, particles, steps, resamples=True)
 
 
+async def populations(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
+    """Each population goes on by itself, as runs do that are awaited together."""
+    count = len(particles)
+    masks = packed_masks(8, lm.vocab_size)[torch.arange(count) % 8]
+    await ask_all(lm, particles)
+    began = clock()
+    with contextlib.ExitStack() as opened:
+        parts = [slice(n * count // MANY, (n + 1) * count // MANY) for n in range(MANY)]
+        parts = [part for part in parts if part.start < part.stop]
+        several = [opened.enter_context(lm.population(particles.contexts[part])) for part in parts]
+
+        async def run(population: genrt.Population, part: slice, count: int) -> None:
+            for _ in range(count):
+                population.append((await population.draw(masks=masks[part])).token_ids)
+
+        async def run_all(count: int) -> None:
+            await asyncio.gather(
+                *(run(each, part, count) for each, part in zip(several, parts, strict=True))
+            )
+
+        for each, part in zip(several, parts, strict=True):
+            each.append(particles.tokens[0][part])
+        await run_all(SHORT)
+        return await timed(lm, particles, steps, run_all(steps), began)
+
+
 async def of_population(
     lm: genrt.AsyncLM, particles: Particles, steps: int, *, resamples: bool
 ) -> Measured:
@@ -263,5 +293,6 @@ GENRT_MODES = {
     "cached": cached,
     "population": population,
     "population-resample": population_resample,
+    "populations": populations,
 }
 MODES = (*VLLM_MODES, *GENRT_MODES)

@@ -380,7 +380,7 @@ class Worker:
 
     def _stepped(self) -> list[Finished]:
         try:
-            return self.answering.step(lambda end: self._answer([end], []))
+            return self.answering.step(lambda ends: self._answer(ends, []))
         except Exception as error:
             failed = survived(error)
             lost = list(self._tickets)

@@ -222,10 +222,10 @@ class Populating(Protocol):
 
 @runtime_checkable
 class Telling(Protocol):
-    """A ``Populating`` Engine whose step has more to do once a population has been drawn."""
+    """A ``Populating`` Engine whose step has more to do once populations have been drawn."""
 
-    tell: Callable[[Finished], object] | None
-    """Set by whoever steps: may be called by ``step`` with the end of a population, which it does not
+    tell: Callable[[Sequence[Finished]], object] | None
+    """Set by whoever steps: may be called by ``step`` with the ends of populations, which it does not
     return then. It is called when nothing but the next step depends on what is left to do."""
 
 

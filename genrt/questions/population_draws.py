@@ -18,11 +18,11 @@ from genrt.questions.reads import moved
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.rows_ahead import Draft, RowsAhead, Source, joined_rows, missing_rows
 from genrt.questions.sequences import Contexts
-from genrt.tokens.draw_graphs import DrawGraphs, fill
+from genrt.tokens.draw_graphs import DrawGraphs, Draws, fill
 from genrt.tokens.rows import Leaving, together
 from genrt.tokens.sampling import BatchDraw, Draw, drawn, rows_at_once, seeded_uniforms
 
-__all__ = ["PopulationDraw", "joined_draws", "population_draw"]
+__all__ = ["PopulationDraw", "joined_draws", "launched", "population_draw"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -182,18 +182,6 @@ class PopulationDraw:
             parts.append(drawn(whole, numbers[part], mask=mask, heat=heats, places=there))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def launched(
-        self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None, graphs: DrawGraphs
-    ) -> tuple[Tensor, Leaving]:
-        """Return what ``drawn`` does, and the same on its way to the host: by one launch where it can be,
-        and valid until the next one then."""
-        if isinstance(rows, Tensor) and self.temperature == 1.0:
-            found = graphs.drawn(rows, self.seeds, self.masks, places)
-            if found is not None:
-                return found
-        whole = self.drawn(rows, places)
-        return whole, Leaving(whole)
-
     def is_answer(self, rows: Sequence[Tensor], result: object) -> bool:
         """Return whether each draw is possible after its row, as ``DrawToken.is_answer`` has it."""
         if not isinstance(result, BatchDraw) or len(result.token_ids) != len(rows):
@@ -241,6 +229,25 @@ def population_draw(
         packed = packed[places]
     own = contexts, adapter, packed, temperature, drawn_from, origins
     return PopulationDraw(*own, came_from=came_from, drafts=drafts, known=known)
+
+
+def launched(
+    several: Sequence[PopulationDraw],
+    rows: Tensor,
+    places: Sequence[np.ndarray | None],
+    graphs: DrawGraphs,
+) -> tuple[Tensor, Leaving]:
+    """Return what ``drawn`` does of each population, one after the other, and the same on its way to the
+    host: by one launch where it can be, and valid until the next one then."""
+    if all(each.temperature == 1.0 for each in several):
+        draws = [
+            Draws(each.seeds, each.masks, at) for each, at in zip(several, places, strict=True)
+        ]
+        if (found := graphs.drawn(rows, draws)) is not None:
+            return found
+    parts = [each.drawn(rows, at) for each, at in zip(several, places, strict=True)]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole, Leaving(whole)
 
 
 def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -> BatchDraw:

@@ -198,12 +198,12 @@ class AnsweringEngine:
             refused += self._populations.ready()
         return refused + self._answered([Read(each, row) for each, row in cached.items()])
 
-    def step(self, tell: Callable[[Finished], object] | None = None) -> list[Finished]:
+    def step(self, tell: Callable[[Sequence[Finished]], object] | None = None) -> list[Finished]:
         """Step as the Engine protocol says, and answer the reads of the step's rows. ``tell`` may be told
-        of an end while the step goes on; that is not returned."""
+        of ends while the step goes on; these are not returned."""
         populations, going_on = self._populations, bool(self._populations.going_on)
         if self._telling is not None:
-            self._telling.tell = tell and (lambda end: tell(populations.drawn(end)))
+            self._telling.tell = tell and (lambda ends: tell(populations.drawn(ends)))
         try:
             ends = self.engine.step()
         except EngineDied:

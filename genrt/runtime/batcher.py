@@ -276,7 +276,7 @@ class Batcher:
     def _stepped(self, engine: AnsweringEngine) -> list[Finished]:
         """Step; what has ended."""
         try:
-            return engine.step(lambda end: self._settle([end], stepped=True))
+            return engine.step(lambda ends: self._settle(ends, stepped=True))
         except Exception as error:
             failed = survived(error)
             with self._lock:

@@ -130,14 +130,17 @@ class PopulationAnswers:
 
     def ended(self, ends: Sequence[Finished]) -> list[Finished]:
         """Return a step's ends, with draws in place of the rows of populations."""
-        drawn = [self.drawn(end) for end in ends]
+        drawn = self.drawn(ends)
         wrong, self._wrong = self._wrong, []
         if wrong:
             self.release(wrong)
         return drawn
 
-    def drawn(self, end: Finished) -> Finished:
-        """Return one of the ends of a step that goes on; ``ended`` still has to be called after it."""
+    def drawn(self, ends: Sequence[Finished]) -> list[Finished]:
+        """Return some of the ends of a step that goes on; ``ended`` still has to be called after it."""
+        return [self._drawn(end) for end in ends]
+
+    def _drawn(self, end: Finished) -> Finished:
         population, populating = end.request, self._populating
         if populating is None or not isinstance(population, PopulationDraw):
             return end

@@ -6,6 +6,7 @@ The kernels find the rows by an address that goes with the masks: a step's rows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from genrt.launches import Repeated
 from genrt.tokens.rows import Leaving
 from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, has_kernels
 
-__all__ = ["DrawGraphs", "fill"]
+__all__ = ["DrawGraphs", "Draws", "fill"]
 
 MOST_KINDS = 4
 """How many kinds of draws, by their number and masks, have their memory at once."""
@@ -27,6 +28,20 @@ MOST_DRAWS = 4096
 
 MANY_BYTES = 2**18
 """Masks of so many bytes are copied by all of torch's threads."""
+
+
+class Draws(NamedTuple):
+    """Some of the draws of a launch.
+
+    Attributes:
+        seeds: uint64 ``[n]``.
+        masks: packed, uint8 ``[n, size]``; of all in a launch, or of none.
+        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; ``None``: from row ``i``.
+    """
+
+    seeds: np.ndarray
+    masks: np.ndarray | None
+    places: np.ndarray | None
 
 
 class _Kind(NamedTuple):
@@ -44,24 +59,20 @@ class DrawGraphs:
     def __init__(self) -> None:
         self._kinds: LRUCache[_Kind, _Graph] = LRUCache(MOST_KINDS)
 
-    def drawn(
-        self, rows: Tensor, seeds: np.ndarray, masks: np.ndarray | None, places: np.ndarray | None
-    ) -> tuple[Tensor, Leaving] | None:
-        """Return what ``sampling.drawn`` does, by ``sampling.seeded_uniforms``, and the same on its way
-        to the host: valid until the next call. Draw ``i`` is from row ``i``, or row ``places[i]``.
-        Return ``None`` where there are no kernels for these rows, float32 ``[m, V]``.
-
-        Args:
-            seeds: uint64 ``[n]``.
-            masks: packed, uint8 ``[n, size]``.
-        """
-        count, mask_bytes = len(seeds), 0 if masks is None else masks.shape[1]
+    def drawn(self, rows: Tensor, several: Sequence[Draws]) -> tuple[Tensor, Leaving] | None:
+        """Return what ``sampling.drawn`` does, by ``sampling.seeded_uniforms``, of several draws one
+        after the other, and the same on its way to the host: valid until the next call. Return ``None``
+        where there are no kernels for these rows, float32 ``[m, V]``, or only some have masks."""
+        count = sum(len(each.seeds) for each in several)
+        first, *others = [0 if each.masks is None else each.masks.shape[1] for each in several]
         if not has_kernels(rows) or count > MOST_DRAWS or rows.data_ptr() % 16:
             return None
-        kind = _Kind(_rounded(count), mask_bytes, rows.shape[1], rows.stride(0))
+        if any(mask_bytes != first for mask_bytes in others):
+            return None
+        kind = _Kind(_rounded(count), first, rows.shape[1], rows.stride(0))
         if kind not in self._kinds:
             self._kinds[kind] = _Graph(kind, rows.device)
-        return self._kinds[kind].drawn(rows, seeds, masks, places)
+        return self._kinds[kind].drawn(rows, several)
 
 
 class _Graph:
@@ -108,18 +119,19 @@ class _Graph:
         self._masks = on_host[8 * words :].view(count, mask_bytes) if mask_bytes else None
         self._last: Leaving | None = None
 
-    def drawn(
-        self, rows: Tensor, seeds: np.ndarray, masks: np.ndarray | None, places: np.ndarray | None
-    ) -> tuple[Tensor, Leaving]:
+    def drawn(self, rows: Tensor, several: Sequence[Draws]) -> tuple[Tensor, Leaving]:
         if self._last is not None:
             self._last.arrived()  # or an interrupt has left its copy under way
-        count = len(seeds)
         self._numbers[0] = rows.data_ptr()
-        self._places[:count] = np.arange(count) if places is None else places
+        count = 0
+        for seeds, masks, places in several:
+            part = slice(count, count + len(seeds))
+            self._seeds[part] = seeds
+            self._places[part] = np.arange(len(seeds)) if places is None else places
+            if masks is not None and self._masks is not None:
+                fill(self._masks[part], masks)
+            count = part.stop
         self._places[count:] = 0
-        self._seeds[:count] = seeds
-        if masks is not None and self._masks is not None:
-            fill(self._masks[:count], masks)
         self._go()
         self._last = Leaving.lent(self._arriving[:count], rows.device)
         return self._found[:count], self._last

@@ -89,6 +89,20 @@ class Leaving:
             self._on_host, self._is_lent = self._on_host.clone(), False
         return self._on_host
 
+    def part(self, which: slice) -> Leaving:
+        """Return some of its rows, which arrive with the others."""
+        return _Part(self, which)
+
+
+class _Part(Leaving):
+    """Rows of a tensor on its way."""
+
+    def __init__(self, whole: Leaving, which: slice) -> None:
+        self._whole, self._which = whole, which
+
+    def arrived(self) -> Tensor:
+        return self._whole.arrived()[self._which]
+
 
 def _offsets(rows: Sequence[Tensor]) -> list[int] | None:
     """Return where in their storage the rows begin, in entries; ``None`` unless they lie in one storage,

@@ -31,7 +31,7 @@ from genrt.questions.request import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = "--quick --model tiny --particles 2 --context 40 --steps 8 --repeats 2"
-BEGUN = {"decode", "population", "population-resample"}
+BEGUN = {"decode", "population", "population-resample", "populations"}
 NEEDS_OTHERS = {"ratio_to_decode", "ratio_quartiles", "speedup_over_fresh"}
 
 
@@ -520,13 +520,15 @@ def test_bad_arguments_end_pressure_before_anything_is_opened(
 def test_what_replicas_cost_and_give_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [result] = results_of(replicas, tmp_path / "replicas.json", monkeypatch)
+    contexts = "--contexts", "16", "24"
+    [result] = results_of(replicas, tmp_path / "replicas.json", monkeypatch, *contexts)
     assert [*result["flush"]] == ["1 draw", "64 draws", "64 rows"]
     for each in result["flush"].values():
         assert each["adds"] == each["one"] - each["alone"]
         assert min(each["one"], each["alone"]) > 0
-    for each in (result["draws"], result["texts"]):
-        assert each["ratio"] == each["several"] / each["alone"] > 0
+    assert [*result["draws"]] == ["16", "24"]
+    for each in (*result["draws"].values(), result["texts"]):
+        assert each["several_ratio"] == each["several"] / each["alone"] > 0
 
 
 @pytest.mark.proof

@@ -276,7 +276,7 @@ class Telling(Numbered):
         self.done: list[Any] = []
 
     def step(self) -> list[Finished]:
-        self.tell(Finished(self._told, Leaving(self._draws)))
+        self.tell([Finished(self._told, Leaving(self._draws))])
         self.done.append("the rest of the step")
         return super().step()
 
@@ -294,9 +294,9 @@ def test_an_end_that_is_told_of_in_a_step_is_not_returned_by_it(is_finite: bool)
     engine = answering(scripted)
     engine.submit([asked, C])
 
-    def tell(end: Finished) -> None:
+    def tell(ends: Sequence[Finished]) -> None:
         assert scripted.done == []
-        told.append(end)
+        told.extend(ends)
 
     assert [end.request for end in engine.step(tell)] == [C]
     [end] = told

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from genrt.tokens import draw_graphs, sampling
-from genrt.tokens.draw_graphs import DrawGraphs
+from genrt.tokens.draw_graphs import DrawGraphs, Draws
 from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, drawn, seeded_uniforms
 
 LAST = 1 - 2.0**-53
@@ -188,7 +188,7 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
     kernels from the same numbers."""
     seeds = np.arange(len(case.numbers), dtype=np.uint64) * np.uint64(2**61 + 5)
     mask, places = [None if x is None else x.numpy() for x in (case.mask, case.places)]
-    found = graphs.drawn(case.batch, seeds, mask, places)
+    found = graphs.drawn(case.batch, [Draws(seeds, mask, places)])
     assert found is not None
     whole, on_host = found
     assert torch.equal(whole.view(torch.int64), on_host.arrived().view(torch.int64))

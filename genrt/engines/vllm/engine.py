@@ -101,7 +101,7 @@ class VLLMEngine:
         self._in_progress = InProgress(*(kept := (self._adapters, self._samples, self._positions)))
         self._sending = Sending(self._core, own, *kept, self.max_model_len + 1 if is_open else None)
         self._ended: list[Finished] = []  # without a forward; ``step`` returns it
-        self.tell: Callable[[Finished], object] | None = None
+        self.tell: Callable[[Sequence[Finished]], object] | None = None
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
     @property
@@ -212,8 +212,8 @@ class VLLMEngine:
             return None
         if isinstance(self._store, RowStore) and len(self._store):  # of prompts that came in parts
             self._store.forget(map(int, step.request_ids))
-        if (population := self._populations.whole(step.request_ids)) is not None:
-            return self._drawn(population, step)
+        if populations := self._populations.whole(step.request_ids):
+            return self._drawn(populations, step)
         step = step.own()
         check = FiniteCheck(step.rows)
         # The device computes from here on, until it is waited for: all else is done meanwhile.
@@ -232,18 +232,18 @@ class VLLMEngine:
         self._count(rows=-len(bad), failed=len(bad))
         return finished
 
-    def _drawn(self, asked: PopulationDraw, step: DecodedStep) -> list[Finished]:
-        """Draw for a population from a step of its own, and begin the next."""
+    def _drawn(self, asked: Sequence[PopulationDraw], step: DecodedStep) -> list[Finished]:
+        """Draw for populations from a step of their own, and begin the next."""
         tell = self.tell if self._populations.told_first.is_due(self.device) else None
-        end = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
+        drawn = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
         self._count(rows=self._in_progress.leave(step.request_ids))
         if tell is not None:
-            tell(end)
+            tell(drawn.ends)
         with self._populations.told_first.rest(is_told=tell is not None):
-            cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread())
-            if (drawn := self._populations.answer(asked)) is not None:
-                self.speculate(*drawn, cast("Leaving", end.result))
-        return [end] if tell is None else []
+            cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread(asked))
+            if (foreseen := self._populations.answer(asked, drawn)) is not None:
+                self.speculate(*foreseen)
+        return drawn.ends if tell is None else []
 
     def _answered(
         self, request_ids: Sequence[str], rows: Sequence[Tensor | None]

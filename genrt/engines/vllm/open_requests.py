@@ -30,7 +30,7 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
-__all__ = ["OpenRequests", "open_requests"]
+__all__ = ["OpenRequests", "open_requests", "repeated"]
 
 POPULATIONS = 64
 """How many flushes are remembered: the sequences of one flush are taken for one population."""
@@ -133,7 +133,7 @@ class OpenRequests:
             GenrtError: ``begin`` did; nothing has changed.
         """
         scheduler, request_ids = self._scheduler, [*parents]
-        forked = _repeated(parents)
+        forked = repeated(parents)
         forks = scheduler.forks([*free], [parents[place] for place in forked]) if forked else []
         if forks and not scheduler.can_reseat(forks):
             return None
@@ -159,19 +159,22 @@ class OpenRequests:
         self.remember(request_ids)
         return request_ids
 
-    def spread(self, parents: Sequence[str], free: Sequence[str]) -> list[str] | None:
-        """Have parked requests, of which there are enough, go on as forks of requests whose step is under
-        way, with all tokens of these; return those of them that do, in the order of the parents.
-        ``None``, and nothing changes, where that is impossible."""
+    def spread(
+        self, several: Sequence[tuple[Sequence[str], Sequence[str]]]
+    ) -> list[list[str]] | None:
+        """Have parked requests go on as forks of requests whose step is under way, with all tokens of
+        these: for each pair of parents and parked requests, of which there are enough. Return those of
+        each pair that do, in the order of the parents. ``None``, and nothing changes, where that is
+        impossible."""
         scheduler = self._scheduler
-        forks = scheduler.forks(free, parents)
+        found = [scheduler.forks(free, parents) for parents, free in several]
+        forks = [fork for each in found for fork in each]
         # Each may need another block for the token that follows, as may each that runs.
         if not scheduler.can_reseat(forks, beside=len(forks) + len(scheduler.running)):
             return None
         self._reseat(forks)
-        request_ids = [fork.request.request_id for fork in forks]
-        self._asked_in.update(dict.fromkeys(request_ids, self._flush))
-        return request_ids
+        self._asked_in.update((fork.request.request_id, self._flush) for fork in forks)
+        return [[fork.request.request_id for fork in each] for each in found]
 
     def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
         """Wake these in the order of the last time, if they are the same: a prepared step is of that."""
@@ -317,7 +320,7 @@ def open_requests(
     return OpenRequests(core.scheduler, steps)
 
 
-def _repeated(request_ids: Sequence[str]) -> list[int]:
+def repeated(request_ids: Sequence[str]) -> list[int]:
     """Return the places of those that came before."""
     if len(set(request_ids)) == len(request_ids):
         return []

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,20 +22,20 @@ import torch
 
 from genrt.engines.protocol import Finished, survived
 from genrt.engines.vllm.lora import VLLMAdapters
-from genrt.engines.vllm.open_requests import OpenRequests
+from genrt.engines.vllm.open_requests import OpenRequests, repeated
 from genrt.engines.vllm.told_first import ToldFirst
 from genrt.questions.contexts import Adapter
 from genrt.questions.origins import Asked
-from genrt.questions.population_draws import PopulationDraw
+from genrt.questions.population_draws import PopulationDraw, launched
 from genrt.questions.rows import LogprobsRequest, not_finite
 from genrt.questions.sequences import Contexts
 from genrt.tokens.draw_graphs import DrawGraphs
-from genrt.tokens.rows import together
+from genrt.tokens.rows import Leaving, together
 
-__all__ = ["SeatedPopulations"]
+__all__ = ["Drawn", "SeatedPopulations"]
 
 MOST_FORKS = 64
-"""For how many sequences of a population forks are made before they are asked for: beside the forward."""
+"""For how many sequences forks are made before they are asked for: beside the forward."""
 
 
 @dataclass(slots=True)
@@ -73,13 +74,41 @@ class _UnderWay:
     Attributes:
         added: the vLLM requests that are new, which are resident once they have been computed.
         rows: those that came in other steps than the last of them.
-        draws: from all of them, once they are launched: float64 ``[n, 3]`` on the device.
     """
 
     seats: _Seats
     added: dict[str, LogprobsRequest]
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Shared(NamedTuple):
+    """A population whose sequences share requests.
+
+    Attributes:
+        own: the request of each sequence.
+        numbers: the sequences whose request one before them has too.
+        free: requests that could be theirs.
+    """
+
+    population: PopulationDraw
+    seats: _Seats
+    own: list[str]
+    numbers: list[int]
+    free: list[str]
+
+
+class Drawn(NamedTuple):
+    """The draws of populations, which were launched.
+
+    Attributes:
+        ends: of each population.
+        draws: of one population after the other, float64 ``[n, 3]`` on the device; ``None``: none were.
+        on_host: the same on its way there.
+    """
+
+    ends: list[Finished]
     draws: torch.Tensor | None = None
+    on_host: Leaving | None = None
 
 
 class SeatedPopulations:
@@ -175,85 +204,103 @@ class SeatedPopulations:
             return False
         return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
 
-    def whole(self, request_ids: list[str]) -> PopulationDraw | None:
-        """Return the population whose sequences these are, all of them and in any order, if it is one."""
-        if len(self._under_way) != 1:
-            return None
-        [(population, under_way)] = self._under_way.items()
-        mine = under_way.seats.request_ids
-        if mine == request_ids:
-            return population
-        is_it = len(mine) == len(request_ids) and not under_way.rows
-        return population if is_it and set(mine) == set(request_ids) else None
+    def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
+        """Return the populations whose sequences these are, all of them and in any order; none if some
+        are another's, or some of a population are missing."""
+        wanted, count = set(request_ids), 0
+        found: list[PopulationDraw] = []
+        for population, under_way in self._under_way.items():
+            mine = under_way.seats.request_ids
+            if mine[0] in wanted:
+                if under_way.rows or not wanted.issuperset(mine):
+                    return []
+                found.append(population)
+                count += len(mine)
+        return found if count == len(wanted) else []
 
-    def spread(self) -> list[str] | None:
-        """Give the sequences of the population in progress, if it is the only one, a request each; return
-        the new ones among these: forks of those whose step is under way. So each sequence can be computed
-        with the token that will be drawn after it, before it is asked which of them go on. Return
-        ``None`` where sequences share requests."""
-        kept = self._open
-        if kept is None or len(self._under_way) != 1:
+    def spread(self, several: Sequence[PopulationDraw]) -> list[str] | None:
+        """Give the sequences of populations a request each; return the new ones among these: forks of
+        those whose step is under way. So each sequence can be computed with the token that will be drawn
+        after it, before it is asked which of them go on. Return ``None`` where sequences share
+        requests."""
+        kept, left = self._open, MOST_FORKS
+        if kept is None:
             return None
-        [(population, under_way)] = self._under_way.items()
-        seats = under_way.seats
-        if seats.places is None:
-            return []
-        if under_way.added or not kept.steps.foresees:
+        shared: list[_Shared] = []
+        for population in several:
+            under_way = self._under_way[population]
+            seats = under_way.seats
+            if seats.places is None:
+                continue
+            if under_way.added or not kept.steps.foresees:
+                return None
+            own = [seats.request_ids[row] for row in seats.places.tolist()]
+            numbers = repeated(own)
+            left -= len(numbers)
+            free = [each for each, _ in kept.left(seats.spare.items())]
+            if left < 0 or len(free) < len(numbers):
+                return None
+            shared.append(_Shared(population, seats, own, numbers, free))
+        found = kept.spread([([own[n] for n in ns], free) for _, _, own, ns, free in shared])
+        if found is None:
             return None
-        request_ids, places = seats.request_ids, seats.places.tolist()
-        first = {row: number for number, row in reversed([*enumerate(places)])}
-        others = [number for number, row in enumerate(places) if first[row] != number]
-        if len(others) > MOST_FORKS:
-            return None
-        free = [each for each, _ in kept.left(seats.spare.items())]
-        parents = [request_ids[places[number]] for number in others]
-        forks = kept.spread(parents, free) if len(free) >= len(others) else None
-        if forks is None:
-            return None
-        seats.own = [request_ids[row] for row in places]
-        for number, fork in zip(others, forks, strict=True):
-            seats.own[number] = fork
-            seats.forks[fork] = kept.flush
-            del seats.spare[fork]
-        numbers = dict(zip(forks, others, strict=True))
-        kept.keep_later(numbers, population.adapter, population.contexts.packed)
-        return forks
+        for (population, seats, own, numbers, _), forks in zip(shared, found, strict=True):
+            for number, fork in zip(numbers, forks, strict=True):
+                own[number] = fork
+                seats.forks[fork] = kept.flush
+                del seats.spare[fork]
+            seats.own = own
+            of_forks = dict(zip(forks, numbers, strict=True))
+            kept.keep_later(of_forks, population.adapter, population.contexts.packed)
+        return [fork for forks in found for fork in forks]
 
     def drawn(
         self,
-        population: PopulationDraw,
+        several: Sequence[PopulationDraw],
         request_ids: list[str],
         rows: torch.Tensor,
         at_rows: Sequence[int] | None = None,
-    ) -> Finished:
-        """Begin a population's draws from the rows ``[m, vocab_size]`` of these vLLM requests, which are
-        its own: from those at ``at_rows``, or all in order. Return its end; ``answer`` has still to be
-        told."""
-        under_way = self._under_way[population]
-        seats = under_way.seats
-        places = seats.places
-        if seats.request_ids != request_ids or at_rows is not None:
-            at = dict(zip(request_ids, at_rows or range(len(rows)), strict=True))
-            order = np.array([at[each] for each in seats.request_ids])
-            places = order if places is None else order[places]
+    ) -> Drawn:
+        """Begin the draws of populations from the rows ``[m, vocab_size]`` of these vLLM requests, which
+        are theirs: from those at ``at_rows``, or all in order. ``answer`` has still to be told."""
+        places: list[np.ndarray | None] = []
+        at: dict[str, int] = {}
+        for seats in (self._under_way[each].seats for each in several):
+            places.append(seats.places)
+            if seats.request_ids != request_ids or at_rows is not None:
+                at = at or dict(zip(request_ids, at_rows or range(len(rows)), strict=True))
+                order = np.array([at[each] for each in seats.request_ids])
+                places[-1] = order if seats.places is None else order[seats.places]
         try:
-            under_way.draws, on_host = population.launched(rows, places, self._graphs)
+            draws, on_host = launched(several, rows, places, self._graphs)
         except Exception as error:
-            return Finished(population, error=survived(error))
-        return Finished(population, on_host)
+            failed = survived(error)
+            return Drawn([Finished(each, error=failed) for each in several])
+        if len(several) == 1:
+            return Drawn([Finished(several[0], on_host)], draws, on_host)
+        ends, first = [], 0
+        for each in several:
+            part = slice(first, first := first + len(each))
+            ends.append(Finished(each, on_host.part(part)))
+        return Drawn(ends, draws, on_host)
 
-    def answer(self, population: PopulationDraw) -> tuple[list[str], torch.Tensor] | None:
-        """Let others go on from a population that was drawn. Return the request of each of its sequences
-        and their tokens, float64 ``[n]`` on the device; ``None`` where requests are shared, or it has not
-        been drawn."""
-        under_way = self._ended(population)
-        seats, draws = under_way.seats, under_way.draws
+    def answer(
+        self, several: Sequence[PopulationDraw], drawn: Drawn
+    ) -> tuple[list[str], torch.Tensor, Leaving | None] | None:
+        """Let others go on from populations that were drawn. Return the requests of all sequences, their
+        tokens, float64 ``[n]`` on the device, and what these come to the host with; ``None`` where
+        requests are shared, or nothing has been drawn."""
+        request_ids: list[str] = []
+        are_shared = False
+        for population in several:
+            seats = self._known[population.asked] = self._ended(population).seats
+            are_shared = are_shared or (seats.places is not None and seats.own is None)
+            request_ids += seats.own or seats.request_ids
         if self._open is not None:
             self._open.keep(())
-        self._known[population.asked] = seats
-        if draws is None or (seats.places is not None and seats.own is None):
+        if are_shared or drawn.draws is None:
             return None
-        return seats.own or seats.request_ids, draws[:, 0]
+        return request_ids, drawn.draws[:, 0], drawn.on_host
 
     def put(
         self, population: PopulationDraw, request_id: str, row: torch.Tensor | None
@@ -272,9 +319,10 @@ class SeatedPopulations:
         mine = under_way.seats.request_ids
         if len(under_way.rows) < len(mine):
             return None
-        end = self.drawn(population, mine, together([under_way.rows[each] for each in mine]))
-        self.answer(population)
-        return end
+        rows = together([under_way.rows[each] for each in mine])
+        drawn = self.drawn([population], mine, rows)
+        self.answer([population], drawn)
+        return drawn.ends[0]
 
     def settle(self, population: PopulationDraw) -> None:
         """Remember the sequences of a population whose rows were asked for one by one: they are found by

@@ -18,7 +18,7 @@ from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
-from tests.engines.vllm.test_spread import running_ahead
+from tests.engines.vllm.ahead import running_ahead
 
 pytestmark = pytest.mark.vllm
 
