@@ -4,11 +4,11 @@
     python -m benchmarks.replicas --model dummy-8b --replicas 2 --json replicas.json   # by vLLM, on GPUs
 
 A runtime in this process and ones over replicas are asked the same, one after the other. One JSON
-object: ``flush`` has, for 1 and 64 draws and for 64 rows, the median milliseconds of a call ``alone``,
-over ``one`` replica, and what that ``adds``; ``draws`` has, for each length of the contexts, the draws a
-second of so many populations at once: alone, over ``several`` replicas on this host, and with
-``--cluster`` over as many actors of Ray, ``cluster``; and their ratios to alone. ``texts`` has the same
-of the tokens a second that as many prompts of the first length generate.
+object: ``flush`` has, for 1 and 64 draws and for 64 rows, where they are computed and on the host, the
+median milliseconds of a call ``alone``, over ``one`` replica, and what that ``adds``; ``draws`` has, for
+each length of the contexts, the draws a second of so many populations at once: alone, over ``several``
+replicas on this host, and with ``--cluster`` over as many actors of Ray, ``cluster``; and their ratios
+to alone. ``texts`` has the same of the tokens a second that as many prompts of the first length generate.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ def flushes(lm: AsyncLM, arguments: argparse.Namespace) -> dict[str, float]:
         "1 draw": lambda number: lm.batch_draw_sync(contexts(number, 1)),
         "64 draws": lambda number: lm.batch_draw_sync(contexts(number, 64)),
         "64 rows": lambda number: lm.batch_next_token_logprobs_sync(contexts(number, 64)),
+        "64 rows on the host": lambda number: lm.batch_next_token_logprobs_sync(
+            contexts(number, 64), device="cpu"
+        ),
     }
     medians = {}
     for kind, ask in asked.items():

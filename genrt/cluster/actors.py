@@ -37,6 +37,7 @@ from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import with_rows
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported
+from genrt.questions.host_rows import moved_rows
 
 __all__ = ["Actors", "ReplicaActor"]
 
@@ -78,7 +79,7 @@ class ActorLink:
 
     def send(self, *message: Any, rows: Sequence[Tensor] = ()) -> None:
         """Have the runtime get a message, and rows of one length beside it."""
-        self._outbox.put((dumped(message), torch.stack([*rows]).numpy() if rows else None))
+        self._outbox.put((dumped(message), moved_rows(rows).numpy() if rows else None))
 
     def receive(self, *, wait: bool) -> list[Frame] | None:
         """Return the messages that have come; with ``wait``, once there are any or ``wake`` was called.

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from genrt.cluster.memory import Array, Kept, Memory
 
 __all__ = ["Frame", "Frames", "Outgoing", "received"]
@@ -42,15 +44,20 @@ class Outgoing:
     Args:
         data: the message.
         arrays: are copied into ``memory``, which the receivers of all frames have in common.
+        rows: of one length, are copied there too: the last array.
     """
 
     def __init__(
-        self, data: bytes, arrays: Sequence[Array] = (), memory: Memory | None = None
+        self,
+        data: bytes,
+        arrays: Sequence[Array] = (),
+        memory: Memory | None = None,
+        rows: Sequence[Tensor] = (),
     ) -> None:
         piece, sizes = 0, list[int]()
         self._file: int | None = None
-        if memory is not None and arrays:
-            piece, self._file, sizes = memory.put(arrays)
+        if memory is not None and (arrays or rows):
+            piece, self._file, sizes = memory.put(arrays, rows)
         head = _HEAD.pack(len(data), len(sizes), piece, self._file is not None)
         self._left = memoryview(b"".join([head, *map(_SIZE.pack, sizes), data]))
 

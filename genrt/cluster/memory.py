@@ -4,6 +4,9 @@ A *piece* is a file without a name (``memfd_create``), which the receivers have 
 to them. It begins with a byte for each receiver, which is 1 while that one has arrays there. Once none
 has any, others are written there: pages that both processes have cost a tenth of new ones.
 
+Rows on a GPU are copied there by the device: a piece that they come to is *pinned* for as long as the
+sender has it.
+
 Rule:
     The sender alone sets a receiver's byte, and the receiver alone clears it. A piece that somebody has
     arrays in is written to by nobody; the sender may forget it, and it is gone with the last array.
@@ -11,14 +14,19 @@ Rule:
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.questions.host_rows import move_rows
 
 __all__ = ["Array", "Kept", "Memory", "Place"]
 
@@ -49,6 +57,29 @@ class Place(NamedTuple):
 class _Piece:
     number: int
     memory: mmap.mmap
+    is_pinned: bool | None = None  # None: not tried
+
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self.memory, np.uint8).ctypes.data)
+
+    def pin(self) -> None:
+        """Have the GPU write there by itself, if it can: in a fourth of the time, or less."""
+        if self.is_pinned is not None:
+            return
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        refused = int(cudart.cudaHostRegister(self.address, len(self.memory), 0))
+        self.is_pinned = not refused
+        if refused:  # or whatever the device does next would raise it
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+
+    def unpin(self) -> None:
+        """Let go of it, before its memory is."""
+        if self.is_pinned:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(self.address)
+        self.is_pinned = None
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
@@ -66,9 +97,12 @@ class Memory:
         self._flags = bytes([1] * receivers)
         self._pieces: list[_Piece] = []  # the last that was written to last
 
-    def put(self, arrays: Sequence[Array]) -> Place:
-        """Copy arrays to where nobody has any; return the place, whose file is the caller's to close."""
+    def put(self, arrays: Sequence[Array], rows: Sequence[Tensor] = ()) -> Place:
+        """Copy arrays, and rows of one length as the last of them, to where nobody has any; return the
+        place, whose file is the caller's to close."""
         sizes = [sum(part.nbytes for part in each) for each in arrays]
+        if rows:
+            sizes.append(len(rows) * rows[0].nbytes)
         starts = _starts(sizes)
         piece, file = self._taken(starts[-1])
         whole = np.frombuffer(piece.memory, np.uint8)
@@ -77,6 +111,11 @@ class Memory:
             for part in each:
                 whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
                 at += part.nbytes
+        if rows:
+            if rows[0].is_cuda:
+                piece.pin()
+            block = torch.from_numpy(whole[starts[-2] :][: sizes[-1]])
+            move_rows(rows, block.view(rows[0].dtype).view(len(rows), -1))
         whole[: len(self._flags)] = np.frombuffer(self._flags, np.uint8)
         return Place(piece.number, file, sizes)
 
@@ -91,7 +130,7 @@ class Memory:
         # With room to spare: what is asked step after step grows.
         size = -(-nbytes * 5 // 4 // mmap.PAGESIZE) * mmap.PAGESIZE
         while self._is_too_much(size):
-            self._pieces.pop(0)
+            self._pieces.pop(0).unpin()
         numbers = {each.number for each in self._pieces}
         number = next(n for n in range(len(numbers) + 1) if n not in numbers)
         file = os.memfd_create("genrt-arrays", os.MFD_CLOEXEC)

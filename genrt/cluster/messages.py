@@ -122,9 +122,7 @@ def outgoing(
     the last of these; else as ``dumped``."""
     arrays: list[Array] = []
     data = dumped(value, numbers, arrays, held)
-    if rows:
-        arrays.append([row.contiguous().numpy().data for row in rows])
-    return Outgoing(data, arrays, memory)
+    return Outgoing(data, arrays, memory, rows)
 
 
 def loaded(

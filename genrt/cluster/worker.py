@@ -34,7 +34,6 @@ from genrt.engines.weights import Sleeping, SleepingPart, TensorsIn, weights_of
 from genrt.errors import EngineDied, EngineFailed, GenrtError, UnknownAdapter
 from genrt.questions.completions import CompletionRequest
 from genrt.questions.contexts import Adapter
-from genrt.questions.host_rows import host_row
 from genrt.questions.origins import Asked
 from genrt.questions.programs import ProgramRequest
 from genrt.questions.request import Request, Streamed
@@ -124,7 +123,7 @@ class Worker:
         self._send, self._wake = send, wake
         self._posted: deque[Callable[[], object]] = deque()
         self._programs = Programs(self, self._ended_program)
-        self._moves_rows = engine.device.type != "cpu"
+        self._moved_bytes = 0  # of rows, from the engine's device
         self._requests: dict[int, Request] = {}
         self._tickets: dict[Request, dict[int | SharedEngine, None]] = {}
         self._streamed: dict[int, Streamed] = {}
@@ -234,13 +233,10 @@ class Worker:
 
     def _take_ask(self, rows: Flat, draws: Flat, others: list[Any]) -> None:
         asked: list[tuple[int | SharedEngine, Request]] = []
-        for ticket, given in unflattened(rows, draws, others):
-            request = given
+        for ticket, request in unflattened(rows, draws, others):
             if isinstance(request, ProgramRequest):
                 self._programs.start(ticket, request)
                 continue
-            if self._moves_rows and isinstance(given, LogprobsRequest):
-                request = host_row(given)
             self._requests[ticket] = request
             asked.append((ticket, request))
         self._submit(asked)
@@ -409,6 +405,8 @@ class Worker:
                     self._streams.pop((asker, end.request), None)  # type: ignore[arg-type]
                     asker.take(_own(end))
             result = end.result
+            if tickets and isinstance(result, Tensor) and result.device.type != "cpu":
+                self._moved_bytes += result.nbytes
             if tickets and (row := _shared(result)) is not None and _fits(row, rows):
                 rows.append(row)
                 result = len(rows) - 1
@@ -425,7 +423,9 @@ class Worker:
         told: list[tuple[int, Any]],
         rows: Sequence[Tensor],
     ) -> None:
-        answers = Answers(ends, told, len(rows), self.answering.statistics())
+        counted = self.answering.statistics()
+        counted = replace(counted, bytes_to_host=counted.bytes_to_host + self._moved_bytes)
+        answers = Answers(ends, told, len(rows), counted)
         self._send("answers", answers, rows=rows)
 
 

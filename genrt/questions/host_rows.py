@@ -11,11 +11,12 @@ from torch import Tensor
 
 from genrt.errors import InvalidRequest
 from genrt.numbers import named
-from genrt.questions.reads import Answering, Read, ReadRequest, Wanted, parts_of, rows_of
+from genrt.questions.reads import Answering, Read, ReadRequest, Wanted
 from genrt.questions.rows import LogprobsRequest, is_row
+from genrt.tokens.rows import together
 from genrt.tokens.sampling import rows_at_once
 
-__all__ = ["Device", "HostRow", "host_row", "must_move"]
+__all__ = ["Device", "HostRow", "host_row", "move_rows", "moved_rows", "must_move"]
 
 Device: TypeAlias = str | torch.device
 """A device or its name, as torch takes it."""
@@ -29,15 +30,7 @@ class HostRow(Wanted):
     def answer(reads: Sequence[Read], engine: Answering) -> Iterator[Tensor]:
         """Yield the rows as views of one block, pinned if they come from a GPU: who keeps one copies it.
         They are put into the cache, as rows that were asked for."""
-        first = reads[0].row
-        on_device = first.device.type != "cpu"
-        block = torch.empty(len(reads), len(first), dtype=first.dtype, pin_memory=on_device)
-        for part, places in zip(
-            parts_of(reads), torch.split(block, rows_at_once(first)), strict=True
-        ):
-            places.copy_(rows_of(part), non_blocking=True)
-        if on_device:
-            torch.cuda.current_stream(first.device).synchronize()
+        block = moved_rows([read.row for read in reads])
         for read in reads:
             engine.keep(read)
         yield from block
@@ -59,6 +52,23 @@ class HostRow(Wanted):
 def host_row(row: LogprobsRequest) -> ReadRequest:
     """Return the request for a row on the host."""
     return ReadRequest(row, HostRow())
+
+
+def moved_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Return a copy of rows in one block of the host's memory, pinned if they come from a GPU."""
+    first = rows[0]
+    block = torch.empty(len(rows), len(first), dtype=first.dtype, pin_memory=first.is_cuda)
+    move_rows(rows, block)
+    return block
+
+
+def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
+    """Copy rows to a block ``[n, vocab_size]`` of the host's memory, and wait until they are there."""
+    first, size = rows[0], rows_at_once(rows[0])
+    for start, places in enumerate(torch.split(block, size)):
+        places.copy_(together(rows[start * size :][:size]), non_blocking=True)
+    if first.is_cuda:
+        torch.cuda.current_stream(first.device).synchronize()
 
 
 def must_move(device: Device | None, own: torch.device) -> bool:

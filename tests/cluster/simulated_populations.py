@@ -54,7 +54,7 @@ class KeepingEngine(ExactEngine):
     """Keeps the sequences of populations, and answers those that go on from them without other rows; it
     tells of every other one before its step is over."""
 
-    tell: Callable[[Finished], object] | None = None
+    tell: Callable[[Sequence[Finished]], object] | None = None
 
     def __init__(self, model: NGram, seen: Seen) -> None:
         super().__init__(model)
@@ -84,16 +84,19 @@ class KeepingEngine(ExactEngine):
     def step(self) -> list[Finished]:
         ends = super().step()
         taken, self._taken = self._taken, {}
+        told: list[Finished] = []
         for population in taken:
             contexts = [row.token_ids for row in population.rows]
             rows = self._model.logits(contexts, population.adapter)
             end = Finished(population, Leaving(population.drawn([*rows])))
             if self.tell is not None and self._seen.by_number % 2:
-                self.tell(end)
+                told.append(end)
             else:
                 ends.append(end)
             self.settle(population)
             self._seen.by_number += 1
+        if self.tell is not None and told:
+            self.tell(told)
         return ends
 
     def cancel(self, requests: Sequence[Request]) -> None:

@@ -522,7 +522,7 @@ def test_what_replicas_cost_and_give_is_measured(
 ) -> None:
     contexts = "--contexts", "16", "24"
     [result] = results_of(replicas, tmp_path / "replicas.json", monkeypatch, *contexts)
-    assert [*result["flush"]] == ["1 draw", "64 draws", "64 rows"]
+    assert [*result["flush"]] == ["1 draw", "64 draws", "64 rows", "64 rows on the host"]
     for each in result["flush"].values():
         assert each["adds"] == each["one"] - each["alone"]
         assert min(each["one"], each["alone"]) > 0

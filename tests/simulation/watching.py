@@ -91,7 +91,7 @@ class _WatchedEngine:
         self._ledger.finished(ends)
         return ends
 
-    def step(self, tell: Callable[[Finished], object]) -> list[Finished]:
+    def step(self, tell: Callable[[Sequence[Finished]], object]) -> list[Finished]:
         """Tell of every other population that was drawn, as an engine may, before the step is over."""
         try:
             finished = self._engine.step()
@@ -101,10 +101,10 @@ class _WatchedEngine:
             self._ledger.step_failed(error)
             raise
         drawn = [each for each in finished if each.error is None and _is_drawn(each)]
-        for each in drawn[::2]:
-            finished.remove(each)
-            self._ledger.finished([each])
-            tell(each)
+        if told := drawn[::2]:
+            finished = [each for each in finished if each not in told]
+            self._ledger.finished(told)
+            tell(told)
         self._ledger.finished(finished)
         return finished
 
