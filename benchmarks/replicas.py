@@ -52,13 +52,14 @@ def main() -> None:
     if arguments.quick:
         arguments.steps, arguments.repeats, arguments.populations = 5, 10, 2
         arguments.size = 8
+    name = arguments.model or "exact"
     with tempfile.TemporaryDirectory() as directory:
         if arguments.model in SHAPES:
             arguments.options = {"load_format": "dummy", "skip_tokenizer_init": True} | (
                 arguments.options
             )
             arguments.model = checkpoint(arguments.model, Path(directory))
-        result = measure(arguments)
+        result = {"model": name} | measure(arguments)
     print(json.dumps(result))
     append(json.dumps(result), arguments.json)
 
@@ -79,7 +80,6 @@ def opened(arguments: argparse.Namespace, name: str) -> AsyncLM:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one after the other: replicas and this process's engine are never open at once on a GPU."""
     result: dict[str, Any] = {
-        "model": arguments.model or "exact",
         "torch": torch.__version__,
         "cpus": os.cpu_count(),
         "replicas": arguments.replicas,

@@ -294,3 +294,43 @@ TestSharing = Sharing.TestCase
 def test_the_end_is_told(pair: Pair) -> None:
     pair[0].close()
     assert received(pair[1], Frames()) is None
+
+
+class Driver:
+    """What ``torch.cuda.cudart`` returns, without a GPU: notes what is registered."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.registered: dict[int, int] = {}
+        self._refuses = refuses
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 0
+        if not self._refuses:
+            self.registered[address] = size
+        return int(self._refuses)
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_memory_that_a_gpu_writes_to_is_pinned_until_it_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    driver, pieces = Driver(refuses), memory_module.LEAST_KEPT
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(memory_module, "MOST_KEPT", 0)
+    memory, kept, arrays = Memory(), Kept(), list[memoryview]()
+    for number in range(pieces + 3):
+        piece, file, sizes = memory.put([], [torch.full((1000,), float(number))] * 4)
+        for _ in range(2):
+            memory._pieces[-1].pin()
+        assert file is not None
+        kept.add(piece, file)
+        arrays += kept.arrays(piece, sizes)
+        assert len(memory._pieces) == min(number + 1, pieces)
+        here = {each.address: len(each.memory) for each in memory._pieces}
+        assert driver.registered == ({} if refuses else here)
+    for number, rows in enumerate(arrays):
+        assert torch.frombuffer(rows, dtype=torch.float32).tolist() == [number] * 4000
