@@ -309,6 +309,10 @@ class Driver:
             self.registered[address] = size
         return int(self._refuses)
 
+    def launch(self, *_: object, **__: object) -> None:
+        """Raise what the device was left with, as torch does."""
+        raise RuntimeError("CUDA error: operation not supported")
+
     def cudaHostUnregister(self, address: int) -> int:
         del self.registered[address]
         return 0
@@ -320,6 +324,7 @@ def test_memory_that_a_gpu_writes_to_is_pinned_until_it_is_given_up(
 ) -> None:
     driver, pieces = Driver(refuses), memory_module.LEAST_KEPT
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "zeros", driver.launch)
     monkeypatch.setattr(memory_module, "MOST_KEPT", 0)
     memory, kept, arrays = Memory(), Kept(), list[memoryview]()
     for number in range(pieces + 3):

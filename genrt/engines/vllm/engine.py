@@ -241,8 +241,8 @@ class VLLMEngine:
             tell(drawn.ends)
         with self._populations.told_first.rest(is_told=tell is not None):
             cast("OpenRequests", self._open).steps.prepare_next(self._populations.spread(asked))
-            if (foreseen := self._populations.answer(asked, drawn)) is not None:
-                self.speculate(*foreseen)
+            if (next_tokens := self._populations.answer(asked, drawn)) is not None:
+                self.speculate(*next_tokens)
         return drawn.ends if tell is None else []
 
     def _answered(
