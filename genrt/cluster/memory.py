@@ -61,6 +61,7 @@ class _Piece:
 
     @property
     def address(self) -> int:
+        """Where it begins in this process's memory."""
         return int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
     def pin(self) -> None:

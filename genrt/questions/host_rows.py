@@ -66,7 +66,12 @@ def move_rows(rows: Sequence[Tensor], block: Tensor) -> None:
     """Copy rows to a block ``[n, vocab_size]`` of the host's memory, and wait until they are there."""
     first, size = rows[0], rows_at_once(rows[0])
     for start, places in enumerate(torch.split(block, size)):
-        places.copy_(together(rows[start * size :][:size]), non_blocking=True)
+        part = rows[start * size :][:size]
+        try:
+            places.copy_(together(part), non_blocking=True)
+        except torch.OutOfMemoryError:  # where rows that lie apart have no room to be together
+            for place, row in zip(places, part, strict=True):
+                place.copy_(row, non_blocking=True)
     if first.is_cuda:
         torch.cuda.current_stream(first.device).synchronize()
 

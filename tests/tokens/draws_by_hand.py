@@ -187,8 +187,16 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
     """Return the draws of a case without temperatures, as those of a population go, and those of its
     kernels from the same numbers."""
     seeds = np.arange(len(case.numbers), dtype=np.uint64) * np.uint64(2**61 + 5)
-    mask, places = [None if x is None else x.numpy() for x in (case.mask, case.places)]
-    found = graphs.drawn(case.batch, [Draws(seeds, mask, places)])
+    count = len(seeds)
+    places = np.arange(count) if case.places is None else case.places.numpy()
+    parts = [slice(0, count // 3), slice(count // 3, count)]
+    several = [
+        Draws(seeds[part], None if case.mask is None else case.mask.numpy()[part], places[part])
+        for part in parts
+    ]
+    if case.places is None:  # the first part is from the first rows, which need not be said
+        several[0] = several[0]._replace(places=None)
+    found = graphs.drawn(case.batch, several)
     assert found is not None
     whole, on_host = found
     assert torch.equal(whole.view(torch.int64), on_host.arrived().view(torch.int64))

@@ -185,3 +185,17 @@ def test_what_arrived_in_lent_memory_is_not_overwritten_by_the_next() -> None:
     assert leaving.arrived().tolist() == [1.0, 2.0]
     memory += 5.0
     assert leaving.arrived().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_parts_of_what_was_lent_arrive_with_it_and_stay(whole_first: bool) -> None:
+    memory = torch.arange(10.0).view(5, 2)
+    leaving = Leaving.lent(memory, torch.device("cpu"))
+    parts = [leaving.part(slice(0, 2)), leaving.part(slice(2, 5))]
+    if whole_first:
+        leaving.arrived()
+    first = parts[0].arrived()
+    memory += 100.0
+    assert first.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert parts[1].arrived().tolist() == [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+    assert leaving.arrived().flatten().tolist() == [*range(10)]

@@ -241,6 +241,8 @@ class SeatedPopulations:
             if left < 0 or len(free) < len(numbers):
                 return None
             shared.append(_Shared(population, seats, own, numbers, free))
+        if not shared:
+            return []
         found = kept.spread([([own[n] for n in ns], free) for _, _, own, ns, free in shared])
         if found is None:
             return None
