@@ -139,6 +139,48 @@ async def test_whatever_happens_to_its_questions_draws_are_those_of_its_sequence
     assert statistics.engine.extended > 0
 
 
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [(0, 40), *(pytest.param(seed, 120, marks=pytest.mark.proof) for seed in range(1, 4))],
+)
+async def test_whatever_happens_to_some_of_several_at_once_all_draws_are_right(
+    runtimes: tuple[AsyncLM, AsyncLM], seed: int, steps: int
+) -> None:
+    """Three populations, whose sequences are more than a step takes: what happens to one happens while
+    the others draw."""
+    lm, quiet = runtimes
+    walks = [Walk(lm, 10 * seed + n) for n in range(3)]
+    rng = random.Random(seed)
+
+    async def draws(several: list[Walk]) -> None:
+        seeds = [rng.randrange(10**6) for _ in several]
+        contexts = [list(walk.population) for walk in several]
+        found = await asyncio.gather(
+            *(walk.population.draw(seed=seed) for walk, seed in zip(several, seeds, strict=True))
+        )
+        for walk, before, drawn, seed in zip(several, contexts, found, seeds, strict=True):
+            wanted = await drawn_apart(quiet, before, seed=seed)
+            assert drawn.token_ids.tolist() == wanted.token_ids.tolist()
+            assert float((drawn.logprobs - wanted.logprobs).abs().max()) < 1e-3
+            walk.population.append(drawn.token_ids)
+
+    for step in range(steps):
+        if step in (steps // 3, steps // 2):
+            await walks[step % 3].restarted()
+        elif rng.random() < 0.3:
+            walk = rng.choice(walks)
+            happening = rng.choice([walk.cancelled, walk.timed_out, walk.evicted])
+            await asyncio.gather(happening(), draws([each for each in walks if each is not walk]))
+        await draws(walks if rng.random() < 0.8 else rng.sample(walks, 2))
+        for walk in walks:
+            walk.change()
+    engine: Any = lm._thread.engine
+    left = lm._thread.call(lambda _: [len(engine._in_progress), len(engine._populations)])
+    assert left.result() == [0, 0]
+    for walk in walks:
+        walk.population.close()
+
+
 # -- what is given back -------------------------------------------------------------------------
 
 
