@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from genrt.tokens.rows import Leaving, together
 from genrt.tokens.sampling import BatchDraw, Draw, drawn, rows_at_once, seeded_uniforms
 
 __all__ = ["PopulationDraw", "joined_draws", "launched", "population_draw"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -167,20 +170,7 @@ class PopulationDraw:
     def drawn(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:
         """Return the draws as ``sampling.drawn`` does, without waiting for the device: from a row for
         each sequence, or from row ``places[i]`` for sequence ``i``."""
-        device, heat = rows[0].device, None
-        numbers, masks = _moved(seeded_uniforms(self.seeds), self.masks, device)
-        if self.temperature != 1.0:
-            heat = moved(torch.full((len(self), 1), self.temperature, dtype=torch.float64), device)
-        size = rows_at_once(rows[0])
-        at = None if places is None else moved(torch.from_numpy(places), device)
-        parts: list[Tensor] = []
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            batch = rows if at is not None else rows[part]
-            mask, heats, there = [None if x is None else x[part] for x in (masks, heat, at)]
-            whole = batch if isinstance(batch, Tensor) else together(batch)
-            parts.append(drawn(whole, numbers[part], mask=mask, heat=heats, places=there))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _drawn([self], rows, [places])
 
     def is_answer(self, rows: Sequence[Tensor], result: object) -> bool:
         """Return whether each draw is possible after its row, as ``DrawToken.is_answer`` has it."""
@@ -245,9 +235,56 @@ def launched(
         ]
         if (found := graphs.drawn(rows, draws)) is not None:
             return found
-    parts = [each.drawn(rows, at) for each, at in zip(several, places, strict=True)]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for number, each in enumerate(several):
+        kinds.setdefault((each.masks is None, each.temperature == 1.0), []).append(number)
+    parts: dict[int, Tensor] = {}
+    for numbers in kinds.values():
+        alike = [several[number] for number in numbers]
+        draws_of = _drawn(alike, rows, [places[number] for number in numbers])
+        sizes = [len(each) for each in alike]
+        parts |= zip(numbers, torch.split(draws_of, sizes), strict=True)
+    whole = _one([parts[number] for number in range(len(several))], torch.cat)
     return whole, Leaving(whole)
+
+
+def _drawn(
+    several: Sequence[PopulationDraw],
+    rows: Sequence[Tensor] | Tensor,
+    places: Sequence[np.ndarray | None],
+) -> Tensor:
+    """Return the draws of populations, one after the other; all have masks, or none, and all the
+    temperature 1, or all another."""
+    device, heat, at = rows[0].device, None, None
+    masks = [each.masks for each in several if each.masks is not None]
+    uniforms = seeded_uniforms(_one([each.seeds for each in several], np.concatenate))
+    numbers, mask = _moved(uniforms, _one(masks, np.concatenate) if masks else None, device)
+    if several[0].temperature != 1.0:
+        heats = [np.full((len(each), 1), each.temperature) for each in several]
+        heat = moved(torch.from_numpy(np.concatenate(heats)), device)
+    if len(several) > 1 or places[0] is not None:
+        each_at = [
+            np.arange(len(each)) if there is None else there
+            for each, there in zip(several, places, strict=True)
+        ]
+        all_at = _one(each_at, np.concatenate)
+        if isinstance(rows, Tensor) and (np.diff(all_at) == 1).all():  # mostly: nothing is gathered
+            rows = rows[all_at[0] : all_at[-1] + 1]
+        else:
+            at = moved(torch.from_numpy(all_at), device)
+    size, parts = rows_at_once(rows[0]), list[Tensor]()
+    for start in range(0, len(numbers), size):
+        part = slice(start, start + size)
+        batch = rows if at is not None else rows[part]
+        bits, hot, there = [None if x is None else x[part] for x in (mask, heat, at)]
+        batch = batch if isinstance(batch, Tensor) else together(batch)
+        parts.append(drawn(batch, numbers[part], mask=bits, heat=hot, places=there))
+    return _one(parts, torch.cat)
+
+
+def _one(parts: list[T], joined: Callable[[list[T]], T]) -> T:
+    """Return parts as one, without copying one alone."""
+    return parts[0] if len(parts) == 1 else joined(parts)
 
 
 def joined_draws(several: Sequence[BatchDraw], places: np.ndarray, count: int) -> BatchDraw:
