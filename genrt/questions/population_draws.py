@@ -262,16 +262,16 @@ def _drawn(
     if several[0].temperature != 1.0:
         heats = [np.full((len(each), 1), each.temperature) for each in several]
         heat = moved(torch.from_numpy(np.concatenate(heats)), device)
-    if len(several) > 1 or places[0] is not None:
-        each_at = [
-            np.arange(len(each)) if there is None else there
-            for each, there in zip(several, places, strict=True)
-        ]
-        all_at = _one(each_at, np.concatenate)
-        if isinstance(rows, Tensor) and (np.diff(all_at) == 1).all():  # mostly: nothing is gathered
-            rows = rows[all_at[0] : all_at[-1] + 1]
-        else:
-            at = moved(torch.from_numpy(all_at), device)
+    each_at = [
+        np.arange(len(each)) if there is None else there
+        for each, there in zip(several, places, strict=True)
+    ]
+    all_at = _one(each_at, np.concatenate)
+    # So that a CPU gathers nothing. A GPU finds rows by their places, and compiles for their alignment.
+    if (device.type == "cpu" or all_at[0] == 0) and (np.diff(all_at) == 1).all():
+        rows = rows[all_at[0] : all_at[-1] + 1]
+    else:
+        at = moved(torch.from_numpy(all_at), device)
     size, parts = rows_at_once(rows[0]), list[Tensor]()
     for start in range(0, len(numbers), size):
         part = slice(start, start + size)

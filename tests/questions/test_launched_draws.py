@@ -1,0 +1,78 @@
+"""Draws of several populations from the rows of one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genrt.questions.contexts import nonces_of
+from genrt.questions.population_draws import PopulationDraw, launched, population_draw
+from genrt.questions.rows import LogprobsRequest
+from genrt.tokens.draw_graphs import DrawGraphs
+from tests.scripted import contexts_of
+
+VOCAB_SIZE = 40
+
+
+def population(size: int, seed: int, temperature: float, is_masked: bool) -> PopulationDraw:
+    masks = torch.zeros(size, VOCAB_SIZE, dtype=torch.bool)
+    masks[:, [seed % VOCAB_SIZE, (seed + 7) % VOCAB_SIZE]] = True
+    request = population_draw(
+        contexts_of(*(LogprobsRequest((number, 5)) for number in range(size))),
+        None,
+        np.arange(size),
+        nonces_of(0),
+        masks=masks if is_masked else None,
+        count=size,
+        vocab_size=VOCAB_SIZE,
+        temperature=temperature,
+        seed=seed,
+    )
+    assert request is not None
+    return request
+
+
+POPULATIONS = st.lists(
+    st.tuples(
+        st.integers(1, 6),
+        st.integers(0, 2**32),
+        st.sampled_from([1.0, 0.0, 0.5, 2.0]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(kinds=POPULATIONS, in_order=st.booleans(), seed=st.integers(0, 2**16))
+def test_draws_together_are_those_of_each_population_alone(
+    kinds: list[tuple[Any, ...]], in_order: bool, seed: int
+) -> None:
+    """Whatever masks and temperatures they have, and wherever their rows are."""
+    several = [population(*kind) for kind in kinds]
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(map(len, several)) + 3
+    rows = torch.randn(count, VOCAB_SIZE, generator=generator).log_softmax(-1)
+    order = np.arange(1, count) if in_order else torch.randperm(count, generator=generator).numpy()
+    ends = np.cumsum([len(each) for each in several])
+    places = [order[end - len(each) : end] for each, end in zip(several, ends, strict=True)]
+    found, on_host = launched(several, rows, [*places], DrawGraphs())
+    alone = [each.drawn([*rows[at]]) for each, at in zip(several, places, strict=True)]
+    assert torch.equal(found, torch.cat(alone))
+    for part, end, single in zip(several, ends, alone, strict=True):
+        assert torch.equal(on_host.part(slice(end - len(part), end)).arrived(), single)
+
+
+def test_the_first_rows_are_drawn_from_where_no_places_are_said() -> None:
+    several = [population(3, 5, 1.0, True), population(2, 6, 0.5, False)]
+    rows = torch.randn(8, VOCAB_SIZE).log_softmax(-1)
+    found, _ = launched(several, rows, [None, np.array([6, 4])], DrawGraphs())
+    assert torch.equal(found[:3], several[0].drawn(rows[:3]))
+    assert torch.equal(found[3:], several[1].drawn([rows[6], rows[4]]))
+    [only], both = several[:1], rows[:3]
+    assert torch.equal(launched([only], both, [None], DrawGraphs())[0], only.drawn([*both]))
