@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--cluster", help='a Ray cluster for as many actors too, or "auto"')
     parser.add_argument("--populations", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="sequences of a population")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="their lengths")
+    parser.add_argument("--contexts", type=int, nargs="+", help="their lengths; 128")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--quick", action="store_true", help="few repeats")
@@ -52,6 +52,7 @@ def main() -> None:
     if arguments.quick:
         arguments.steps, arguments.repeats, arguments.populations = 5, 10, 2
         arguments.size = 8
+    arguments.contexts = arguments.contexts or [16 if arguments.quick else 128]
     name = arguments.model or "exact"
     with tempfile.TemporaryDirectory() as directory:
         if arguments.model in SHAPES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -188,53 +189,41 @@ async def population_resample(lm: genrt.AsyncLM, particles: Particles, steps: in
 
 async def populations(lm: genrt.AsyncLM, particles: Particles, steps: int) -> Measured:
     """Each population goes on by itself, as runs do that are awaited together."""
-    count = len(particles)
-    masks = packed_masks(8, lm.vocab_size)[torch.arange(count) % 8]
-    await ask_all(lm, particles)
-    began = clock()
-    with contextlib.ExitStack() as opened:
-        parts = [slice(n * count // MANY, (n + 1) * count // MANY) for n in range(MANY)]
-        parts = [part for part in parts if part.start < part.stop]
-        several = [opened.enter_context(lm.population(particles.contexts[part])) for part in parts]
-
-        async def run(population: genrt.Population, part: slice, count: int) -> None:
-            for _ in range(count):
-                population.append((await population.draw(masks=masks[part])).token_ids)
-
-        async def run_all(count: int) -> None:
-            await asyncio.gather(
-                *(run(each, part, count) for each, part in zip(several, parts, strict=True))
-            )
-
-        for each, part in zip(several, parts, strict=True):
-            each.append(particles.tokens[0][part])
-        await run_all(SHORT)
-        return await timed(lm, particles, steps, run_all(steps), began)
+    return await of_population(lm, particles, steps, parts=MANY, resamples=False)
 
 
 async def of_population(
-    lm: genrt.AsyncLM, particles: Particles, steps: int, *, resamples: bool
+    lm: genrt.AsyncLM, particles: Particles, steps: int, *, parts: int = 1, resamples: bool
 ) -> Measured:
+    """A draw for all particles a step, in so many populations; the only one may be resampled."""
     count, half = len(particles), len(particles) // 2
     masks = packed_masks(8, lm.vocab_size)[torch.arange(count) % 8]
     ancestors = [torch.arange(count) for _ in range(steps)]
     for order, ancestor in zip(particles.orders, ancestors, strict=True):
         ancestor[order[count - half :]] = torch.tensor(order[:half], dtype=torch.int64)
+    edges = sorted({n * count // parts for n in range(parts + 1)})
+    slices = [slice(*edge) for edge in itertools.pairwise(edges)]
 
     await ask_all(lm, particles)
     began = clock()
-    with lm.population(particles.contexts) as sequences:
-        sequences.append(particles.tokens[0])
+    with contextlib.ExitStack() as opened:
+        several = [opened.enter_context(lm.population(particles.contexts[each])) for each in slices]
+        for population, part in zip(several, slices, strict=True):
+            population.append(particles.tokens[0][part])
 
-        async def run(count: int) -> None:
+        async def run(population: genrt.Population, masks: torch.Tensor, count: int) -> None:
             for ancestor in ancestors[:count]:
-                draws = await sequences.draw(masks=masks)
-                sequences.append(draws.token_ids)
+                draws = await population.draw(masks=masks)
+                population.append(draws.token_ids)
                 if resamples:
-                    sequences.resample(ancestor)
+                    population.resample(ancestor)
 
-        await run(SHORT)
-        return await timed(lm, particles, steps, run(steps), began)
+        async def run_all(count: int) -> None:
+            of_each = zip(several, slices, strict=True)
+            await asyncio.gather(*(run(each, masks[part], count) for each, part in of_each))
+
+        await run_all(SHORT)
+        return await timed(lm, particles, steps, run_all(steps), began)
 
 
 async def together(run: Callable[[int], Coroutine[Any, Any, None]], particles: Particles) -> None:

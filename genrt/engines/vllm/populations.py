@@ -91,7 +91,6 @@ class _Shared(NamedTuple):
     """
 
     population: PopulationDraw
-    seats: _Seats
     own: list[str]
     numbers: list[int]
     free: list[str]
@@ -240,13 +239,14 @@ class SeatedPopulations:
             free = [each for each, _ in kept.left(seats.spare.items())]
             if left < 0 or len(free) < len(numbers):
                 return None
-            shared.append(_Shared(population, seats, own, numbers, free))
+            shared.append(_Shared(population, own, numbers, free))
         if not shared:
             return []
-        found = kept.spread([([own[n] for n in ns], free) for _, _, own, ns, free in shared])
+        found = kept.spread([([own[n] for n in ns], free) for _, own, ns, free in shared])
         if found is None:
             return None
-        for (population, seats, own, numbers, _), forks in zip(shared, found, strict=True):
+        for (population, own, numbers, _), forks in zip(shared, found, strict=True):
+            seats = self._under_way[population].seats
             for number, fork in zip(numbers, forks, strict=True):
                 own[number] = fork
                 seats.forks[fork] = kept.flush
@@ -278,8 +278,6 @@ class SeatedPopulations:
         except Exception as error:
             failed = survived(error)
             return Drawn([Finished(each, error=failed) for each in several])
-        if len(several) == 1:
-            return Drawn([Finished(several[0], on_host)], draws, on_host)
         ends, first = [], 0
         for each in several:
             part = slice(first, first := first + len(each))

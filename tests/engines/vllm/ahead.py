@@ -62,14 +62,19 @@ def run_always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeSteps, "_is_steady", steady, raising=False)
 
 
+async def all_the_same(populations: list[Population], quiet: AsyncLM, seed: int) -> None:
+    """Draw for all at once, as the quiet runtime does for each sequence, and append."""
+    found = await asyncio.gather(*(each.draw(seed=seed + n) for n, each in enumerate(populations)))
+    for n, (population, draws) in enumerate(zip(populations, found, strict=True)):
+        wanted = await drawn_apart(quiet, [*population], seed=seed + n)
+        assert draws.token_ids.tolist() == wanted.token_ids.tolist()
+        assert float((draws.logprobs - wanted.logprobs).abs().max()) < 1e-3
+        population.append(draws.token_ids)
+
+
 async def same(population: Population, quiet: AsyncLM, seed: int) -> None:
-    """Draw, as the quiet runtime does for each sequence, and append."""
-    found, wanted = await asyncio.gather(
-        population.draw(seed=seed), drawn_apart(quiet, list(population), seed=seed)
-    )
-    assert found.token_ids.tolist() == wanted.token_ids.tolist()
-    assert float((found.logprobs - wanted.logprobs).abs().max()) < 1e-3
-    population.append(found.token_ids)
+    """Do the same with one population."""
+    await all_the_same([population], quiet, seed)
 
 
 def halved(rng: random.Random) -> list[int]:

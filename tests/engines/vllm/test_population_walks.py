@@ -18,17 +18,12 @@ from genrt.errors import TimedOut
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
-from tests.engines.vllm.ahead import running_ahead
+from tests.engines.vllm import ahead
+from tests.engines.vllm.ahead import COUNT, all_the_same, running_ahead
 
 pytestmark = pytest.mark.vllm
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 24,
-    "kv_cache_memory_bytes": 2**24,
-}
-COUNT = 12
+OPTIONS = ahead.OPTIONS | {"max_num_seqs": 24}
 LONGEST = 90
 
 
@@ -99,6 +94,13 @@ class Walk:
             self.population.cut([rng.randrange(15, 40) for _ in range(COUNT)])
 
 
+def left(lm: AsyncLM) -> tuple[int, int]:
+    """How many vLLM requests and populations are in progress."""
+    engine: Any = lm._thread.engine
+    look = lambda _: (len(engine._in_progress), len(engine._populations))
+    return lm._thread.call(look).result()
+
+
 async def checked(population: Population, quiet: AsyncLM, beside: AsyncLM, seed: int) -> None:
     """Draw, beside a question of its last sequence and one of nobody's, and append."""
     contexts = list(population)
@@ -130,9 +132,7 @@ async def test_whatever_happens_to_its_questions_draws_are_those_of_its_sequence
             await walk.rng.choice(happenings)()
         await checked(walk.population, quiet, lm, seed=walk.rng.randrange(10**6))
         walk.change()
-    engine: Any = lm._thread.engine
-    left = lm._thread.call(lambda _: [len(engine._in_progress), len(engine._populations)])
-    assert left.result() == [0, 0]
+    assert left(lm) == (0, 0)
     statistics = lm.statistics()
     assert (statistics.batcher.queued, statistics.batcher.in_flight) == (0, 0)
     assert statistics.engine.forked > 0  # since the last restart
@@ -153,16 +153,7 @@ async def test_whatever_happens_to_some_of_several_at_once_all_draws_are_right(
     rng = random.Random(seed)
 
     async def draws(several: list[Walk]) -> None:
-        seeds = [rng.randrange(10**6) for _ in several]
-        contexts = [list(walk.population) for walk in several]
-        found = await asyncio.gather(
-            *(walk.population.draw(seed=seed) for walk, seed in zip(several, seeds, strict=True))
-        )
-        for walk, before, drawn, seed in zip(several, contexts, found, seeds, strict=True):
-            wanted = await drawn_apart(quiet, before, seed=seed)
-            assert drawn.token_ids.tolist() == wanted.token_ids.tolist()
-            assert float((drawn.logprobs - wanted.logprobs).abs().max()) < 1e-3
-            walk.population.append(drawn.token_ids)
+        await all_the_same([each.population for each in several], quiet, seed=rng.randrange(10**6))
 
     for step in range(steps):
         if step in (steps // 3, steps // 2):
@@ -174,9 +165,7 @@ async def test_whatever_happens_to_some_of_several_at_once_all_draws_are_right(
         await draws(walks if rng.random() < 0.8 else rng.sample(walks, 2))
         for walk in walks:
             walk.change()
-    engine: Any = lm._thread.engine
-    left = lm._thread.call(lambda _: [len(engine._in_progress), len(engine._populations)])
-    assert left.result() == [0, 0]
+    assert left(lm) == (0, 0)
     for walk in walks:
         walk.population.close()
 

@@ -16,7 +16,14 @@ import torch
 from genrt.lm import AsyncLM
 from genrt.populations import Population
 from tests.apart import drawn_apart
-from tests.engines.vllm.ahead import halved, held, run_always_ahead, same, two_runtimes
+from tests.engines.vllm.ahead import (
+    all_the_same,
+    halved,
+    held,
+    run_always_ahead,
+    same,
+    two_runtimes,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -32,16 +39,6 @@ def runtimes(llama: Path) -> Iterator[tuple[AsyncLM, AsyncLM]]:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     run_always_ahead(monkeypatch)
-
-
-async def all_the_same(populations: list[Population], quiet: AsyncLM, seed: int) -> None:
-    """Draw for all at once, as the quiet runtime does for each sequence, and append."""
-    found = await asyncio.gather(*(each.draw(seed=seed + n) for n, each in enumerate(populations)))
-    for n, (population, draws) in enumerate(zip(populations, found, strict=True)):
-        wanted = await drawn_apart(quiet, [*population], seed=seed + n)
-        assert draws.token_ids.tolist() == wanted.token_ids.tolist()
-        assert float((draws.logprobs - wanted.logprobs).abs().max()) < 1e-3
-        population.append(draws.token_ids)
 
 
 @pytest.mark.parametrize("sizes", [[12, 12], [3, 7, 1, 12], [2] * 8])
