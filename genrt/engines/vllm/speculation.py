@@ -124,10 +124,12 @@ class DecodeSteps:
 
     def forget(self, request_ids: Set[str]) -> None:
         """Drop what was to be computed for requests that vLLM does not know any more."""
-        # A step that has run with them still has the rows of the others: it began before anybody else
-        # was given their blocks.
-        prepared = None if self._speculated is not None else self._prepared
-        if prepared is not None and not request_ids.isdisjoint(prepared.request_ids):
+        of_step = [] if self._prepared is None else self._prepared.request_ids
+        known = self._scheduler.requests.keys()
+        # One that has run with them still has the rows of the others: it began before anybody else was
+        # given their blocks.
+        is_of_use = self._speculated is not None and not known.isdisjoint(of_step)
+        if not (is_of_use or request_ids.isdisjoint(of_step)):
             self.discard()
         self._seats = [seat for seat in self._seats if seat.request.request_id not in request_ids]
         self._tokens = self._tokens.without(request_ids)

@@ -94,6 +94,8 @@ def held(lm: AsyncLM) -> tuple[int, int]:
         pool = scheduler.kv_cache_manager.block_pool
         assert set(scheduler.parked) == set(engine._open._asked_in)
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        return engine.statistics().resident, used
+        resident = engine.statistics().resident
+        assert resident or engine._open.steps._prepared is None, "rows that nobody can ask for"
+        return resident, used
 
     return lm._thread.call(look).result()
