@@ -18,6 +18,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from genrt.engines.vllm.config import check_version, configure, on_loopback, rounding, translated
+from genrt.engines.vllm.core_steps import shut_down
 from genrt.engines.vllm.engine import VLLMEngine
 from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.process import undisturbed
@@ -73,7 +74,14 @@ def open_vllm(
             raise translated(error, f"vLLM could not open {checkpoint}") from error
         finally:
             envs.enable_envs_cache()  # the engines' steps read it
-    engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
+    try:
+        engine = VLLMEngine(llm_engine, own, own_processors=bool(options.get("logits_processors")))
+    except BaseException as error:
+        with own:
+            shut_down(llm_engine)
+        del llm_engine  # which the error's traceback would keep
+        _forget(config, error)
+        raise
     try:
         self_test(engine, rounding=rounding(config), block_size=config.cache_config.block_size)
         engine.start_counting()
@@ -83,7 +91,7 @@ def open_vllm(
     return engine
 
 
-def _forget(config: VllmConfig, error: Exception) -> None:
+def _forget(config: VllmConfig, error: BaseException) -> None:
     """Free the memory of an engine that was made in part, which frames of the error have, and hooks of
     torch's compiler: vLLM removes these with its engine."""
     traceback.clear_frames(error.__traceback__)
