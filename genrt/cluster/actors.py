@@ -139,6 +139,17 @@ class _Actor:
     calls: int = 0
 
 
+def _gpus_of_each(ray: Any, replicas: int, gpus: int) -> int:
+    """Return how many GPUs each replica takes: none where the cluster has none."""
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if there and gpus * replicas > there:
+        lacking = f"{replicas} replicas need {gpus * replicas} GPUs, and the cluster has {there}"
+        if connection.is_local:
+            raise EngineUnsupported(lacking)
+        warnings.warn(f"{lacking}: they wait for more", RuntimeWarning, stacklevel=3)
+    return gpus if there else 0
+
+
 class Actors:
     """The actors of one runtime's replicas.
 
@@ -170,16 +181,11 @@ class Actors:
         self._opening = dumped(("open", open_engine))
         self._numbers = numbers
         self._ray = connection.join(cluster, here)
-        there = int(self._ray.cluster_resources().get("GPU", 0))
-        gpus = gpus if there else 0
-        if gpus * replicas > there:
-            lacking = (
-                f"{replicas} replicas need {gpus * replicas} GPUs, and the cluster has {there}"
-            )
-            if connection.is_local:
-                connection.leave()
-                raise EngineUnsupported(lacking)
-            warnings.warn(f"{lacking}: they wait for more", RuntimeWarning, stacklevel=2)
+        try:
+            gpus = _gpus_of_each(self._ray, replicas, gpus)
+        except BaseException:
+            connection.leave()
+            raise
         self._kind = self._ray.remote(ReplicaActor).options(
             num_cpus=0,
             num_gpus=gpus,

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,16 @@ def test_replicas_that_no_gpu_is_left_for_are_refused_or_wait(
         with pytest.warns(RuntimeWarning, match=few):
             Actors(make, AskedNumbers(), "auto", replicas=2, gpus=1, here=3)  # type: ignore[arg-type]
         assert ray.calls[-1] == 1
+
+
+def test_a_warning_that_is_raised_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As warnings are in tests: the next runtime that ends closes what it opened."""
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(running=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="they wait for more"):
+            Actors(partial(int), AskedNumbers(), "auto", replicas=2, gpus=1, here=3)  # type: ignore[arg-type]
+    assert ray.calls[-1] == "shutdown"
 
 
 def test_messages_are_taken_in_their_order_whatever_order_calls_come_in() -> None:
