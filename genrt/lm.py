@@ -395,6 +395,7 @@ class AsyncLM(EngineOwner):
         else is asked. What is given up, because a question could not go on without its memory, or lost
         with an engine, is kept again once a question that begins with it has computed it. The newest 64
         prefixes are kept, in half of the KV cache. Other engines compute the row, and keep only that.
+        Cancelling before it is computed keeps nothing.
 
         Raises:
             InvalidRequest: the prefix is empty, or chats share nothing; else as ``next_token_logprobs``.
