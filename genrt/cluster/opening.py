@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -99,5 +100,6 @@ def _visible() -> list[str]:
     """Return the names of the GPUs that this process may use, without using one."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [each for each in chosen.split(",") if each]
+        # As CUDA reads it: what is behind a name of none is not seen. Slurm gives "NoDevFiles".
+        return [*takewhile(lambda each: each not in ("", "-1", "NoDevFiles"), chosen.split(","))]
     return [str(number) for number in range(torch.cuda.device_count())]

@@ -443,4 +443,4 @@ def _shared(result: object) -> Tensor | None:
 
 
 def _fits(row: Tensor, rows: Sequence[Tensor]) -> bool:
-    return not rows or len(row) == len(rows[0])
+    return not rows or (len(row), row.device) == (len(rows[0]), rows[0].device)

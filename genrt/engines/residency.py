@@ -57,7 +57,8 @@ class Residents:
         self._later: dict[str, tuple[Adapter | None, Packed, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._by_id) + sum(each not in self._by_id for each in self._later)
+        # A copy, made at once: other threads count while the engine's changes this.
+        return len(self._by_id) + sum(each not in self._by_id for each in [*self._later])
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id or request_id in self._later

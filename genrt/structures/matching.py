@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -108,13 +108,19 @@ def has_objects(
     """Tell whether there are objects with the required properties, given which of those that are named,
     that match a pattern, or that do neither, have values. What is no text is no name."""
     names = [each for each in required if isinstance(each, str)]
-    if others and all((*named.values(), *patterns.values())):
+    if not all(named.get(name, True) for name in names):
+        return False
+    if all(patterns.values()) and (others or named.keys() >= {*names}):
         return True
-    if not patterns:
-        return all(named.get(name, others) for name in names)
     schema: dict[str, Any] = {"type": "object", "required": names, "properties": named}
     schema |= {"patternProperties": patterns, "additionalProperties": others}
-    matcher = new_matcher(_bytes(), f"start: %json {json.dumps(schema)}")
+    return bool(patterns) and _is_satisfiable(json.dumps(schema))
+
+
+@lru_cache(1024)
+def _is_satisfiable(schema: str) -> bool:
+    # Judged again and again while it is not known which schemas within one another have values.
+    matcher = new_matcher(_bytes(), f"start: %json {schema}")
     return not (matcher.is_error() and "is unsatisfiable" in matcher.get_error())
 
 

@@ -7,10 +7,13 @@ import weakref
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from genrt.cluster.memory import Array
 from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, loaded, unflattened
-from genrt.cluster.opening import environments, gpus_of
+from genrt.cluster.opening import _visible, environments, gpus_of
+from genrt.cluster.worker import _fits
 from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken
@@ -103,6 +106,33 @@ def test_what_was_loaded_is_gone_with_its_last_user() -> None:
         assert tokens() is None
     finally:
         gc.enable()
+
+
+def test_only_rows_of_one_device_travel_together() -> None:
+    """A read of all tokens is on the host, a row beside it on the GPU."""
+    read, row = torch.zeros(5000), torch.zeros(5000, device="meta")
+    assert _fits(read, [])
+    assert _fits(read, [read])
+    assert not _fits(row, [read])
+    assert not _fits(read[:4999], [read])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ("3,5", ["3", "5"]),
+        ("GPU-x", ["GPU-x"]),
+        ("", []),
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_gpus_are_those_that_cuda_sees(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, found: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert _visible() == found
 
 
 def test_gpus_are_dealt_out_evenly() -> None:

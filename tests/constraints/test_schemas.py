@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from genrt.constraints import ConstraintState, grammar, json_schema
 from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.structures import matching
 from tests.vocabularies import EOS, allowed, lm_over, spelt
 
 Schema = dict[str, Any] | bool
@@ -286,6 +287,29 @@ def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[
                 longer = text + LM.byte_vocab[token_id].decode()
                 stack.append((state.advance(token_id), longer))
     assert found == set(texts)
+
+
+@pytest.mark.parametrize(("key", "name"), [("properties", "a"), ("patternProperties", "^a")])
+def test_what_refers_to_one_another_is_compiled_once_each(
+    monkeypatch: pytest.MonkeyPatch, key: str, name: str
+) -> None:
+    """Whichever order it is judged in: those that refer to others come before these."""
+    made: list[str] = []
+    original = matching.new_matcher
+
+    def noted(tokenizer: Any, lark: str) -> Any:
+        made.append(lark)
+        return original(tokenizer, lark)
+
+    monkeypatch.setattr(matching, "new_matcher", noted)
+    shape = {"type": "object", "required": ["a"], "patternProperties": {"^b": True}}
+    definitions: dict[str, Any] = {"d0": {"type": "null"}}
+    for n in range(1, 40):
+        named = {"additionalProperties": False, key: {name: {"$ref": f"#/$defs/d{n - 1}"}}}
+        definitions[f"d{n}"] = shape | named
+    several = {each: {"$ref": f"#/$defs/{each}"} for each in definitions}
+    json_schema({"$defs": definitions, "type": "object", "properties": several}, LM)
+    assert len(made) <= 41
 
 
 @pytest.mark.parametrize(

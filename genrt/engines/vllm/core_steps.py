@@ -31,6 +31,7 @@ PATIENCE = 4
 
 def shut_down(llm_engine: Any) -> None:
     """Do what ``EngineCore.shutdown`` does but for what other engines of this process use."""
+    llm_engine.engine_core._finalizer.detach()  # it would shut all of that down
     # While the model is there, hooks of torch's compiler have to go: they would keep its weights.
     getattr(llm_engine, "_finalizer", lambda: None)()
     core = llm_engine.engine_core.engine_core

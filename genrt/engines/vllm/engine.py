@@ -429,7 +429,6 @@ class VLLMEngine:
         """Shut vLLM's core down, and leave the process-wide state that other engines use."""
         if self._llm_engine is None:
             return
-        self._core._finalizer.detach()
         if self._open is not None:
             self._open.steps.close()
         with heap_kept(), self._globals:

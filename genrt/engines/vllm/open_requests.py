@@ -163,11 +163,17 @@ class OpenRequests:
         self, several: Sequence[tuple[Sequence[str], Sequence[str]]]
     ) -> list[list[str]] | None:
         """Have parked requests go on as forks of requests whose step is under way, with all tokens of
-        these: for each pair of parents and parked requests, of which there are enough. Return those of
-        each pair that do, in the order of the parents. ``None``, and nothing changes, where that is
+        these: for each pair of parents and parked requests, which another pair may have too. Return those
+        of each pair that do, in the order of the parents. ``None``, and nothing changes, where that is
         impossible."""
         scheduler = self._scheduler
-        found = [scheduler.forks(free, parents) for parents, free in several]
+        taken, found = set[str](), list[list[Fork]]()
+        for parents, free in several:
+            each = scheduler.forks([n for n in free if n not in taken], parents)
+            if len(each) < len(parents):
+                return None
+            taken.update(fork.request.request_id for fork in each)
+            found.append(each)
         forks = [fork for each in found for fork in each]
         # Each may need another block for the token that follows, as may each that runs.
         if not scheduler.can_reseat(forks, beside=len(forks) + len(scheduler.running)):

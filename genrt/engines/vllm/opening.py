@@ -94,11 +94,15 @@ def open_vllm(
 def _forget(config: VllmConfig, error: BaseException) -> None:
     """Free the memory of an engine that was made in part, which frames of the error have, and hooks of
     torch's compiler: vLLM removes these with its engine."""
-    traceback.clear_frames(error.__traceback__)
-    for each in gc.get_objects():
+    errors = [error]
+    for each in errors:  # and those that it came of
+        traceback.clear_frames(each.__traceback__)
+        causes = each.__cause__, each.__context__
+        errors += [cause for cause in causes if cause is not None and cause not in errors]
+    for model in gc.get_objects():
         # Not isinstance: some objects warn whoever asks for their class.
-        is_model = issubclass(type(each), TorchCompileWithNoGuardsWrapper)
-        if is_model and getattr(each, "vllm_config", None) is config:
-            each.cleanup()
+        is_model = issubclass(type(model), TorchCompileWithNoGuardsWrapper)
+        if is_model and getattr(model, "vllm_config", None) is config:
+            model.cleanup()
     gc.collect()
     torch.cuda.empty_cache()

@@ -79,6 +79,26 @@ async def test_resampling_one_or_all_of_them_stops_no_step_ahead(runtimes: Runti
     assert held(lm) == (0, 0)
 
 
+@pytest.mark.parametrize("way", ["split", "taken"])
+async def test_parts_of_one_population_are_not_given_the_same_spare_requests(
+    runtimes: Runtimes, way: str
+) -> None:
+    """What the sequences of one question left may go on as those of either."""
+    lm, quiet = runtimes
+    for turn in range(6):
+        whole = lm.population([[n, turn, 2] for n in range(12)])
+        for step in range(3):
+            await same(whole, quiet, seed=step)
+        parts = [*whole.split([6, 6])] if way == "split" else [whole.take([n] * 3) for n in (0, 1)]
+        for step in range(6):
+            for part in parts:
+                part.resample([n // 2 for n in range(len(part))])
+            await all_the_same(parts, quiet, seed=100 * step)
+        for each in (*parts, whole):
+            each.close()
+    assert held(lm) == (0, 0)
+
+
 async def test_masks_and_temperatures_of_one_population_do_not_reach_another(
     runtimes: Runtimes,
 ) -> None:
@@ -157,7 +177,10 @@ async def test_whatever_becomes_of_a_step_of_several_draws_are_right(
                 populations[place] = new(10 + step)
             elif chance < 0.45 and size > 1:
                 first, second = population.split([1, size - 1])
-                populations[place] = second.join(first)
+                if rng.random() < 0.5:
+                    populations[place] = second.join(first)
+                else:
+                    populations[place], populations[(place + 1) % 4] = first, second
         for population in populations:
             if int(population.lengths.max()) > 100:
                 population.cut(20)

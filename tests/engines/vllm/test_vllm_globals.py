@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import envs
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -141,6 +143,18 @@ def test_runtimes_that_come_and_go_leave_vllms_globals_as_they_were(llama: Path)
         lm.sample_sync([1, 2], max_tokens=2)
         assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
     assert (PLATFORM._global_graph_pool, workspace._manager, offloader._instance) == before
+
+
+def test_an_engine_that_cannot_be_set_up_leaves_another_as_it_was(llama: Path) -> None:
+    """vLLM would shut down what all of its engines in a process use."""
+    options = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_memory_bytes": 2**26}
+    with genrt.load(str(llama), engine_options=options, cache_bytes=0) as lm:
+        before = lm.next_token_logprobs_sync([1, 2, 3])
+        with pytest.raises(EngineUnsupported):
+            genrt.load(str(llama), engine_options=options | {"use_fp64_gumbel": True})
+        gc.collect()
+        assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), before)
+        assert lm.generate_sync([1, 2], max_tokens=3, ignore_eos=True).token_ids
 
 
 def test_an_engine_heeds_what_was_set_since_another_was_opened(
