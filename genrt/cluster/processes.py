@@ -33,6 +33,9 @@ __all__ = ["Processes"]
 END_SECONDS = 3.0
 """How long a replica may take to end by itself before it is killed."""
 
+MOST_SECONDS = 3600.0
+"""How long a wait takes at most: the system counts milliseconds, up to 2**31."""
+
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
     "from genrt.cluster.serving import main; main({port}, {pulse})"
@@ -145,12 +148,15 @@ class Processes:
         """Return what has come from any process."""
         came: list[Came | Pulsed | Gone] = [*self._ended]
         self._ended.clear()
-        for key, events in self._selector.select(0.0 if came else max(seconds, 0.0)):
+        seconds = 0.0 if came else min(max(seconds, 0.0), MOST_SECONDS)
+        for key, events in self._selector.select(seconds):
             process: _Process = key.data
             if key.fileobj == self._wakes:
-                self._is_woken = False  # first: who wakes from now on writes again
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakes)
+                self._is_woken = (
+                    False  # last: what is written before it is read would never be again
+                )
                 continue
             if self._processes.get(process.number) is not process:
                 continue

@@ -65,22 +65,37 @@ def _environment() -> Iterator[None]:
                 os.environ.pop(key, None)
 
 
-@contextmanager
-def heap_kept() -> Iterator[None]:
-    """Keep objects frozen that were frozen before, and no others. vLLM freezes every object there is;
-    those that became garbage later would stay in memory."""
-    frozen = gc.get_freeze_count()
-    freeze, unfreeze = gc.freeze, gc.unfreeze
-    # ``gc.unfreeze`` thaws everything. If the user froze objects, it would thaw those too, so vLLM is
-    # kept from freezing; if not, everything that vLLM froze is thawed at the end.
-    if frozen:
-        gc.freeze = gc.unfreeze = lambda: None
-    try:
-        yield
-    finally:
-        gc.freeze, gc.unfreeze = freeze, unfreeze
-        if not frozen:
-            gc.unfreeze()
+class _Heap:
+    """Which objects the garbage collector passes over; several threads may have that kept at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep objects frozen that were frozen before, and no others. vLLM freezes every object there is;
+        those that became garbage later would stay in memory."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._functions, self._frozen = (gc.freeze, gc.unfreeze), gc.get_freeze_count() > 0
+                # ``gc.unfreeze`` thaws everything. If the user froze objects, it would thaw those too, so
+                # vLLM is kept from freezing; if not, all that vLLM froze is thawed at the end.
+                if self._frozen:
+                    gc.freeze = gc.unfreeze = lambda: None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    gc.freeze, gc.unfreeze = self._functions
+                    if not self._frozen:
+                        gc.unfreeze()
+
+
+heap_kept = _Heap().kept
 
 
 _PRECISIONS = (

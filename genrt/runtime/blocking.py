@@ -21,6 +21,10 @@ T = TypeVar("T")
 SIGNAL_SECONDS = 0.05
 """How often to look whether the calling task was cancelled."""
 
+INTERRUPT_SECONDS = 0.5
+"""How often the main thread looks whether there was an interrupt. One that comes after Python has looked,
+and before the thread waits, wakes nobody."""
+
 MOST_HANDED = 64
 """How many values of an asynchronous generator may wait for the thread that takes them."""
 
@@ -187,8 +191,10 @@ def _wait(waited: Callable[[float | None], T | None]) -> T:
     except RuntimeError:
         waiting = None
     before = waiting.cancelling() if waiting else 0
+    is_main = threading.current_thread() is threading.main_thread()
+    seconds = SIGNAL_SECONDS if waiting else INTERRUPT_SECONDS if is_main else None
     # A signal handler cancels the task, but that wakes nobody while its loop stands still.
-    while not (found := waited(SIGNAL_SECONDS if waiting else None)):
+    while not (found := waited(seconds)):
         if waiting and waiting.cancelling() > before:
             raise asyncio.CancelledError
     return found

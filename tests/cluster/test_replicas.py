@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
+import select
 import signal
 import subprocess
 import time
@@ -20,6 +22,8 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster.health import ReplicaLimits
+from genrt.cluster.messages import AskedNumbers
+from genrt.cluster.processes import Processes
 from genrt.cluster.routing import Router
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
@@ -285,7 +289,7 @@ async def storm(replicas: int, kills: int, seconds: float) -> tuple[int, int]:
             before = right
             while right < before + 20:
                 answered.clear()
-                await answered.wait()
+                await asyncio.wait_for(answered.wait(), 2 * seconds)
             if alive := processes(lm):
                 chosen.choice(alive).kill()
         ended.set()
@@ -312,6 +316,24 @@ async def test_a_hundred_kills_of_32_processes_lose_nothing() -> None:
     right, told = await storm(32, 100, 60.0)
     assert right >= 1_900
     assert told <= right // 10
+
+
+def test_who_interrupts_a_wait_while_it_ends_ends_the_next_one_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And so on: each interrupt that comes after a wait has ended is seen by the next."""
+    transport, original = Processes(_scores, AskedNumbers()), os.eventfd_read
+
+    def read(descriptor: int) -> int:
+        transport.interrupt()  # as another thread does just before
+        return original(descriptor)
+
+    monkeypatch.setattr(os, "eventfd_read", read)
+    for _ in range(3):
+        transport.interrupt()
+        assert select.select([transport._wakes], [], [], 0)[0], "it is awake"
+        assert transport.wait(math.inf) == []
+    transport.close()
 
 
 @pytest.mark.promise(number=39)

@@ -250,9 +250,11 @@ def test_a_plain_function_is_called_no_more_after_a_cancellation() -> None:
         task = asyncio.create_task(state.check(range(1, 30)))
         await asyncio.to_thread(entered.wait)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        opened.set()
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        finally:
+            opened.set()
 
     asyncio.run(give_up())  # it waits for the threads of the loop
     assert [text.token_ids for text in texts] == [(1,)]

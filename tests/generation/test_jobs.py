@@ -962,7 +962,7 @@ def test_a_heartbeat_tells_how_far_the_job_is(
     original = AsyncLM.generate
 
     async def generate(lm: AsyncLM, *args: Any, **options: Any) -> Completion:
-        await asyncio.to_thread(told.wait)
+        assert await asyncio.to_thread(told.wait, 60)
         return await original(lm, *args, **options)
 
     handler, log = Telling(), logging.getLogger("genrt.generation")
@@ -981,8 +981,8 @@ def test_a_heartbeat_ends_with_what_it_watches() -> None:
     beats = threading.Semaphore(0)
     before = threading.active_count()
     with heartbeat(0.001, beats.release):
-        assert beats.acquire()
-        assert beats.acquire()
+        assert beats.acquire(timeout=60)
+        assert beats.acquire(timeout=60)
     assert threading.active_count() == before
     with heartbeat(0, beats.release):
         assert threading.active_count() == before

@@ -32,7 +32,7 @@ from genrt.inference import (
     importance_sampling,
 )
 from genrt.lm import AsyncLM
-from genrt.runtime.blocking import blocking
+from genrt.runtime.blocking import INTERRUPT_SECONDS, _wait, blocking
 from genrt.tokens.texts import Text
 from tests import children, interrupts
 
@@ -160,6 +160,22 @@ def threads_left() -> list[str]:
 
 def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def test_the_main_thread_looks_for_interrupts_now_and_then() -> None:
+    """One that comes just before it waits would not wake it."""
+    waits: list[float | None] = []
+
+    def waited(seconds: float | None) -> bool:
+        waits.append(seconds)
+        return len(waits) > 1
+
+    _wait(waited)
+    assert waits == [INTERRUPT_SECONDS] * 2
+    other = threading.Thread(target=_wait, args=(waited,))
+    other.start()
+    other.join()
+    assert waits[2:] == [None], "only the main thread is interrupted"
 
 
 @pytest.mark.parametrize("loop_runs", [False, True])

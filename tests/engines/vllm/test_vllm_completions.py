@@ -78,7 +78,7 @@ def theirs(llama: Path) -> Iterator[Any]:
     own = Globals()
     with own, pytest.MonkeyPatch.context() as patch:
         patch.setattr(envs, "VLLM_ENABLE_V1_MULTIPROCESSING", False, raising=False)
-        llm = LLM(str(llama), **OPTIONS)
+        llm = LLM(str(llama), enforce_eager=True, **OPTIONS)
     yield llm
     with own:
         llm.llm_engine.engine_core.shutdown()

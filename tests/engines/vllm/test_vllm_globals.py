@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import workspace
 
 import genrt
+from genrt.engines.process import heap_kept
 from genrt.engines.vllm.globals import F32, Globals
 from genrt.errors import EngineUnsupported
 
@@ -54,6 +57,27 @@ def test_an_engine_that_measures_its_graphs_leaves_those_of_others(kind: Any, na
     with first:
         kind.clear_all_graphs()
     assert vars(theirs)[name] == {}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_engines_that_open_and_close_at_once_leave_the_collector_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    """In any order, one in each thread."""
+    calls: list[str] = []
+    freeze, unfreeze = (partial(calls.append, each) for each in ("freeze", "unfreeze"))
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: int(frozen))
+    monkeypatch.setattr(gc, "freeze", freeze)
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
+    first, second = heap_kept(), heap_kept()
+    with ExitStack() as one, ExitStack() as other:
+        one.enter_context(first)
+        other.enter_context(second)
+        gc.freeze()
+        one.close()
+        assert calls == ([] if frozen else ["freeze"]), "the other still has it"
+    assert calls == ([] if frozen else ["freeze", "unfreeze"])
+    assert (gc.freeze, gc.unfreeze) == (freeze, unfreeze)
 
 
 def test_each_engine_has_memory_for_graphs_a_workspace_and_an_offloader_of_its_own(
