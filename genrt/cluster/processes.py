@@ -102,13 +102,16 @@ class Processes:
             path=[*map(os.path.abspath, sys.path)], port=ends[0], pulse=ends[1]
         )
         own = self._environments[number] if self._environments else {}
+        # One by one: other threads set and remove variables.
+        found = ((name, os.environ.get(name)) for name in [*os.environ])
+        environment = {name: value for name, value in found if value is not None}
         with their_port, their_pulse:
             try:
                 child = subprocess.Popen(
                     [sys.executable, "-c", program],
                     pass_fds=ends,
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, **own},
+                    env={**environment, **own},
                     start_new_session=True,
                 )
             except OSError as error:

@@ -35,8 +35,8 @@ def tokens_of(lm: AsyncLM) -> Tokens:
 def lm_of(tokens: Tokens) -> AsyncLM:
     """Return the runtime whose tokens these are, as ``tokens_of`` read them. Raises InvalidConstraint if
     it is gone."""
-    for lm, read in [*_tokens.items()]:
-        if read is tokens:
+    for held in _tokens.keyrefs():  # a copy: others may be added meanwhile
+        if (lm := held()) is not None and _tokens.get(lm) is tokens:
             return lm
     raise InvalidConstraint("the runtime whose tokens these are is gone: keep it")
 

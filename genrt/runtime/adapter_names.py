@@ -40,7 +40,8 @@ class AdapterNames:
     def loaded(self) -> tuple[str, ...]:
         """Return the names that questions may use."""
         lost = self._thread.adapters.lost
-        return tuple(name for name, adapter in list(self.by_name.items()) if adapter not in lost)
+        found = ((name, self.by_name.get(name)) for name in list(self.by_name))
+        return tuple(name for name, each in found if each is not None and each not in lost)
 
     def bound(self, name: str | None) -> Adapter | None:
         """Return the adapter that a name stands for; ``None`` is the base model.

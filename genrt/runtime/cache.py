@@ -53,7 +53,8 @@ class RowCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._rows = self._empty()
-        self._lock = threading.Lock()
+        # Statistics are also read by signal handlers and finalizers, which may interrupt whoever has it.
+        self._lock = threading.RLock()
         self._hits = 0
         self._misses = 0
         self._evictions = 0

@@ -40,13 +40,15 @@ class Fence:
         pending: what becomes of the questions asked before.
         refusal: the error for questions that come after it; ``None`` has them wait.
 
-    ``passed`` resolves once nothing asked before it is left; or to why that will never be.
+    ``passed`` resolves once nothing asked before it is left; or to why that will never be. One that
+    ``is_down`` is never put up again; that is set under the batcher's lock.
     """
 
     def __init__(self, pending: Pending, refusal: GenrtError | None = None) -> None:
         self.pending = pending
         self.refusal = refusal
         self.passed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.is_down = False
 
 
 class Fences:
@@ -100,8 +102,10 @@ class Fences:
         return True
 
     def put_up(self, fence: Fence) -> None:
-        """Have every later question wait until the fence is down."""
+        """Have every later question wait until the fence is down; do nothing if it is."""
         with self._lock:
+            if fence.is_down:
+                return
             self.up[fence] = None
             self.is_watched = True
             self._gatherings.end()  # a loop may stand still
@@ -127,10 +131,12 @@ class Fences:
                 cut = [(waiter, _cut()) for waiter in self._admission.told_in_part()]
                 for waiter, _ in cut:
                     self._drop(waiter)
+            fence.is_down = True
             self.up.pop(fence, None)
             if not self.up:
                 self._admission.go_on()
                 answered = self._admit()
+        _resolve(fence, InvalidRequest("the runtime was resumed before it stood still"))
         deliver(cut)
         hand_out(answered)
         self._wake()

@@ -55,6 +55,7 @@ class Pauses:
         self._lock = threading.Lock()
         self._fence: Fence | None = None
         self._level = 0  # of the sleep; 0 is none
+        self._falls_asleep = False
         self._slept_with = 0  # these weights
 
     @property
@@ -68,7 +69,7 @@ class Pauses:
     def check_awake(self, part: SleepingPart | None = None) -> None:
         """Raise InvalidRequest if the engine sleeps, or this part of it."""
         asleep = _sleeping(self._thread.engine).asleep if self._level else frozenset()
-        if asleep if part is None else part in asleep:
+        if self._falls_asleep or (asleep if part is None else part in asleep):
             raise InvalidRequest("the engine sleeps: wake it up first")
 
     async def pause(self, *, pending: Pending = "finish", asked: Asked = "wait") -> None:
@@ -85,22 +86,23 @@ class Pauses:
             await self._called(lambda _: self._thread.batcher.fences.put_up(fence))
             await asyncio.wrap_future(fence.passed)
         except BaseException:
-            self._go_on()
+            self._go_on(fence)
             raise
 
     def resume(self) -> None:
         """Resume; nothing happens if the runtime is not paused. Raises InvalidRequest in a sleep."""
-        self.check_awake()
-        self._go_on()
-
-    def _go_on(self) -> None:
         with self._lock:
-            fence, self._fence = self._fence, None
-        fences = self._thread.batcher.fences
-        if fence is not None and fence in fences.up:
-            fences.take_down(fence)
-        elif fence is not None:  # the engine's thread may be about to put it up
-            self._thread.call_alone(lambda _: fences.take_down(fence))
+            self.check_awake()
+            fence = self._fence
+        self._go_on(fence)
+
+    def _go_on(self, fence: Fence | None) -> None:
+        """End this pause, unless it has ended and another one may be."""
+        with self._lock:
+            if fence is None or fence is not self._fence:
+                return
+            self._fence = None
+        self._thread.batcher.fences.take_down(fence)
 
     async def sleep(self, level: int, **options: Unpack[PauseOptions]) -> int:
         """Pause, and free the engine's memory; ``AsyncLM.sleep`` says the rest."""
@@ -110,17 +112,25 @@ class Pauses:
         is_own = not self.is_paused
         if is_own:
             await self.pause(**options)
+        fence = self._fence
         try:
             return await self._called(lambda answering: self._fall_asleep(answering, level))
         except BaseException:
             if is_own and not self._level:
-                self._go_on()
+                self._go_on(fence)
             raise
 
     def _fall_asleep(self, answering: AnsweringEngine, level: int) -> int:
-        answering.begin_update()  # what is computed is lost
-        freed = _sleeping(answering.engine).sleep(level)
-        self._level, self._slept_with = level, self._thread.batcher.fences.weights_version
+        with self._lock:
+            if not self.is_paused:
+                raise InvalidRequest("the runtime was resumed before its engine slept")
+            self._falls_asleep = True
+        try:
+            answering.begin_update()  # what is computed is lost
+            freed = _sleeping(answering.engine).sleep(level)
+            self._level, self._slept_with = level, self._thread.batcher.fences.weights_version
+        finally:
+            self._falls_asleep = False
         self._thread.be_alone(self)  # who would use the memory waits
         return freed
 
@@ -130,9 +140,10 @@ class Pauses:
         parts = _checked_parts(tags)
         if not self._level:
             return True
+        fence = self._fence
         wake = self._thread.call_alone(lambda answering: self._wake(answering, parts), self)
         if is_awake := await asyncio.wrap_future(wake):
-            self._go_on()
+            self._go_on(fence)
         return is_awake
 
     def _wake(self, answering: AnsweringEngine, parts: frozenset[SleepingPart]) -> bool:

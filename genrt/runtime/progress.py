@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from genrt.errors import ExtraNotInstalled
+
+_IMPORTING = threading.Lock()
+"""Warnings' filters are the process's: two threads must not put theirs in place, and back, crosswise."""
 
 
 @contextmanager
@@ -27,7 +31,7 @@ def progress_bar(
         yield lambda **_: None
         return
     try:
-        with warnings.catch_warnings():
+        with _IMPORTING, warnings.catch_warnings():
             # Where ipywidgets is missing tqdm says so, and draws with characters instead.
             warnings.simplefilter("ignore")
             from tqdm.auto import tqdm

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from dataclasses import fields
 from typing import Any
 
@@ -141,11 +141,19 @@ class _Adapters(MutableMapping[str, LoRARequest]):
     def __init__(self, lm: AsyncLM) -> None:
         self._lm = lm
 
-    def __getitem__(self, name: str) -> LoRARequest:
-        if name not in self._lm.adapters:
-            raise KeyError(name)
+    def _now(self) -> dict[str, LoRARequest]:
         # The engine has a number and copies of its own; a front end only ever reads the name.
-        return LoRARequest(lora_name=name, lora_int_id=1, lora_path=name)
+        names = self._lm.adapters
+        return {name: LoRARequest(lora_name=name, lora_int_id=1, lora_path=name) for name in names}
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        return self._now()[name]
+
+    def values(self) -> ValuesView[LoRARequest]:
+        return self._now().values()  # also where one is removed before it is looked up
+
+    def items(self) -> ItemsView[str, LoRARequest]:
+        return self._now().items()
 
     def __setitem__(self, name: str, _: LoRARequest) -> None:
         if name not in self._lm.adapters:

@@ -36,6 +36,7 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
         return hashlib.sha256(f"{named}/{lm.weights_version}".encode()).hexdigest()[:16]
 
     async def runtime(_: Request) -> Response:
+        adapters = [(each, lm._adapters.by_name.get(each)) for each in lm.adapters]
         found = {
             "model": model,
             "fingerprint": fingerprint(),
@@ -43,7 +44,7 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
             "max_model_len": lm.max_model_len,
             "most_questions": most,
             "scores": lm._thread.scores,
-            "adapters": {each: lm._adapters.by_name[each].version for each in lm.adapters},
+            "adapters": {name: each.version for name, each in adapters if each is not None},
         }
         return Response(json_bytes(found), media_type=JSON)
 

@@ -18,6 +18,9 @@ _LONGEST_TOKEN = 1024
 
 _MOST_REPETITIONS = 10_000
 
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+"""The keywords of JSON schemas that bound strings."""
+
 _LIMITS: dict[str, Any] = {
     # Enough for large unambiguous grammars: an object of many properties, a choice of many words.
     "max_items_in_row": 200_000,
@@ -117,11 +120,18 @@ def has_objects(
     return bool(patterns) and _is_satisfiable(json.dumps(schema))
 
 
+def has_strings(schemas: Iterable[dict[str, Any]]) -> bool:
+    """Tell whether there are strings of which all these hold."""
+    rules = [{key: each[key] for key in _OF_STRINGS if key in each} for each in schemas]
+    schema = {"type": "string", "allOf": rules}
+    return not any(rules) or _is_satisfiable(json.dumps(schema))
+
+
 @lru_cache(1024)
 def _is_satisfiable(schema: str) -> bool:
     # Judged again and again while it is not known which schemas within one another have values.
     matcher = new_matcher(_bytes(), f"start: %json {schema}")
-    return not (matcher.is_error() and "is unsatisfiable" in matcher.get_error())
+    return not (matcher.is_error() and "unsatisfiable" in matcher.get_error().lower())
 
 
 @cache

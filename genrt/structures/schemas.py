@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from genrt.errors import InvalidConstraint
 from genrt.structures.formats import FORMATS, LONGEST
 from genrt.structures.intervals import BOUNDS, mend_bounds
-from genrt.structures.matching import checked_pattern, has_objects, may_begin
+from genrt.structures.matching import checked_pattern, has_objects, has_strings, may_begin
 from genrt.structures.multiples import common_multiple, has_numbers, remainders_of
 
 Schema: TypeAlias = dict[str, Any]
@@ -150,6 +150,7 @@ class _Prepared:
         self._find()
         for _, _, schema in self._places:
             self._refuse_too_many_remainders(schema)
+        self._refers = any("$ref" in schema for _, _, schema in self._places)
         # Ids of the schemas that a finite value is known to satisfy.
         self._alive: set[int] = set()
         before = -1
@@ -238,7 +239,8 @@ class _Prepared:
         """Tell whether a finite value satisfies a schema, given which of the schemas within it have
         values so far.
 
-        If nothing satisfies two schemas together, llguidance finds that itself, except for numbers.
+        If nothing satisfies two schemas together, llguidance finds that itself, except for numbers; and
+        for strings too late, if what is left then refers to itself.
         """
         for key, judge in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             if isinstance(schema.get(key), list) and not judge(map(self._lives, schema[key])):
@@ -262,6 +264,8 @@ class _Prepared:
                 return has_objects(_list(schema, "required"), named, patterns, others=others)
             case "array":
                 return all(map(self._lives, _required_items(schema)))
+            case "string" if self._refers:
+                return has_strings(self._conjunction(schema))
             case "number" | "integer":
                 return has_numbers(list(self._conjunction(schema)), kind == "integer")
             case _:

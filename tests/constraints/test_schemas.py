@@ -289,6 +289,34 @@ def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[
     assert found == set(texts)
 
 
+@pytest.mark.parametrize(
+    "none",
+    [
+        {"pattern": "^a+$", "minLength": 0, "maxLength": 0},
+        {"pattern": "^[^\\s\\S]$"},
+        {"minLength": 2, "maxLength": 1},
+        {"allOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
+        {"format": "date", "maxLength": 3},
+    ],
+)
+def test_a_choice_between_itself_and_strings_that_are_none_allows_nothing(
+    none: dict[str, Any],
+) -> None:
+    """llguidance drops the strings, and lets begin what then leads back to itself without end."""
+    array = {"type": "array", "minItems": 1, "maxItems": 1}
+    n = array | {"prefixItems": [{"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string"} | none]}]}
+    with pytest.raises(InvalidConstraint, match="leads back to itself"):
+        json_schema({"$defs": {"n": n}, "$ref": "#/$defs/n"}, LM)
+    state = json_schema(
+        {"$defs": {"n": n}, "type": "object", "additionalProperties": {"$ref": "#/$defs/n"}}, LM
+    ).start()
+    assert completed(state, [100]) == b"{}"
+    for byte in b"{":
+        state = state.advance(1 + LETTERS.index(byte))
+    assert completed(state, [100]) == b"}"
+    assert 1 + LETTERS.index(b'"'[0]) not in allowed(state)
+
+
 @pytest.mark.parametrize(("key", "name"), [("properties", "a"), ("patternProperties", "^a")])
 def test_what_refers_to_one_another_is_compiled_once_each(
     monkeypatch: pytest.MonkeyPatch, key: str, name: str

@@ -267,3 +267,22 @@ def test_repr_and_frozen_statistics() -> None:
     assert repr(cache) == "RowCache(1 rows, 16 of 100 bytes, 1 hits)"
     with pytest.raises(AttributeError):
         cache.statistics().hits = 0  # type: ignore[misc]
+
+
+def test_who_interrupts_it_may_read_its_statistics() -> None:
+    """As a signal handler does, on the thread that has its lock."""
+    cache = RowCache(100)
+    cache.put(A, row(5))
+    seen: list[int] = []
+
+    class Interrupted(type(cache._rows)):  # type: ignore[misc]
+        def get(self, *arguments: object) -> object:
+            seen.append(cache.statistics().rows)
+            return super().get(*arguments)
+
+    cache._rows.__class__ = Interrupted
+    asked = threading.Thread(target=cache.borrow, args=(A,), daemon=True)
+    asked.start()
+    asked.join(60)
+    assert not asked.is_alive()
+    assert seen == [1]

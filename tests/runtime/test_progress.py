@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import genrt
 from genrt.errors import ExtraNotInstalled
 from genrt.inference import SMC, TextModel
+from genrt.runtime import progress
 from genrt.runtime.progress import progress_bar
 from tests import runs
 
@@ -131,3 +134,44 @@ def test_a_bar_without_tqdm_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     with progress_bar("SMC", 1, shown=False) as show:
         show(ESS=1)
+
+
+def test_bars_that_begin_at_once_leave_the_filters_of_warnings_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The filters are the process's: a bar that begins within another's import waits for that."""
+    original, lock = builtins.__import__, threading.Lock()
+    is_there, has_left = threading.Event(), threading.Event()
+    threads = list[threading.Thread]()
+
+    class Told:
+        def __enter__(self) -> None:
+            if lock.locked():
+                is_there.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def begin() -> None:
+        with progress_bar("a", 1, shown=True):
+            pass
+
+    def import_(name: str, *arguments: Any, **named: Any) -> Any:
+        if name == "tqdm.auto" and not threads:
+            threads.append(threading.Thread(target=begin))
+            threads[0].start()
+            assert is_there.wait(60)
+        elif name == "tqdm.auto":
+            is_there.set()
+            assert has_left.wait(60)
+        return original(name, *arguments, **named)
+
+    before = list(warnings.filters)
+    with monkeypatch.context() as patched:
+        patched.setattr(progress, "_IMPORTING", Told())
+        patched.setattr(builtins, "__import__", import_)
+        begin()
+        has_left.set()
+        threads[0].join()
+    assert list(warnings.filters) == before

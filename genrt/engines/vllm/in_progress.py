@@ -90,6 +90,11 @@ class InProgress(dict[str, Purpose]):
             end: Finished | None = None
             if isinstance(request, PopulationDraw):
                 end = populations.put(request, request_id, row)
+                if (
+                    end is None and request not in populations
+                ):  # a row before this one has failed it
+                    over.append(request_id)
+                    continue
             elif row is None:
                 end = Finished(request, error=not_finite())
             else:

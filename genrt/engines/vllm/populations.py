@@ -132,6 +132,10 @@ class SeatedPopulations:
         """Return how many are in progress."""
         return len(self._under_way)
 
+    def __contains__(self, population: PopulationDraw) -> bool:
+        """Return whether it is in progress."""
+        return population in self._under_way
+
     def go_on(
         self, population: PopulationDraw, begin: Callable[[Sequence[LogprobsRequest]], list[str]]
     ) -> list[str] | None:

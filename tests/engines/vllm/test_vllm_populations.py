@@ -679,3 +679,46 @@ def test_random_walks_with_hardly_any_memory(tight_turns: Turns, seed: int, brea
         walk.step()
     assert tight_turns.went_on > 5
     assert tight_turns.engine.statistics().evicted > before
+
+
+def test_who_waits_begins_with_no_sequence_that_has_become_another(turns: Turns) -> None:
+    """Rows that are to begin with sequences of a population, which is resampled while they wait."""
+    particles = Particles(contexts_of(6, 40, seed=30))
+    turns.grow(particles)
+    turns.grow(particles)
+    resident = [each[:41] for each in particles.lists]
+    crowd = [LogprobsRequest((n, 1)) for n in range(turns.engine.max_batch_size)]
+    waiting = [LogprobsRequest((*each, 7, 8)) for each in resident[3:]]
+    turns.submit(*crowd, *waiting)
+    turns.step()
+    assert not any(each in turns.ends for each in waiting)
+    forked = particles.take([0, 1, 2, 0, 1, 2])
+    forked.cut([41] * 6)
+    forked.append([30, 31, 32, 33, 34, 35])
+    question = forked.question()
+    turns.submit(question)
+    turns.finish(question, *crowd, *waiting)
+    turns.check(question)
+    for each in (*crowd, *waiting):
+        turns.check(each)
+
+
+def test_rows_after_one_that_is_not_finite_leave_no_request(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of forks that found no seat, which nobody knows before they are computed."""
+    particles = Particles(contexts_of(2, 20, seed=14))
+    turns.ask(particles)
+    many = particles.take([0, 1, 0, 1])
+    many.append([30, 31, 32, 33])
+    question, take = many.question(), turns.engine._store.take
+
+    def poisoned(tickets: Any) -> Any:
+        return [None, *take(tickets)[1:]]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(turns.engine._store, "take", poisoned)
+        turns.submit(question)
+        turns.finish(question)
+    assert isinstance(turns.ends.pop(question).error, NotFinite)
+    assert turns.engine.forget_residents(), "or new weights would be refused"
