@@ -181,7 +181,8 @@ class EngineOwner:
         meanwhile. Cancelling resumes. ``PauseOptions`` has the options.
 
         Raises:
-            InvalidRequest: the runtime is paused already, or an option is wrong; Closed.
+            InvalidRequest: the runtime is paused already, or resumed before nothing runs, or an option is
+                wrong; Closed.
         """
         await self._pauses.pause(**options)
 
