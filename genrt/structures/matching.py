@@ -18,8 +18,8 @@ _LONGEST_TOKEN = 1024
 
 _MOST_REPETITIONS = 10_000
 
-_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
-"""The keywords of JSON schemas that bound strings."""
+_PLAIN = ("type", "enum", "const", "pattern", "format", "minLength", "maxLength")
+"""The keywords of JSON schemas that tell of values without parts, but for numbers' bounds."""
 
 _LIMITS: dict[str, Any] = {
     # Enough for large unambiguous grammars: an object of many properties, a choice of many words.
@@ -120,11 +120,14 @@ def has_objects(
     return bool(patterns) and _is_satisfiable(json.dumps(schema))
 
 
-def has_strings(schemas: Iterable[dict[str, Any]]) -> bool:
-    """Tell whether there are strings of which all these hold."""
-    rules = [{key: each[key] for key in _OF_STRINGS if key in each} for each in schemas]
-    schema = {"type": "string", "allOf": rules}
-    return not any(rules) or _is_satisfiable(json.dumps(schema))
+def has_plain_values(schemas: Iterable[dict[str, Any]]) -> bool:
+    """Tell whether there are values of which all these hold, as far as types, listed values and the
+    bounds of strings tell."""
+    rules = [{key: each[key] for key in _PLAIN if key in each} for each in schemas]
+    rules = [each for each in rules if each]
+    if sum(map(len, rules)) == 1 and "type" in rules[0]:
+        return True
+    return not rules or _is_satisfiable(json.dumps({"allOf": rules}))
 
 
 @lru_cache(1024)

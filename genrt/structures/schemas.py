@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from genrt.errors import InvalidConstraint
 from genrt.structures.formats import FORMATS, LONGEST
 from genrt.structures.intervals import BOUNDS, mend_bounds
-from genrt.structures.matching import checked_pattern, has_objects, has_strings, may_begin
+from genrt.structures.matching import checked_pattern, has_objects, has_plain_values, may_begin
 from genrt.structures.multiples import common_multiple, has_numbers, remainders_of
 
 Schema: TypeAlias = dict[str, Any]
@@ -150,7 +150,10 @@ class _Prepared:
         self._find()
         for _, _, schema in self._places:
             self._refuse_too_many_remainders(schema)
-        self._refers = any("$ref" in schema for _, _, schema in self._places)
+        # Where one refers to itself, llguidance finds too late that what is beside that has no values.
+        every = [schema for _, _, schema in self._places]
+        some = every if any("$ref" in each for each in every) else []
+        self._empty = {id(n) for n in some if not has_plain_values(self._conjunction(n))}
         # Ids of the schemas that a finite value is known to satisfy.
         self._alive: set[int] = set()
         before = -1
@@ -239,9 +242,11 @@ class _Prepared:
         """Tell whether a finite value satisfies a schema, given which of the schemas within it have
         values so far.
 
-        If nothing satisfies two schemas together, llguidance finds that itself, except for numbers; and
-        for strings too late, if what is left then refers to itself.
+        If nothing satisfies two schemas together, llguidance finds that itself, except for numbers, and
+        where one refers to itself.
         """
+        if id(schema) in self._empty:
+            return False
         for key, judge in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             if isinstance(schema.get(key), list) and not judge(map(self._lives, schema[key])):
                 return False
@@ -264,8 +269,6 @@ class _Prepared:
                 return has_objects(_list(schema, "required"), named, patterns, others=others)
             case "array":
                 return all(map(self._lives, _required_items(schema)))
-            case "string" if self._refers:
-                return has_strings(self._conjunction(schema))
             case "number" | "integer":
                 return has_numbers(list(self._conjunction(schema)), kind == "integer")
             case _:

@@ -356,6 +356,11 @@ def test_what_comes_no_time_is_not_there() -> None:
 def test_a_schema_of_strings_that_there_are_not_is_refused() -> None:
     never = {"type": "string", "pattern": "^a+$", "maxLength": 0}
     schema = {"$ref": "#/$defs/m", "$defs": {"m": {"anyOf": [{"$ref": "#/$defs/m"}, never]}}}
+    with pytest.raises(InvalidConstraint, match=r"'#/.defs/m' leads back to itself without end"):
+        json_schema(schema, lm_over(b"a"))
+    named = [{"type": "object", "properties": {"a": {"type": each}}} for each in ("null", "string")]
+    never = {"allOf": [{"type": "object", "required": ["a"]}, *named]}
+    schema["$defs"] = {"m": {"anyOf": [{"$ref": "#/$defs/m"}, never]}}
     with pytest.raises(InvalidConstraint, match="no finite value satisfies the JSON schema"):
         json_schema(schema, lm_over(b"a"))
 

@@ -297,12 +297,17 @@ def test_what_no_finite_value_satisfies_is_left_out(schema: Schema, texts: list[
         {"minLength": 2, "maxLength": 1},
         {"allOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]},
         {"format": "date", "maxLength": 3},
+        {"enum": ["a", "b"], "pattern": "^c"},
+        {"enum": [1]},
+        {"const": None},
+        {"enum": []},
+        {"allOf": [{"type": "integer"}]},
     ],
 )
-def test_a_choice_between_itself_and_strings_that_are_none_allows_nothing(
+def test_a_choice_between_itself_and_values_that_are_none_allows_nothing(
     none: dict[str, Any],
 ) -> None:
-    """llguidance drops the strings, and lets begin what then leads back to itself without end."""
+    """llguidance drops the values, and lets begin what then leads back to itself without end."""
     array = {"type": "array", "minItems": 1, "maxItems": 1}
     n = array | {"prefixItems": [{"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string"} | none]}]}
     with pytest.raises(InvalidConstraint, match="leads back to itself"):
