@@ -157,9 +157,7 @@ class Processes:
             if key.fileobj == self._wakes:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakes)
-                self._is_woken = (
-                    False  # last: what is written before it is read would never be again
-                )
+                self._is_woken = False  # last: or nobody would write again who did just before
                 continue
             if self._processes.get(process.number) is not process:
                 continue

@@ -134,6 +134,11 @@ def _schema_route(application: Any) -> Route:
     return Route(application.openapi_url, schema, include_in_schema=False)
 
 
+def _named(name: str) -> LoRARequest:
+    # The engine has a number and copies of its own; a front end only ever reads the name.
+    return LoRARequest(lora_name=name, lora_int_id=1, lora_path=name)
+
+
 class _Adapters(MutableMapping[str, LoRARequest]):
     """The adapters of a runtime, under the names that they have now, as vLLM's front end names them. It
     adds one once the client has loaded it."""
@@ -142,12 +147,12 @@ class _Adapters(MutableMapping[str, LoRARequest]):
         self._lm = lm
 
     def _now(self) -> dict[str, LoRARequest]:
-        # The engine has a number and copies of its own; a front end only ever reads the name.
-        names = self._lm.adapters
-        return {name: LoRARequest(lora_name=name, lora_int_id=1, lora_path=name) for name in names}
+        return {name: _named(name) for name in self._lm.adapters}
 
     def __getitem__(self, name: str) -> LoRARequest:
-        return self._now()[name]
+        if name not in self._lm.adapters:
+            raise KeyError(name)
+        return _named(name)
 
     def values(self) -> ValuesView[LoRARequest]:
         return self._now().values()  # also where one is removed before it is looked up

@@ -90,10 +90,8 @@ class InProgress(dict[str, Purpose]):
             end: Finished | None = None
             if isinstance(request, PopulationDraw):
                 end = populations.put(request, request_id, row)
-                if (
-                    end is None and request not in populations
-                ):  # a row before this one has failed it
-                    over.append(request_id)
+                if end is None and request not in populations:
+                    over.append(request_id)  # a row before this one has failed it
                     continue
             elif row is None:
                 end = Finished(request, error=not_finite())

@@ -174,9 +174,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         """Have these requests go on as their donors' tokens, with the blocks of these. The last block is
         a request's own: the runner makes it a copy if the tokens end inside a block."""
         self.reseated += len(forks)
-        # Who waits to begin with one of these would begin with what it has become.
-        gone = {fork.request.request_id for fork in forks}
-        self._donors = {each: at for each, at in self._donors.items() if at[0] not in gone}
+        if self._donors:  # who waits to begin with one of these would begin with what it has become
+            gone = {fork.request.request_id for fork in forks}
+            self._donors = {each: at for each, at in self._donors.items() if at[0] not in gone}
         return self._seats.take(forks)
 
     def admit(self) -> None:

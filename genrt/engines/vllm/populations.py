@@ -241,7 +241,7 @@ class SeatedPopulations:
             numbers = repeated(own)
             left -= len(numbers)
             free = [each for each, _ in kept.left(seats.spare.items())]
-            if left < 0 or len(free) < len(numbers):
+            if left < 0:
                 return None
             shared.append(_Shared(population, own, numbers, free))
         if not shared:
