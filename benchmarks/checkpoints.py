@@ -51,15 +51,22 @@ def checkpoint(name: str, directory: Path) -> str:
 
 
 def make_model(name: str, directory: Path) -> str | None:
-    """A checkpoint: random weights, scaled so that rows are far from uniform."""
+    """A checkpoint: random weights, scaled so that rows are far from uniform. The attention of
+    ``sliding`` sees 64 tokens."""
     if name == "embedded":
         return None
-    if name not in ("tiny", "1b"):
+    if name not in ("tiny", "1b", "sliding"):
         return name
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    shape: dict[str, Any] = TINY if name == "tiny" else LLAMA_1B
-    model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.05))
+    shape: dict[str, Any] = LLAMA_1B if name == "1b" else TINY
+    model: Any
+    if name == "sliding":
+        model = MistralForCausalLM(
+            MistralConfig(**shape, sliding_window=64, initializer_range=0.05)
+        )
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.05))
     model.to(torch.bfloat16).save_pretrained(directory)
     return str(directory)

@@ -37,7 +37,9 @@ from benchmarks.setups import append
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="tiny", help="tiny, 1b, embedded, or a directory")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, 1b, sliding, embedded, or a directory"
+    )
     parser.add_argument(
         "--runner", action="append", choices=["V1", "V2"], help="default: vLLM's own"
     )
@@ -72,7 +74,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(arguments.model, Path(directory))
         options = {"dtype": arguments.dtype, **json.loads(arguments.options)}
-        if arguments.model in ("tiny", "1b"):
+        if arguments.model in ("tiny", "1b", "sliding"):
             options["skip_tokenizer_init"] = True
         with genrt.load(model, engine_options=options, cache_bytes=0) as lm:
             prompts = mixed_prompts(arguments.prompts, arguments.longest, lm.vocab_size)

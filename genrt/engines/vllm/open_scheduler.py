@@ -372,18 +372,21 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             self.admit()
         return finished
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> Any:
-        found = super()._get_local_prefix_cache_hit(request)
+    def _get_local_prefix_cache_hit(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> Any:
+        limit = () if max_cache_hit_length is None else (max_cache_hit_length,)  # new in vLLM 0.33
+        found = super()._get_local_prefix_cache_hit(request, *limit)
         manager = self.kv_cache_manager
         if self.prefixes is not None and manager.prefix_cache_lookup_enabled(request):
             start = self.prefixes.start_of(request)
-            if start is not None and start[1] > found[1]:
+            if start is not None and found[1] < start[1] <= min(limit, default=start[1]):
                 found = manager.create_kv_cache_blocks((start[0],)), start[1], 0, False
         donor_id, tokens = self._donors.get(request.request_id, ("", 0))
         donor = self.requests.get(donor_id)
         if donor is None:
             return found
-        tokens = min(tokens, donor.num_computed_tokens, request.num_tokens - 1)
+        tokens = min(tokens, donor.num_computed_tokens, request.num_tokens - 1, *limit)
         if tokens <= found[1]:
             return found
         count = -(-tokens // self.block_size)

@@ -24,6 +24,7 @@ from genrt.engines.vllm.globals import Globals
 from genrt.engines.vllm.process import undisturbed
 from genrt.engines.vllm.rank import Rank
 from genrt.engines.vllm.self_check import self_test
+from genrt.engines.vllm.signatures import check_signatures
 
 __all__ = ["open_vllm"]
 
@@ -53,6 +54,7 @@ def open_vllm(
         EngineFailed: anything else that vLLM raised, with its message.
     """
     check_version(vllm.__version__)
+    check_signatures(vllm.__version__)
     own = Globals()
     preload = os.environ.get("LD_PRELOAD")
     with own, on_loopback(), undisturbed():

@@ -359,11 +359,11 @@ def limit_hits(scheduler: Any) -> None:
     """Have a scheduler's requests for scores share no prefix beyond their first wanted position."""
     find = scheduler._get_local_prefix_cache_hit
 
-    def found(request: Any) -> Any:
+    def found(request: Any, *limit: Any) -> Any:
         extra = request.sampling_params.extra_args if request.sampling_params else None
         first = (extra or {}).get(FIRST)
         # vLLM leaves the last token of a request to be computed.
-        return find(request if first is None else _Shortened(request, first + 1))
+        return find(request if first is None else _Shortened(request, first + 1), *limit)
 
     scheduler._get_local_prefix_cache_hit = found
 

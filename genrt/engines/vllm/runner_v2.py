@@ -172,9 +172,7 @@ class RunnerV2(Runner):
             runner.block_tables.apply_staged_writes()
         batch = kind.batch
         if kind.tables is None:
-            kind.tables = runner.block_tables.gather_block_tables(
-                batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding
-            )
+            kind.tables, _ = runner.prepare_attn(batch)
         elif new or self._is_moved:
             self._look_up(kind)
         self._is_moved = False

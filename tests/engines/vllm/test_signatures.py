@@ -1,0 +1,145 @@
+"""Methods of vLLM that genrt overrides, wraps or replaces: their signatures, version by version."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import vllm
+
+import genrt
+from genrt.engines.vllm import signatures
+from genrt.engines.vllm.config import SUPPORTED
+from genrt.engines.vllm.signatures import (
+    TABLE,
+    check_signatures,
+    differences,
+    installed,
+    of_sources,
+)
+from genrt.errors import EngineUnsupported
+
+pytestmark = pytest.mark.vllm
+
+FOLDER = Path(genrt.__file__).parent / "engines" / "vllm"
+MODULES = [f"genrt.engines.vllm.{path.stem}" for path in sorted(FOLDER.glob("[a-z]*.py"))]
+CONSTRUCTED_HERE = {"StructureCompilers"}
+"""Classes whose constructor only genrt calls."""
+
+
+def test_the_installed_vllm_has_the_recorded_signatures() -> None:
+    check_signatures(vllm.__version__)
+    version = ".".join(vllm.__version__.split(".")[:2])
+    assert installed(TABLE[version]) == TABLE[version]
+
+
+def test_every_supported_version_is_recorded_with_the_same_methods() -> None:
+    (_, low), (_, high) = SUPPORTED
+    assert TABLE.keys() == {f"0.{minor}" for minor in range(low, high)}
+    assert len({tuple(recorded) for recorded in TABLE.values()}) == 1
+
+
+@pytest.mark.parametrize("name", TABLE["0.32"])
+def test_a_method_with_another_argument_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = TABLE["0.32"] | {name: f"{TABLE['0.32'][name]}, more="}
+    monkeypatch.setitem(TABLE, "0.32", recorded)
+    with pytest.raises(EngineUnsupported, match=rf"{name} has .* and .*, more=\) was expected"):
+        check_signatures("0.32.0")
+
+
+def test_a_method_that_is_gone_is_refused_by_name() -> None:
+    name = "vllm.v1.core.sched.scheduler.Scheduler.schedule"
+    [found] = differences({name: "self"}, {name: None})
+    assert found == f"{name} has no definition, and the parameters (self) was expected"
+
+
+def test_sources_say_the_same_as_imported_methods() -> None:
+    root = Path(vllm.__file__).parent.parent
+    assert of_sources(root, TABLE["0.32"]) == installed(TABLE["0.32"])
+
+
+def test_every_kind_of_parameter_is_told_apart(tmp_path: Path) -> None:
+    written = "a, /, b, c=1, *d, e, f: int = 2, **g"
+    (tmp_path / "mod.py").write_text(f"class A:\n    if True:\n        def m({written}): ...\n")
+    assert of_sources(tmp_path, {"mod.A.m": None}) == {"mod.A.m": "a, /, b, c=, *d, e, f=, **g"}
+    assert of_sources(tmp_path, {"mod.A.n": None, "mod.B.m": None}) == {
+        "mod.A.n": None,
+        "mod.B.m": None,
+    }
+
+
+def test_every_override_of_a_vllm_method_is_recorded() -> None:
+    missing = set()
+    for module in [
+        *map(importlib.import_module, MODULES),
+        importlib.import_module("genrt.server.client"),
+    ]:
+        for kind in vars(module).values():
+            if not inspect.isclass(kind) or kind.__module__ != module.__name__:
+                continue
+            bases = [base for base in kind.__mro__ if base.__module__.startswith("vllm.")]
+            for name, own in vars(kind).items():
+                owners = [base for base in bases if inspect.isfunction(vars(base).get(name))]
+                is_own = name == "__init__" and kind.__name__ in CONSTRUCTED_HERE
+                if not callable(own) or not owners or is_own or takes_anything(own):
+                    continue
+                if not any(
+                    f"{o.__module__}.{o.__qualname__}.{name}" in TABLE["0.32"] for o in owners
+                ):
+                    missing.add(f"{kind.__qualname__}.{name}")
+    assert missing == set()
+
+
+def takes_anything(function: object) -> bool:
+    """Whether a method takes what any version of vLLM passes: no parameter but ``self``, or any."""
+    parameters = [*inspect.signature(function).parameters.values()][1:]  # type: ignore[arg-type]
+    return all(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
+
+
+def test_every_method_that_is_replaced_on_an_instance_is_recorded() -> None:
+    recorded = {name.rpartition(".")[2] for name in TABLE["0.32"]}
+    # Sampler.forward is one of TopKTopPSampler's forward_native, forward_cuda and forward_cpu.
+    recorded |= {"forward"}
+    replaced = set()
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign):
+                targets = [each for target in node.targets for each in flat(target)]
+                replaced |= {each.attr for each in targets if is_others(each)}
+    replaced &= methods_of_vllm()
+    assert replaced - recorded == set()
+    assert {"allocate_slots", "_model_forward", "prepare_inputs", "sample"} <= replaced
+
+
+def flat(target: ast.expr) -> list[ast.Attribute]:
+    elements = target.elts if isinstance(target, ast.Tuple) else [target]
+    return [each for each in elements if isinstance(each, ast.Attribute)]
+
+
+def is_others(target: ast.Attribute) -> bool:
+    return not (isinstance(target.value, ast.Name) and target.value.id == "self")
+
+
+def methods_of_vllm() -> set[str]:
+    """The names of all methods of the classes that the recorded methods belong to, and theirs alone."""
+    names: set[str] = set()
+    for name in TABLE["0.32"]:
+        module, _, kind = name.rpartition(".")[0].rpartition(".")
+        owner = getattr(importlib.import_module(module), kind, None) if module else None
+        if inspect.isclass(owner):
+            names |= {each for each, value in vars(owner).items() if inspect.isfunction(value)}
+    return names | {"forward"}
+
+
+def test_the_command_records_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signatures, "FILE", tmp_path / "signatures.json")
+    monkeypatch.setattr(signatures, "TABLE", {"0.32": {"vllm.x.A.m": "self"}})
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "x.py").write_text("class A:\n    async def m(self, *, y=None): ...\n")
+    signatures.main("0.99", str(tmp_path))
+    assert '"vllm.x.A.m": "self, *, y="' in (tmp_path / "signatures.json").read_text()
