@@ -10,6 +10,8 @@ import html
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -42,8 +44,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
     for page, document in DOCUMENTS.items():
         text = without_links_to_files((ROOT / document).read_text(encoding="utf-8"))
+        if document == "PROMISES.md":
+            text += "\n" + tests_of_promises()
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def tests_of_promises() -> str:
+    """Return the list of the tests that prove each promise."""
+    listing = [sys.executable, "-m", "tests.promises"]
+    return subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -1,7 +1,6 @@
-"""Which test proves which promise: the markers ``promise(number=…)``, and their table in PROMISES.md.
+"""Which test proves which promise of PROMISES.md, by the markers ``promise(number=…)``.
 
-``python -m tests.promises`` writes the table's last column anew, from the markers of the tests there are.
-The promises themselves, and their order, are what the table says.
+``python -m tests.promises`` prints the list, which the documentation shows below the promises.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "PROMISES.md"
-ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+ENTRY = re.compile(r"^(\d+)\. (.*(?:\n +\S.*)*)", re.MULTILINE)
 
 Proofs = dict[str, list[str]]
-"""By file: the names of its tests, in the order of the file."""
+"""The names of tests by file, in the order of the file."""
 
 
 def numbers_of(item: pytest.Item) -> Iterator[int]:
-    """The promises that a test says it proves."""
+    """Yield the promises that a test says it proves."""
     for mark in item.iter_markers("promise"):
         yield mark.kwargs["number"]
 
 
 def promised(text: str) -> dict[int, str]:
-    """The promises of the table, by number."""
-    return {int(number): promise for number, promise, _ in ROW.findall(text)}
+    """Return the promises of the document by number."""
+    return {int(number): " ".join(promise.split()) for number, promise in ENTRY.findall(text)}
 
 
 def _numbers_in(node: ast.AST) -> Iterator[int]:
-    """Yield the numbers of the markers that are written in a piece of source."""
+    """Yield the numbers of the markers in a piece of source."""
     for call in ast.walk(node):
         match call:
             case ast.Call(func=ast.Attribute(attr="promise"), keywords=[ast.keyword(value=number)]):
@@ -43,7 +42,7 @@ def _numbers_in(node: ast.AST) -> Iterator[int]:
 
 def collected() -> dict[int, Proofs]:
     """Return the tests of each promise, by the markers at them and at the top of their files. The source
-    is read and not imported: to import all of it takes half a minute."""
+    is parsed, since importing all of it takes half a minute."""
     found: dict[int, Proofs] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         body = ast.parse(path.read_text(encoding="utf-8")).body
@@ -69,22 +68,17 @@ def collected() -> dict[int, Proofs]:
     return found
 
 
-def written(text: str, proofs: Mapping[int, Proofs]) -> str:
-    """The document with these proofs in its table."""
-
-    def row(found: re.Match[str]) -> str:
-        number, promise, _ = found.groups()
-        cells = [
-            f"[{file}]({file}): {', '.join(f'`{name}`' for name in names)}"
-            for file, names in sorted(proofs.get(int(number), {}).items())
-        ]
-        return f"| {number} | {promise} | {'<br>'.join(cells)} |"
-
-    return ROW.sub(row, text)
+def listed(proofs: Mapping[int, Proofs]) -> str:
+    """Return the tests of each promise as Markdown."""
+    lines = ["## The tests", ""]
+    for number, files in sorted(proofs.items()):
+        cells = [f"`{file}`: {', '.join(f'`{n}`' for n in files[file])}" for file in sorted(files)]
+        lines += [f"**{number}** — " + "; ".join(cells), ""]
+    return "\n".join(lines)
 
 
 def summary(outcomes: Iterable[tuple[int, str]], promises: Mapping[int, str]) -> Iterator[str]:
-    """A line for each promise: what became of the tests that prove it."""
+    """Yield a line for each promise: how the tests that prove it ended."""
     by_number: dict[int, list[str]] = {}
     for number, outcome in outcomes:
         by_number.setdefault(number, []).append(outcome)
@@ -94,11 +88,5 @@ def summary(outcomes: Iterable[tuple[int, str]], promises: Mapping[int, str]) ->
         yield f"{number:2}  {'kept  ' if kept else 'BROKEN'}  {promises.get(number, '?')}  ({counts})"
 
 
-def main() -> int:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(written(text, collected()), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(listed(collected()))

@@ -1,40 +1,33 @@
-"""PROMISES.md: every promise is carried by tests, and the table names exactly these."""
+"""PROMISES.md: tests prove every promise, and every marker names a promise."""
 
 from __future__ import annotations
 
-import pytest
-
 from tests import promises
 
-NUMBERS = [*range(1, 32), 34, 35, 36, 37, 38]
+NUMBERS = {*range(1, 32), 34, 35, 36, 37, 38}
 
 
-@pytest.fixture(scope="module")
-def rewritten() -> str:
-    """The document as ``python -m tests.promises`` would write it."""
-    return promises.written(promises.DOCUMENT.read_text(encoding="utf-8"), promises.collected())
+def test_every_promise_has_a_number_and_is_proved_by_a_test() -> None:
+    promised = promises.promised(promises.DOCUMENT.read_text(encoding="utf-8"))
+    assert promised.keys() == NUMBERS
+    assert promises.collected().keys() == NUMBERS
 
 
-def test_every_promise_has_a_number_and_is_proved_by_a_test(rewritten: str) -> None:
-    rows = promises.ROW.findall(rewritten)
-    assert [int(number) for number, _, _ in rows] == NUMBERS
-    assert [promise for _, promise, proofs in rows if not proofs] == []
+def test_promises_are_read_with_all_of_their_lines() -> None:
+    text = "**A**\n\n1. One\n    and more.\n2. Two.\n\nEnd.\n"
+    assert promises.promised(text) == {1: "One and more.", 2: "Two."}
 
 
-def test_the_table_names_the_tests_that_prove_each_promise(rewritten: str) -> None:
-    table = promises.DOCUMENT.read_text(encoding="utf-8")
-    assert table == rewritten, "run python -m tests.promises"
-
-
-def test_the_table_is_written_from_the_proofs() -> None:
-    before = "| | promise |\n| 1 | One. | old |\n| 22 | Two. |  |\n"
-    proofs: dict[int, promises.Proofs] = {1: {"b.py": ["x", "y"], "a.py": ["z"]}, 9: {"c.py": []}}
-    after = promises.written(before, proofs)
-    assert after.splitlines()[1:] == [
-        "| 1 | One. | [a.py](a.py): `z`<br>[b.py](b.py): `x`, `y` |",
-        "| 22 | Two. |  |",
+def test_the_list_has_the_tests_of_each_promise() -> None:
+    proofs: dict[int, promises.Proofs] = {
+        2: {"c.py": ["w"]},
+        1: {"b.py": ["x", "y"], "a.py": ["z"]},
+    }
+    assert promises.listed(proofs).splitlines()[2:5] == [
+        "**1** — `a.py`: `z`; `b.py`: `x`, `y`",
+        "",
+        "**2** — `c.py`: `w`",
     ]
-    assert promises.promised(after) == {1: "One.", 22: "Two."}
 
 
 def test_the_summary_has_a_line_for_each_promise_and_sees_what_is_broken() -> None:

@@ -1,7 +1,7 @@
 """Measure a row's way: the files of the package in which something runs from a question to its answer.
 
 ``python -m tests.house.way`` prints them for the exact engine, in the order in which they are come to;
-``python -m tests.house.way vllm`` for vLLM and the embedded model. The bound is in test_words.py.
+``python -m tests.house.way vllm`` for vLLM and the embedded model. The bound is in test_way.py.
 """
 
 from __future__ import annotations
