@@ -1260,12 +1260,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Residents.is_parent",
             "a guess may be another adapter's sequence",
-            Swap("resident.adapter == adapter", "True"),
-        ),
-        (
-            "Residents.nearest",
-            "a context shares all of its tokens, the one to compute too",
-            Swap("min(best[1], most)", "best[1]"),
+            Swap("other == adapter", "True"),
         ),
     ),
     *breaks(

@@ -4,7 +4,7 @@ A question whose context is a resident sequence and one token more *extends* it.
 extend the same sequence, the others *fork* it. After resampling there are sequences of the last flush
 that nobody asks about any more: a fork takes over the *seat* of one, its vLLM request and its place in
 the batch. A question without such a seat opens a new vLLM request, which shares the blocks of the
-nearest resident sequence; so does any other context that shares a prefix with a resident one.
+sequence that it extends. Any other context opens one that starts from vLLM's prefix cache.
 
 Rule:
     A sequence that this flush extends or forks keeps its seat.
@@ -204,16 +204,12 @@ class OpenRequests:
         ]
 
     def share(self, request_id: str, request: LogprobsRequest | ScoreRequest) -> None:
-        """Have a request that was just added start from the nearest resident sequence."""
+        """Have a request that was just added start from the resident sequence that it extends, if any."""
         if isinstance(request, ScoreRequest):
             request = request.computed
         parent = self._residents.parent(request.adapter, request.packed)
         if parent is not None:
             self._scheduler.share(request_id, parent, len(request) - 1)
-            return
-        nearest = self._residents.nearest(request.adapter, request.packed)
-        if nearest is not None:
-            self._scheduler.share(request_id, *nearest)
 
     def request_of(self, row: LogprobsRequest) -> str | None:
         """Return the id of a request that is resident with this question's context, if there is one."""

@@ -71,7 +71,6 @@ class Tables:
     def __init__(self) -> None:
         self.block_tables = [SimpleNamespace(gpu=torch.full((SLOTS, WIDTH), -1, dtype=torch.int32))]
         self.num_blocks = Backed(1, SLOTS)
-        self.gathered = 0
         self._staged: list[tuple[int, int, list[int]]] = []
         self.num_blocks.np[:] = 0
 
@@ -97,11 +96,6 @@ class Tables:
         """The rows, as the device finds them."""
         [table], counts = self.block_tables, self.num_blocks.gpu[0].tolist()
         return {n: table.gpu[n, :count].tolist() for n, count in enumerate(counts) if count > 0}
-
-    def gather_block_tables(self, slots: Any, *, num_reqs_padded: int) -> str:
-        assert len(slots) == num_reqs_padded
-        self.gathered += 1
-        return "tables"
 
     def compute_slot_mappings(self, slots: Any, *_: Any, num_tokens_padded: int) -> str:
         assert len(slots) == num_tokens_padded
@@ -440,7 +434,7 @@ def test_a_step_of_the_same_batch_is_prepared_from_the_one_before(is_fixed: bool
     shim.confirm(again, tokens(b=5, a=6))
     shim.prepare(next_step({"b": [9]}, b=10, a=9), again)
     assert runner.attended == [*attended, (["b", "a"], {4: [1, 8], 0: [2, 9]})]
-    assert runner.block_tables.gathered == 1
+    assert len(runner.attended) == 2
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -506,7 +500,7 @@ def test_another_batch_as_large_is_launched_as_the_one_before() -> None:
             assert runner._positions[:2].tolist() == [computed, computed]
             assert runner.counted[-1] == [*request_ids[::-1]]
     assert len(shim._kinds) == 1
-    assert runner.block_tables.gathered == 1
+    assert len(runner.attended) == 1, "the tables are found once for all batches of a kind"
 
 
 def changed(step: Any, **fields: Any) -> Any:
