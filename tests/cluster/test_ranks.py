@@ -329,8 +329,8 @@ def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:
     """Also where it waits for another rank in native code, for which a process that sleeps stands."""
     code = (
         "import os, subprocess, sys\n"
-        "rank = ('from genrt.cluster.follower import _die_with; import socket, threading; '\n"
-        "        '_die_with(%d); own = socket.socket(fileno={fd}); own.send(b\"up\"); '\n"
+        "rank = ('from genrt.cluster.follower import die_with; import socket, threading; '\n"
+        "        'die_with(%d); own = socket.socket(fileno={fd}); own.send(b\"up\"); '\n"
         "        'threading.Event().wait()' % os.getpid())\n"
         "subprocess.Popen([sys.executable, '-c', rank], pass_fds=[{fd}])\n"
         "sys.stdin.read()\n"
