@@ -15,6 +15,7 @@ from genrt.cluster.health import ReplicaLimits
 from genrt.cluster.opening import check_replicas, gpus_of, open_replicas
 from genrt.cluster.ranks import RANKED, are_launched, open_ranked
 from genrt.engines import check_choice, open_engine
+from genrt.engines.folders import sweep
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
@@ -209,6 +210,7 @@ def _start(
         replicas = replicas or 1  # ranks die together, with their process
 
     def opened() -> Engine:
+        sweep()
         if callable(engine):
             make: Callable[[], Engine] = partial(_made, engine)
         else:

@@ -18,7 +18,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from genrt.cluster.frames import Frames, Outgoing, received
 from genrt.cluster.memory import Memory
 from genrt.cluster.messages import AskedNumbers, Held, dumped, flat, loaded, outgoing
 from genrt.engines import open_engine
+from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, leave, of_first
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
@@ -101,9 +101,9 @@ class Ranks:
         self._lost = lost or _end_process
         self._numbers, self._held = AskedNumbers(), Held()
         self._is_closed = False
-        self._directory = tempfile.TemporaryDirectory(prefix="genrt-ranks-")
+        self._folder = Folder("ranks")
         # vLLM names shared memory by the file.
-        self.store = os.path.join(self._directory.name, os.path.basename(self._directory.name))
+        self.store = str(self._folder.path / self._folder.path.name)
         self._links: list[tuple[socket.socket, subprocess.Popen[bytes], Frames]] = []
         self._memory = Memory(count - 1)
         for _ in range(1, count):
@@ -195,7 +195,7 @@ class Ranks:
             child.wait()
             link.close()
         self._links.clear()
-        self._directory.cleanup()
+        self._folder.close()
 
 
 def _end_process(reason: str) -> None:
