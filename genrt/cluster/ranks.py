@@ -43,7 +43,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked"]
+__all__ = ["RANKED", "RankedEngine", "are_default", "are_launched", "open_ranked"]
 
 END_SECONDS = 3.0
 """How long a rank may take to end by itself before it is killed."""
@@ -52,6 +52,26 @@ RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 """The environment of a process with ranks, in which all sets of strings have the same order."""
 
 SHARED_MEMORY = Path("/dev/shm")
+
+OTHER_SIZES = (
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "nnodes",
+)
+"""vLLM's options for what ranks do not do."""
+
+OTHER_WAYS = (
+    "distributed_executor_backend",
+    "scheduler_cls",
+    "async_scheduling",
+    "weight_transfer_config",
+    "kv_transfer_config",
+    "ec_transfer_config",
+    "kv_events_config",
+)
+"""vLLM's options that keep its executor, if they are given."""
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
@@ -62,6 +82,14 @@ PROGRAM = (
 def are_launched(options: Mapping[str, Any]) -> bool:
     """Tell whether these options of vLLM's are for ranks that genrt launches."""
     return options.get("distributed_executor_backend") == LAUNCHED
+
+
+def are_default(options: Mapping[str, Any]) -> bool:
+    """Tell whether a model with these options of vLLM's has ranks unless it is asked for without."""
+    size = options.get("tensor_parallel_size")
+    if not isinstance(size, int) or size < 2 or any(options.get(each) for each in OTHER_WAYS):
+        return False
+    return all(options.get(each, 1) == 1 for each in OTHER_SIZES)
 
 
 def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:
