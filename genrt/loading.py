@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 from genrt import models
 from genrt.cluster.health import ReplicaLimits
 from genrt.cluster.opening import check_replicas, gpus_of, open_replicas
-from genrt.cluster.ranks import LAUNCHED, RANKED, are_default, are_launched, open_ranked
+from genrt.cluster.ranks import RANKED, are_launched, open_ranked, with_ranks
 from genrt.engines import check_choice, open_engine
 from genrt.engines.folders import sweep
 from genrt.engines.protocol import Engine
@@ -203,8 +203,8 @@ def _start(
     options = dict(engine_options or {})
     if not callable(engine):
         check_choice(engine, model, options)
-    if engine == "vllm" and residency and cluster is None and are_default(options):
-        options["distributed_executor_backend"] = LAUNCHED
+    if engine == "vllm" and residency and cluster is None:
+        options = with_ranks(options)
     if is_ranked := engine == "vllm" and are_launched(options):
         if cluster is not None:
             raise EngineUnsupported(

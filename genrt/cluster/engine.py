@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from genrt.cluster.fleet import Fleet, Replica
-from genrt.cluster.health import ReplicaLimits, State
+from genrt.cluster.health import ReplicaLimits
 from genrt.cluster.joining import ReplicaPrefixes, ReplicaStreams, summed
 from genrt.cluster.messages import AskedNumbers, flat, loaded
 from genrt.cluster.routing import Router
@@ -241,10 +241,11 @@ class ReplicaEngine:
         self._until_answered(calls)
         return {n: self._results.pop(call) for call, n in calls.items() if call in self._results}
 
-    def until_opened(self) -> None:
-        """Wait until no replica is being opened."""
-        opening = State.RESTARTING
-        self._until(lambda: all(each.health.state is not opening for each in self.fleet.replicas))
+    def put_off(self) -> None:
+        """Have the replicas that are being opened be opened later, once the runtime is awake."""
+        for each in self.fleet.replicas:
+            if each.health.put_off():
+                self._give_up(each.number, each.life, "the runtime went to sleep")
 
     def give_up(self, number: int, reason: str) -> None:
         """Do without a replica until it has been started again."""

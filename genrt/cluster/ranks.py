@@ -43,7 +43,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["RANKED", "RankedEngine", "are_default", "are_launched", "open_ranked"]
+__all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked", "with_ranks"]
 
 END_SECONDS = 3.0
 """How long a rank may take to end by itself before it is killed."""
@@ -84,12 +84,14 @@ def are_launched(options: Mapping[str, Any]) -> bool:
     return options.get("distributed_executor_backend") == LAUNCHED
 
 
-def are_default(options: Mapping[str, Any]) -> bool:
-    """Tell whether a model with these options of vLLM's has ranks unless it is asked for without."""
+def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of vLLM's that have genrt launch ranks, if they are of tensor parallelism alone."""
     size = options.get("tensor_parallel_size")
     if not isinstance(size, int) or size < 2 or any(options.get(each) for each in OTHER_WAYS):
-        return False
-    return all(options.get(each, 1) == 1 for each in OTHER_SIZES)
+        return options
+    if any(options.get(each, 1) != 1 for each in OTHER_SIZES):
+        return options
+    return options | {"distributed_executor_backend": LAUNCHED}
 
 
 def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:

@@ -38,8 +38,8 @@ class Sharing(Protocol):
         """Return what every replica that is open returns, errors among them."""
         ...
 
-    def until_opened(self) -> None:
-        """Wait until no replica is being opened."""
+    def put_off(self) -> None:
+        """Have the replicas that are being opened be opened later."""
 
     def give_up(self, number: int, reason: str) -> None:
         """Do without a replica until it has been started again."""
@@ -110,8 +110,8 @@ class ReplicaWeights:
     def sleep(self, level: int) -> int:
         """Have all of them sleep; return how many bytes became free together. One that dies from now on
         is started again once all is awake."""
-        self._engine.until_opened()
         self.asleep = SLEEPING_PARTS
+        self._engine.put_off()
         found = self._engine.all_open("sleep", level)
         refused = [each for each in found.values() if isinstance(each, Exception)]
         if refused:

@@ -130,6 +130,27 @@ def test_replicas_none_of_which_wakes_up_sleep_on(tmp_path: Path) -> None:
     simulation.close()
 
 
+def test_a_sleep_does_not_wait_for_who_is_being_opened_nor_count_it_twice(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, 2)
+    transport, weights = simulation.transport, simulation.engine.weights
+    transport.opening_seconds = 20.0
+    transport.die(0)
+    simulation.ask(1)
+    simulation.settle()
+    assert transport.started[-1] == (0, 1)
+    began = simulation.clock()
+    weights.sleep(1)
+    assert simulation.clock() - began < 5.0
+    simulation.check_sleep()
+    assert [*transport.alive] == [1]
+    weights.wake_up(SLEEPING_PARTS)
+    simulation.ask(40)
+    simulation.settle()
+    found = simulation.engine.fleet.replicas[0]
+    assert (found.life, found.health.restarts) == (2, 1)
+    simulation.close()
+
+
 def test_what_needs_a_replica_when_all_died_in_their_sleep_says_so(tmp_path: Path) -> None:
     simulation = Simulation(tmp_path, 2)
     weights = simulation.engine.weights
