@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 from genrt import models
 from genrt.cluster.health import ReplicaLimits
 from genrt.cluster.opening import check_replicas, gpus_of, open_replicas
-from genrt.cluster.ranks import RANKED, are_launched, open_ranked
+from genrt.cluster.ranks import RANKED, are_launched, open_ranked, with_ranks
 from genrt.engines import check_choice, open_engine
+from genrt.engines.folders import sweep
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
@@ -73,10 +74,11 @@ def load(
             seed from the system. The process's own generators, of ``random``, numpy and torch, are
             neither set nor used.
         replicas: how many engines there are, each in a process of its own on this host; ``None`` is one
-            in this process. A population, and texts that begin alike, stay with one of them. One that
-            dies, hangs or fails is started again, and no question notices but in time; with none left,
-            the engine is dead. GPUs are dealt out evenly. The row cache is in the host's memory. An
-            engine that is a function must be one that can be pickled.
+            in this process, or one of ranks with vLLM's ``tensor_parallel_size`` alone. A population,
+            and texts that begin alike, stay with one of them. One that dies, hangs or fails is started
+            again, and no question notices but in time; with none left, the engine is dead. GPUs are
+            dealt out evenly; replicas of several each must have them for themselves. The row cache is in
+            the host's memory. An engine that is a function must be one that can be pickled.
         replica_limits: when a replica is given up, and how often it is started again.
         cluster: has the replicas be actors of a Ray cluster (extra ``ray``): its address as ``ray.init``
             takes it; ``"auto"`` for the one that runs, or else one of this host alone, which
@@ -201,6 +203,8 @@ def _start(
     options = dict(engine_options or {})
     if not callable(engine):
         check_choice(engine, model, options)
+    if engine == "vllm" and residency and cluster is None:
+        options = with_ranks(options)
     if is_ranked := engine == "vllm" and are_launched(options):
         if cluster is not None:
             raise EngineUnsupported(
@@ -209,6 +213,7 @@ def _start(
         replicas = replicas or 1  # ranks die together, with their process
 
     def opened() -> Engine:
+        sweep()
         if callable(engine):
             make: Callable[[], Engine] = partial(_made, engine)
         else:

@@ -10,6 +10,7 @@ Rules:
     given all of it before it is asked.
     A change that a replica refuses is taken back from those that took it; one that dies of it is
     started again, with what the others have.
+    No replica is started while the runtime sleeps: its memory is somebody else's until all of it is back.
 """
 
 from __future__ import annotations
@@ -229,6 +230,32 @@ class ReplicaEngine:
             if found:
                 return found
 
+    def all_open(self, name: str, *arguments: Any) -> dict[int, Any]:
+        """Have every replica that is open do something, also while it is given weights; return the
+        results, errors among them, of those that live."""
+        calls = {
+            self._call(each, name, *arguments): each.number
+            for each in self.fleet.replicas
+            if each.health.is_open
+        }
+        self._until_answered(calls)
+        return {n: self._results.pop(call) for call, n in calls.items() if call in self._results}
+
+    def put_off(self) -> None:
+        """Have the replicas that are being opened be opened later, once the runtime is awake."""
+        for each in self.fleet.replicas:
+            if each.health.put_off():
+                self._give_up(each.number, each.life, "the runtime went to sleep")
+
+    def give_up(self, number: int, reason: str) -> None:
+        """Do without a replica until it has been started again."""
+        self._give_up(number, self.fleet.replicas[number].life, reason)
+
+    def awoke(self) -> None:
+        """Start the replicas that died in the sleep."""
+        self.fleet.look_again()
+        self._mend()
+
     def anyone(self, name: str) -> Any:
         """Return what a replica returns, or raise what it raises."""
         self._until(lambda: bool(self.fleet.serving))
@@ -243,18 +270,23 @@ class ReplicaEngine:
             self._until(lambda: bool(self.fleet.serving))
 
     def renew(self) -> None:
-        """Give every replica new weights, which ``self.weights`` has. Returns once one has them; others
-        are asked again when they do. Raises EngineFailed if all refuse them."""
+        """Give every replica new weights, which ``self.weights`` has. Returns once one has them, or all
+        have died in their sleep; others are asked again when they do. Raises EngineFailed if all refuse
+        them."""
         served = [(each, each.life) for each in self.fleet.serving]
         self._refusals.clear()
         self.fleet.change(self._clock())
         self._mend()
         self._until(
-            lambda: bool(self.fleet.serving) or all(each.life != life for each, life in served)
+            lambda: (
+                bool(self.fleet.serving)
+                or self._all_died_asleep
+                or all(each.life != life for each, life in served)
+            )
         )
         if self._refusals and not self.fleet.serving:
             raise self._refusals[0]
-        self._until(lambda: bool(self.fleet.serving))
+        self._until(lambda: bool(self.fleet.serving) or self._all_died_asleep)
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Have every replica that is open do something, some time."""
@@ -273,11 +305,24 @@ class ReplicaEngine:
         self._until(lambda: self._calls.keys().isdisjoint(calls))
 
     def _until(self, is_over: Callable[[], bool]) -> None:
-        """Wait until something holds, which the bounds of the replicas' health see to. Raises EngineDied
-        once no replica is left."""
+        """Wait until something holds, which the bounds of the replicas' health see to.
+
+        Raises:
+            EngineDied: no replica is left.
+            EngineFailed: none is until the runtime wakes up.
+        """
         while not is_over():
+            if self._all_died_asleep:
+                raise EngineFailed(
+                    "every replica died in its sleep: wake the runtime up, which starts them again"
+                )
             self._pump(self._limits.probe_seconds)
             self._check()
+
+    @property
+    def _all_died_asleep(self) -> bool:
+        lives = any(each.health.lives for each in self.fleet.replicas)
+        return bool(self.weights.asleep) and not lives
 
     # -- what happens -------------------------------------------------------------------------
 
@@ -326,7 +371,7 @@ class ReplicaEngine:
             for each in self.fleet.to_kill():
                 self._transport.kill(each.number)
                 self._bury(each.number, each.life, each.reason)
-            for each in self.fleet.to_start(now):
+            for each in () if self.weights.asleep else self.fleet.to_start(now):
                 self._transport.start(each.number, each.life)
             for each in self.fleet.to_renew():
                 self._transport.send(each.number, ("renew", self._wanted()))

@@ -239,6 +239,10 @@ class Fleet:
         changed, self._is_changed = self._is_changed, False
         return changed
 
+    def look_again(self) -> None:
+        """Have ``has_changed`` say so once: who was dead may be started now."""
+        self._is_changed = True
+
     def to_kill(self) -> list[Replica]:
         """Return the replicas that have been silent, failing, or at one thing for too long."""
         return [each for each in self.replicas if each.health.state is State.DEAD]

@@ -30,7 +30,7 @@ from genrt.errors import GenrtError
 from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 
-__all__ = ["Follower", "Progress", "main", "progress_of"]
+__all__ = ["Follower", "Progress", "die_with", "main", "progress_of"]
 
 PARENT_DEATH_SIGNAL = 1
 """``PR_SET_PDEATHSIG`` of Linux."""
@@ -134,7 +134,7 @@ class Follower:
 def main(port: int, parent: int, receiver: int) -> None:
     """Do what rank 0 says, over this socket, until the other end is closed. ``receiver`` is which of
     those it tells this is."""
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is the runtime's
     link, frames = socket.socket(fileno=port), Frames(receiver)
     follower: Follower | None = None
@@ -165,7 +165,7 @@ def main(port: int, parent: int, receiver: int) -> None:
         sys.exit(1)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have this process be killed as soon as that one is gone, also in the middle of a forward."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:

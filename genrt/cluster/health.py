@@ -203,6 +203,14 @@ class Health:
         self._since = self._worked = now
         return True
 
+    def put_off(self) -> bool:
+        """Give up an opening, which does not count as a restart then; return whether there was one."""
+        if is_opening := self.state is State.RESTARTING:
+            self._budget += 1.0
+            self.restarts -= 1
+            self.died()
+        return is_opening
+
     def _recover(self) -> None:
         if self.state is State.SUSPECT and not self._silent and not self._failures:
             self.state = State.HEALTHY

@@ -16,7 +16,7 @@ from genrt.cluster.messages import AskedNumbers
 from genrt.cluster.processes import Processes
 from genrt.cluster.transport import Transport
 from genrt.engines.protocol import Engine
-from genrt.errors import GenrtError, InvalidRequest
+from genrt.errors import EngineUnsupported, GenrtError, InvalidRequest
 from genrt.numbers import check_int, shown
 
 __all__ = ["check_replicas", "environments", "gpus_of", "open_replicas"]
@@ -49,9 +49,18 @@ def gpus_of(options: Mapping[str, Any]) -> int:
 
 def environments(replicas: int, visible: list[str], gpus: int) -> list[dict[str, str]]:
     """Return what each replica has in its environment: so many of the visible GPUs, others than its
-    neighbours have while there are others. Without any, nothing."""
+    neighbours have while there are others. Without any, nothing.
+
+    Raises:
+        EngineUnsupported: replicas of several GPUs each would share them.
+    """
     if not visible:
         return [{} for _ in range(replicas)]
+    if gpus > 1 and replicas * gpus > len(visible):
+        raise EngineUnsupported(
+            f"{replicas} x {gpus} GPUs are needed, by replicas=… and the parallel sizes, and "
+            f"{len(visible)} are visible ({', '.join(visible)}): give fewer replicas or smaller sizes"
+        )
     dealt = [
         [visible[(number * gpus + place) % len(visible)] for place in range(gpus)]
         for number in range(replicas)
@@ -74,6 +83,7 @@ def open_replicas(
     Raises:
         InvalidRequest: the function that makes an engine cannot be pickled; else as ``ReplicaEngine``,
             and ``Actors`` for a cluster.
+        EngineUnsupported: there are too few GPUs for replicas of several each.
     """
     numbers = AskedNumbers()
     transport: Transport

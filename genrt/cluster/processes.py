@@ -1,7 +1,8 @@
 """Replicas as processes of this host: two pairs of sockets each, for messages and for probes.
 
 A replica is started by ``sys.executable`` with this process's path and environment, in a session of its
-own, so that a terminal's signals do not reach it. It ends when this process does, however that ends.
+own, so that a terminal's signals do not reach it. It ends when this process does, or the thread that
+started it, however these end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MOST_SECONDS = 3600.0
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from genrt.cluster.serving import main; main({port}, {pulse})"
+    "from genrt.cluster.serving import main; main({port}, {pulse}, {parent})"
 )
 
 
@@ -99,7 +100,7 @@ class Processes:
         pulse, their_pulse = socket.socketpair()
         ends = their_port.fileno(), their_pulse.fileno()
         program = PROGRAM.format(
-            path=[*map(os.path.abspath, sys.path)], port=ends[0], pulse=ends[1]
+            path=[*map(os.path.abspath, sys.path)], port=ends[0], pulse=ends[1], parent=os.getpid()
         )
         own = self._environments[number] if self._environments else {}
         # One by one: other threads set and remove variables.
@@ -181,6 +182,10 @@ class Processes:
             return
         self._is_closed = True
         for process in self._processes.values():
+            with contextlib.suppress(OSError):  # it is gone
+                process.port.shutdown(
+                    socket.SHUT_RDWR
+                )  # also where a fork of this process holds it
             process.port.close()
         until = time.monotonic() + END_SECONDS
         for process in self._processes.values():

@@ -18,7 +18,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from genrt.cluster.frames import Frames, Outgoing, received
 from genrt.cluster.memory import Memory
 from genrt.cluster.messages import AskedNumbers, Held, dumped, flat, loaded, outgoing
 from genrt.engines import open_engine
+from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, leave, of_first
 from genrt.engines.weights import Layout, SleepingPart, TensorsIn
@@ -43,7 +43,7 @@ from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request, Streamed, Told
 from genrt.questions.rows import LogprobsRequest
 
-__all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked"]
+__all__ = ["RANKED", "RankedEngine", "are_launched", "open_ranked", "with_ranks"]
 
 END_SECONDS = 3.0
 """How long a rank may take to end by itself before it is killed."""
@@ -52,6 +52,26 @@ RANKED = MappingProxyType({"PYTHONHASHSEED": "0"})
 """The environment of a process with ranks, in which all sets of strings have the same order."""
 
 SHARED_MEMORY = Path("/dev/shm")
+
+OTHER_SIZES = (
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "nnodes",
+)
+"""vLLM's options for what ranks do not do."""
+
+OTHER_WAYS = (
+    "distributed_executor_backend",
+    "scheduler_cls",
+    "async_scheduling",
+    "weight_transfer_config",
+    "kv_transfer_config",
+    "ec_transfer_config",
+    "kv_events_config",
+)
+"""vLLM's options that keep its executor, if they are given."""
 
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
@@ -62,6 +82,16 @@ PROGRAM = (
 def are_launched(options: Mapping[str, Any]) -> bool:
     """Tell whether these options of vLLM's are for ranks that genrt launches."""
     return options.get("distributed_executor_backend") == LAUNCHED
+
+
+def with_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of vLLM's that have genrt launch ranks, if they are of tensor parallelism alone."""
+    size = options.get("tensor_parallel_size")
+    if not isinstance(size, int) or size < 2 or any(options.get(each) for each in OTHER_WAYS):
+        return options
+    if any(options.get(each, 1) != 1 for each in OTHER_SIZES):
+        return options
+    return options | {"distributed_executor_backend": LAUNCHED}
 
 
 def open_ranked(model: str, options: dict[str, Any], *, residency: bool = True) -> RankedEngine:
@@ -101,9 +131,9 @@ class Ranks:
         self._lost = lost or _end_process
         self._numbers, self._held = AskedNumbers(), Held()
         self._is_closed = False
-        self._directory = tempfile.TemporaryDirectory(prefix="genrt-ranks-")
+        self._folder = Folder("ranks")
         # vLLM names shared memory by the file.
-        self.store = os.path.join(self._directory.name, os.path.basename(self._directory.name))
+        self.store = str(self._folder.path / self._folder.path.name)
         self._links: list[tuple[socket.socket, subprocess.Popen[bytes], Frames]] = []
         self._memory = Memory(count - 1)
         for _ in range(1, count):
@@ -195,7 +225,7 @@ class Ranks:
             child.wait()
             link.close()
         self._links.clear()
-        self._directory.cleanup()
+        self._folder.close()
 
 
 def _end_process(reason: str) -> None:

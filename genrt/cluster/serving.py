@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from genrt.cluster.follower import die_with
 from genrt.cluster.frames import Frame, Frames, received
 from genrt.cluster.memory import Memory
 from genrt.cluster.messages import loaded, outgoing
@@ -96,8 +97,10 @@ class Rounds:
         return worker.rounds
 
 
-def main(port: int, pulses: int) -> None:
-    """Serve as a replica, over these two sockets, until the other ends are closed."""
+def main(port: int, pulses: int, parent: int) -> None:
+    """Serve as a replica, over these two sockets, until the other ends are closed or the parent is gone:
+    a fork of that may hold the other ends open."""
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is the runtime's
     link = _Socket(socket.socket(fileno=port))
     pulse, rounds = socket.socket(fileno=pulses), Rounds(link)

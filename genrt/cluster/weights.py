@@ -34,9 +34,18 @@ class Sharing(Protocol):
     def is_busy(self) -> bool:
         """True if something is in progress."""
 
-    def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Return what every replica returns, errors among them."""
+    def all_open(self, name: str, *arguments: Any) -> dict[int, Any]:
+        """Return what every replica that is open returns, errors among them."""
         ...
+
+    def put_off(self) -> None:
+        """Have the replicas that are being opened be opened later."""
+
+    def give_up(self, number: int, reason: str) -> None:
+        """Do without a replica until it has been started again."""
+
+    def awoke(self) -> None:
+        """Start the replicas that died in the sleep."""
 
     def anyone(self, name: str) -> Any:
         """Return what a replica returns, or raise what it raises."""
@@ -99,21 +108,30 @@ class ReplicaWeights:
             raise EngineUnsupported(f"the engines of these replicas cannot sleep: {reason}")
 
     def sleep(self, level: int) -> int:
-        """Have all of them sleep; return how many bytes became free together."""
-        found = self._engine.everyone("sleep", level)
+        """Have all of them sleep; return how many bytes became free together. One that dies from now on
+        is started again once all is awake."""
+        self.asleep = SLEEPING_PARTS
+        self._engine.put_off()
+        found = self._engine.all_open("sleep", level)
         refused = [each for each in found.values() if isinstance(each, Exception)]
         if refused:
             self.wake_up(SLEEPING_PARTS)
             raise refused[0]
-        self.asleep = SLEEPING_PARTS
         return sum(found.values())
 
     def wake_up(self, parts: frozenset[SleepingPart]) -> None:
-        """Have these parts of all of them awake."""
+        """Have these parts of all of them awake. One that does not wake up is given up, unless none does:
+        then this raises why, and all sleep on."""
+        before = self.asleep
         self.asleep -= parts
-        for each in self._engine.everyone("wake_up", parts).values():
-            if isinstance(each, Exception):
-                raise each
+        found = self._engine.all_open("wake_up", parts)
+        refused = {n: each for n, each in found.items() if isinstance(each, Exception)}
+        if refused and len(refused) == len(found):
+            self.asleep = before
+            raise next(iter(refused.values()))
+        for number, reason in refused.items():
+            self._engine.give_up(number, str(reason))
+        self._engine.awoke()
 
     def close(self) -> None:
         """Remove the files."""

@@ -9,13 +9,12 @@ Rules:
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from genrt.engines.folders import Folder
 from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
 from genrt.questions.contexts import Adapter
 
@@ -33,7 +32,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._copies: dict[Adapter, Path] = {}
-        self._root: Path | None = None
+        self._root: Folder | None = None
         self.lost: dict[Adapter, GenrtError] = {}
 
     def __contains__(self, adapter: Adapter) -> bool:
@@ -52,9 +51,8 @@ class Adapters:
         check_adapter_directory(path)
         try:
             if self._root is None:
-                self._root = Path(tempfile.mkdtemp(prefix="genrt-adapters-"))
-                weakref.finalize(self, _remove, self._root, os.getpid())
-            copy = Path(tempfile.mkdtemp(dir=self._root))
+                self._root = Folder("adapters")
+            copy = Path(tempfile.mkdtemp(dir=self._root.path))
             for file in path.iterdir():
                 if file.suffix in _COPIED and file.is_file():
                     shutil.copyfile(file, copy / file.name)
@@ -80,12 +78,6 @@ class Adapters:
         lost.__cause__ = reason
         self.lost[adapter] = lost
         return lost
-
-
-def _remove(root: Path, process: int) -> None:
-    """Remove the copies, but not in a forked child: they are its parent's."""
-    if os.getpid() == process:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def check_adapter_directory(path: Path) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from genrt.engines.folders import Folder
 from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
 from genrt.numbers import named, shown
 
@@ -328,7 +327,7 @@ class KeptWeights:
 
     def __init__(self) -> None:
         self.version = 0
-        self._root: Path | None = None
+        self._root: Folder | None = None
         self._kept: Path | None = None
 
     def begin(self) -> Copying:
@@ -336,9 +335,8 @@ class KeptWeights:
         room."""
         try:
             if self._root is None:
-                self._root = Path(tempfile.mkdtemp(prefix="genrt-weights-"))
-                weakref.finalize(self, _remove, self._root, os.getpid())
-            return Copying(Path(tempfile.mkdtemp(dir=self._root)))
+                self._root = Folder("weights")
+            return Copying(Path(tempfile.mkdtemp(dir=self._root.path)))
         except OSError as error:
             raise InvalidWeights(f"the weights cannot be copied: {error}") from error
 
@@ -413,9 +411,3 @@ class Copying:
     def drop(self) -> None:
         """Remove what was copied."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _remove(root: Path, process: int) -> None:
-    """Remove the copies, but not in a forked child: they are its parent's."""
-    if os.getpid() == process:
-        shutil.rmtree(root, ignore_errors=True)

@@ -24,12 +24,15 @@ from genrt.cluster.transport import Came, Gone, Pulsed
 from genrt.cluster.worker import Worker
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import NGram
+from genrt.engines.protocol import Finished
+from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed
 from genrt.questions.contexts import Adapter
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest, is_row
 from tests.cluster.simulated_populations import KeepingEngine, Seen, SimulatedPopulations
+from tests.runtime.test_pauses import SleepyWeights
 
 LIMITS = ReplicaLimits(
     probe_seconds=1.0,
@@ -65,6 +68,19 @@ class Simulated:
     inbox: deque[bytes] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
     pulses: int = 0
+
+
+class SleepyEngine(KeepingEngine):
+    """Gives back its memory; nothing may be computed meanwhile."""
+
+    def __init__(self, model: NGram, seen: Seen) -> None:
+        super().__init__(model, seen)
+        self.weights: Any = SleepyWeights(self.weights)
+
+    def step(self) -> list[Finished]:
+        if self.weights.asleep:
+            self._seen.wrong.append("it computes in its sleep")
+        return super().step()
 
 
 class FailingWorker(Worker):
@@ -182,7 +198,7 @@ class Simulation:
         opened = self.model  # as every replica finds it, whatever has been loaded since
         self.seen = Seen()
         self.transport = SimulatedReplicas(
-            lambda: KeepingEngine(opened, self.seen), self.clock, seed=seed
+            lambda: SleepyEngine(opened, self.seen), self.clock, seed=seed
         )
         self.engine = ReplicaEngine(
             self.transport,
@@ -205,7 +221,7 @@ class Simulation:
     def ask(self, count: int) -> None:
         """Ask for rows that are not asked for yet."""
         chosen: dict[Request, None] = {}
-        for _ in range(count):
+        for _ in range(0 if self.is_paused else count):
             ids = [self._random.randrange(5) for _ in range(self._random.randrange(1, 20))]
             adapter = self._random.choice([None, *self.adapters])
             request = LogprobsRequest(ids, adapter, weights_version=self._version)
@@ -215,7 +231,8 @@ class Simulation:
 
     def draw(self) -> None:
         """Have a population draw."""
-        self._submit(self.populations.ask(self._version))
+        if not self.is_paused:
+            self._submit(self.populations.ask(self._version))
 
     def _submit(self, requests: Sequence[Request]) -> None:
         self.engine.submit(requests)
@@ -289,11 +306,19 @@ class Simulation:
 
     def refit(self) -> None:
         """Give all replicas new weights, once nothing is asked; some may die meanwhile."""
+        if "weights" in self.engine.weights.asleep:
+            return
         self.settle()
         self._version += 1
         self.refits += 1
         table = 2 * torch.randn(5, 5, dtype=torch.float64, generator=self._numbers)
         weights = self.engine.weights
+        try:
+            weights.layout()
+        except EngineFailed:  # none of them lives while the rest sleeps
+            assert self.is_paused
+            assert not self.transport.alive
+            return
         weights.begin()
         weights.load([("table", table)])
         if self._random.random() < 0.5:
@@ -305,6 +330,8 @@ class Simulation:
         """Load another adapter, and remove the oldest of three."""
         from safetensors.torch import save_file
 
+        if self.is_paused:
+            return
         self.settle()
         self._adapter += 1
         adapter = Adapter("a", self._adapter)
@@ -320,6 +347,35 @@ class Simulation:
             self.populations.without(oldest)
             del self.adapters[oldest]
             self.engine.remove_adapter(oldest)
+
+    @property
+    def is_paused(self) -> bool:
+        """True while the runtime above asks nothing, since the replicas sleep."""
+        return bool(self.engine.weights.asleep)
+
+    def sleep(self) -> None:
+        """Have all replicas sleep, once nothing is asked; some may die meanwhile."""
+        self.settle()
+        if not self.is_paused:
+            if self._random.random() < 0.5:
+                self.disturb()
+            self.engine.weights.sleep(1)
+            self.check_sleep()
+
+    def wake_up(self, parts: frozenset[SleepingPart] = SLEEPING_PARTS) -> None:
+        """Have parts of their memory back."""
+        if self.is_paused:
+            self.engine.weights.wake_up(parts)
+            self.check_sleep()
+
+    def check_sleep(self) -> None:
+        """See that no replica has memory that the runtime has given back, or lacks some that it has."""
+        asleep = self.engine.weights.asleep
+        for number, replica in self.transport.alive.items():
+            if self.engine.fleet.replicas[number].life == replica.life and replica.worker:
+                found = replica.worker.answering.engine.weights.asleep  # type: ignore[attr-defined]
+                assert found == asleep, f"replica {number} has {found} asleep, not {asleep}"
+            assert replica.worker or not asleep, f"replica {number} is opened in the sleep"
 
     def disturb(self) -> None:
         """Have something happen to a replica: its death, hang, wedge, failures, or their end."""

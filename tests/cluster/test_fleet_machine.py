@@ -7,10 +7,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
+from genrt.errors import EngineFailed
 from tests.cluster.simulated_replicas import Simulation
 
 
@@ -58,6 +61,18 @@ class FleetMachine(RuleBasedStateMachine):
     def add_adapter(self) -> None:
         self.simulation.add_adapter()
 
+    @rule()
+    def sleep(self) -> None:
+        self.simulation.sleep()
+
+    @rule(parts=st.sampled_from([{"weights"}, {"kv_cache"}, {"weights", "kv_cache"}]))
+    def wake_up(self, parts: set[SleepingPart]) -> None:
+        self.simulation.wake_up(frozenset(parts))
+
+    @invariant()
+    def all_sleep_or_none(self) -> None:
+        self.simulation.check_sleep()
+
     @invariant()
     def what_waits_is_in_the_fleet(self) -> None:
         waiting, fleet = self.simulation.waiting, self.simulation.engine.fleet
@@ -84,6 +99,81 @@ TestFleetMachine.settings = settings(
 TestFleetMachine.pytestmark = [pytest.mark.promise(number=39)]  # type: ignore[attr-defined]
 
 
+def wakes(simulation: Simulation, number: int) -> None:
+    """Have a replica's memory be somebody else's for good."""
+    worker = simulation.transport.alive[number].worker
+    assert worker is not None
+    worker.answering.engine.weights.wakes = False  # type: ignore[attr-defined]
+
+
+def test_a_replica_that_does_not_wake_up_is_another_one_then(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, 3)
+    simulation.engine.weights.sleep(1)
+    wakes(simulation, 1)
+    simulation.wake_up()
+    assert [each.life for each in simulation.engine.fleet.replicas] == [0, 1, 0]
+    simulation.ask(40)
+    simulation.settle()
+    simulation.close()
+
+
+def test_replicas_none_of_which_wakes_up_sleep_on(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, 2)
+    weights = simulation.engine.weights
+    weights.sleep(1)
+    for number in range(2):
+        wakes(simulation, number)
+    with pytest.raises(EngineFailed, match="no memory any more"):
+        weights.wake_up(SLEEPING_PARTS)
+    assert weights.asleep == SLEEPING_PARTS
+    simulation.check_sleep()
+    simulation.close()
+
+
+def test_a_sleep_does_not_wait_for_who_is_being_opened_nor_count_it_twice(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, 2)
+    transport, weights = simulation.transport, simulation.engine.weights
+    transport.opening_seconds = 20.0
+    transport.die(0)
+    simulation.ask(1)
+    simulation.settle()
+    assert transport.started[-1] == (0, 1)
+    began = simulation.clock()
+    weights.sleep(1)
+    assert simulation.clock() - began < 5.0
+    simulation.check_sleep()
+    assert [*transport.alive] == [1]
+    weights.wake_up(SLEEPING_PARTS)
+    simulation.ask(40)
+    simulation.settle()
+    found = simulation.engine.fleet.replicas[0]
+    assert (found.life, found.health.restarts) == (2, 1)
+    simulation.close()
+
+
+def test_what_needs_a_replica_when_all_died_in_their_sleep_says_so(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, 2)
+    weights = simulation.engine.weights
+    weights.sleep(1)
+    for number in range(2):
+        simulation.transport.die(number)
+    with pytest.raises(EngineFailed, match="wake the runtime up"):
+        weights.layout()
+    weights.wake_up(frozenset({"weights"}))
+    assert not simulation.transport.alive
+    # New weights are for those that will be started.
+    table = torch.zeros(5, 5, dtype=torch.float64)
+    weights.begin()
+    weights.load([("table", table)])
+    weights.finish()
+    simulation.model = simulation.model.with_table(table)
+    simulation._version = 1
+    simulation.wake_up()
+    simulation.ask(40)
+    simulation.settle()
+    simulation.close()
+
+
 def walk(folder: Path, operations: int, seed: int) -> Simulation:
     """Take so many operations at random."""
     chosen = random.Random(seed)
@@ -97,8 +187,10 @@ def walk(folder: Path, operations: int, seed: int) -> Simulation:
                 simulation.refit,
                 simulation.draw,
                 simulation.populations.change,
+                simulation.sleep,
+                simulation.wake_up,
             ],
-            [50, 5, 10, 0.5, 30, 10],
+            [50, 5, 10, 0.5, 30, 10, 0.5, 5],
         )[0]
         if chosen.random() < 0.3:
             simulation.ask(chosen.randrange(1, 12))

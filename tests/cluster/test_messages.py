@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+import genrt
 from genrt.cluster.memory import Array
 from genrt.cluster.messages import LEAST_APART, AskedNumbers, dumped, flat, loaded, unflattened
 from genrt.cluster.opening import _visible, environments, gpus_of
 from genrt.cluster.worker import _fits
+from genrt.errors import EngineUnsupported
 from genrt.questions.candidates import Candidates
 from genrt.questions.contexts import Adapter, Limits
 from genrt.questions.draws import DrawToken
@@ -137,7 +139,21 @@ def test_gpus_are_those_that_cuda_sees(
 
 def test_gpus_are_dealt_out_evenly() -> None:
     assert environments(3, [], 1) == [{}, {}, {}]
-    dealt = environments(3, ["0", "1", "GPU-x", "3"], 2)
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in dealt] == ["0,1", "GPU-x,3", "0,1"]
+    dealt = environments(2, ["0", "1", "GPU-x", "3"], 2)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in dealt] == ["0,1", "GPU-x,3"]
+    shared = environments(3, ["0", "1"], 1)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in shared] == ["0", "1", "0"]
     assert gpus_of({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}) == 6
     assert gpus_of({}) == 1
+
+
+@pytest.mark.parametrize(
+    ("replicas", "visible", "gpus"), [(2, "0,1", 2), (1, "GPU-x", 2), (2, "4,5,6", 2)]
+)
+def test_replicas_of_several_gpus_do_not_share_them(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, visible: str, gpus: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    needed = rf"{replicas} x {gpus} GPUs .*{visible.replace(',', ', ')}"
+    with pytest.raises(EngineUnsupported, match=needed):
+        genrt.load(replicas=replicas, engine_options={"tensor_parallel_size": gpus})

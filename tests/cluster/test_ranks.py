@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from genrt import loading
 from genrt.cluster import ranks as ranks_module
 from genrt.cluster.follower import Follower, progress_of
 from genrt.cluster.messages import AskedNumbers, Held, dumped, loaded
 from genrt.cluster.opening import gpus_of
-from genrt.cluster.ranks import RankedEngine, Ranks, are_launched
+from genrt.cluster.ranks import RankedEngine, Ranks, are_launched, open_ranked
 from genrt.engines.protocol import EngineStatistics, Finished
 from genrt.engines.vllm.rank import of_first
 from genrt.engines.weights import TensorsIn
@@ -329,8 +330,8 @@ def test_a_rank_dies_with_its_parent_whatever_it_is_at() -> None:
     """Also where it waits for another rank in native code, for which a process that sleeps stands."""
     code = (
         "import os, subprocess, sys\n"
-        "rank = ('from genrt.cluster.follower import _die_with; import socket, threading; '\n"
-        "        '_die_with(%d); own = socket.socket(fileno={fd}); own.send(b\"up\"); '\n"
+        "rank = ('from genrt.cluster.follower import die_with; import socket, threading; '\n"
+        "        'die_with(%d); own = socket.socket(fileno={fd}); own.send(b\"up\"); '\n"
         "        'threading.Event().wait()' % os.getpid())\n"
         "subprocess.Popen([sys.executable, '-c', rank], pass_fds=[{fd}])\n"
         "sys.stdin.read()\n"
@@ -357,6 +358,41 @@ def test_options_ask_for_ranks_by_the_name_of_vllms_executor() -> None:
     assert not are_launched({"tensor_parallel_size": 2})
     with pytest.raises(EngineUnsupported, match="leave the cluster out"):
         load("nowhere", engine_options=options, replicas=2, cluster="local")
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "opened_by"),
+    [
+        ({}, {}, "ranks"),
+        ({"async_scheduling": False, "pipeline_parallel_size": 1}, {}, "ranks"),
+        ({"enable_expert_parallel": True, "enable_lora": True}, {"replicas": 2}, "ranks"),
+        ({"distributed_executor_backend": "external_launcher"}, {"residency": False}, "ranks"),
+        ({}, {"residency": False}, "vLLM"),
+        ({}, {"engine": "transformers"}, "vLLM"),
+        ({"distributed_executor_backend": "mp"}, {}, "vLLM"),
+        ({"pipeline_parallel_size": 2}, {}, "vLLM"),
+        ({"nnodes": 2}, {}, "vLLM"),
+        ({"async_scheduling": True}, {}, "vLLM"),
+        ({"scheduler_cls": "mine.Scheduler"}, {}, "vLLM"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, {}, "vLLM"),
+        ({"tensor_parallel_size": 1}, {}, "vLLM"),
+        ({"tensor_parallel_size": "2"}, {}, "vLLM"),
+        ({}, {"replicas": 2, "cluster": "local"}, "vLLM"),
+    ],
+)
+def test_tensor_parallelism_alone_is_by_ranks(
+    monkeypatch: pytest.MonkeyPatch, options: Any, given: Any, opened_by: str
+) -> None:
+    def opened(make: Any, *_: Any, **__: Any) -> Any:
+        raise EngineUnsupported("ranks" if make.func is open_ranked else "vLLM")
+
+    def by_vllm(*_: Any, **__: Any) -> Any:
+        raise EngineUnsupported("vLLM")
+
+    monkeypatch.setattr(loading, "open_replicas", opened)
+    monkeypatch.setattr(loading, "open_engine", by_vllm)
+    with pytest.raises(EngineUnsupported, match=f"^{opened_by}$"):
+        load(engine_options={"tensor_parallel_size": 2} | options, **given)
 
 
 def test_a_refusal_everywhere_is_raised_as_it_is_here() -> None:

@@ -9,6 +9,7 @@ import random
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -33,7 +34,9 @@ from genrt.questions.origins import Asked
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.request import Request
 from tests.apart import drawn_apart_sync
+from tests.runtime.test_pauses import SleepyEngine
 from tests.scoring_engine import ScoringEngine
+from tests.waiting import until as happened
 
 MODEL = NGram.random(11, order=2, seed=5)
 QUICK = ReplicaLimits(probe_seconds=0.2, most_silent=5, most_restarts=100)
@@ -348,6 +351,64 @@ async def test_a_process_that_hangs_is_replaced_and_its_questions_are_answered()
         assert torch.allclose(found, expected, atol=1e-5)
         assert [each.restarts for each in lm.statistics().replicas] == [1, 1]
         assert not {*stopped} & {*processes(lm)}
+
+
+@pytest.mark.parametrize("victims", [[0], [0, 1]])
+async def test_a_process_that_dies_in_its_sleep_comes_back_when_the_runtime_wakes_up(
+    victims: list[int],
+) -> None:
+    """Until then its memory is somebody else's."""
+    with genrt.load(engine=SleepyEngine, replicas=2, replica_limits=QUICK) as lm:
+        await lm.sleep()
+        slept = processes(lm)
+        for number in victims:
+            slept[number].kill()
+
+        def dead() -> int:
+            return [each.state for each in lm.statistics().replicas].count("dead")
+
+        await happened(lambda: dead() == len(victims))
+        assert not {*processes(lm)} - {*slept}
+        await lm.wake_up()
+        await asyncio.to_thread(until, lm, "healthy", len(victims))
+        assert {*processes(lm)} & {*slept} == {*slept} - {slept[number] for number in victims}
+
+
+def test_replicas_end_with_their_process_though_a_fork_of_it_lives_on() -> None:
+    """Also one that is stopped, and so reads nothing."""
+    code = (
+        "import os, signal, sys, genrt\n"
+        "from tests.cluster.test_replicas import MODEL, processes\n"
+        "lm = genrt.load(MODEL, engine='exact', replicas=2)\n"
+        "if not os.fork():\n"
+        "    os.read(0, 1)\n"
+        "    os._exit(0)\n"
+        "processes(lm)[1].send_signal(signal.SIGSTOP)\n"
+        "print(*[each.pid for each in processes(lm)], flush=True)\n"
+        "signal.pause()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as parent:  # type: ignore[call-overload]
+        handles = [os.pidfd_open(int(each)) for each in parent.stdout.readline().split()]
+        parent.kill()
+        try:
+            for each in handles:
+                assert select.select([each], [], [], 60)[0], "it outlives its process"
+        finally:
+            for each in handles:
+                signal.pidfd_send_signal(each, signal.SIGKILL)
+                os.close(each)
+
+
+def test_closing_is_heard_though_a_fork_holds_the_sockets_too() -> None:
+    lm = genrt.load(MODEL, engine="exact", replicas=2)
+    transport: Any = lm._thread.engine
+    held = [os.dup(each.port.fileno()) for each in transport._transport._processes.values()]
+    ids = processes(lm)
+    lm.close()
+    assert [each.returncode for each in ids] == [0, 0]
+    for each in held:
+        os.close(each)
 
 
 def _scores() -> ScoringEngine:

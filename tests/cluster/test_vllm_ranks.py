@@ -22,10 +22,8 @@ from tests.scripted import PATIENCE_SECONDS
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 
 OPTIONS = REPLICA_OPTIONS | {"dtype": "float32"}
-RANKS: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "external_launcher",
-}
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
+LAUNCHED: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
 LIMITS = ReplicaLimits(probe_seconds=0.5, most_silent=120, most_restarts=10)
 
 
@@ -138,4 +136,4 @@ def test_what_ranks_cannot_do_is_said_at_once(llama: Path) -> None:
         ({"max_num_sequences": 3}, "does not take these engine_options"),
     ):
         with pytest.raises(genrt.GenrtError, match=message):
-            genrt.load(llama, engine_options=OPTIONS | RANKS | wrong)
+            genrt.load(llama, engine_options=OPTIONS | RANKS | LAUNCHED | wrong)

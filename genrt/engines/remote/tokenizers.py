@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
-import tempfile
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
+from genrt.engines.folders import Folder
 from genrt.errors import EngineFailed
 from genrt.tokens.vocabulary import BytesTokenizer
 
@@ -33,9 +33,9 @@ def packed_tokenizer(tokenizer: Any) -> bytes:
             value = {"vocabulary": tokens, "eos_token_id": tokenizer.eos_token_id}
             archive.writestr(LIST, json.dumps(value))
         elif tokenizer is not None:
-            with tempfile.TemporaryDirectory(prefix="genrt-tokenizer-") as directory:
+            with Folder("tokenizer") as directory:
                 tokenizer.save_pretrained(directory)
-                for path in sorted(Path(directory).iterdir()):
+                for path in sorted(directory.iterdir()):
                     if path.suffix in KEPT and path.is_file():
                         archive.write(path, path.name)
     return packed.getvalue()
@@ -56,13 +56,13 @@ def unpacked_tokenizer(data: bytes) -> Any:
                 raise ValueError(f"its files are over {MOST_BYTES} bytes")
             if [each.filename for each in files] == [LIST]:
                 return _listed(json.loads(archive.read(LIST)))
-            with tempfile.TemporaryDirectory(prefix="genrt-tokenizer-") as directory:
+            with Folder("tokenizer") as directory:
                 for each in files:
                     name = PurePosixPath(each.filename)
                     if len(name.parts) != 1 or name.suffix not in KEPT or "\\" in each.filename:
                         raise ValueError(f"{each.filename} is no file of a tokenizer")
-                    Path(directory, name.name).write_bytes(archive.read(each))
-                return _loaded(directory)
+                    (directory / name.name).write_bytes(archive.read(each))
+                return _loaded(str(directory))
     except Exception as error:  # transformers raises whatever a file leads it to
         raise EngineFailed(f"the server's tokenizer cannot be read: {error}") from error
 

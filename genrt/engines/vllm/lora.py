@@ -16,7 +16,6 @@ import collections
 import contextlib
 import itertools
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_directory
+from genrt.engines.folders import Folder
 from genrt.errors import EngineUnsupported, InvalidAdapter, UnknownAdapter
 from genrt.questions.contexts import Adapter
 from genrt.questions.rows import LogprobsRequest
@@ -98,7 +98,7 @@ class VLLMAdapters:
             )
 
     def _twin(self, source: Path) -> Path:
-        twin = Path(self._twins.enter_context(tempfile.TemporaryDirectory(prefix="genrt-twin-")))
+        twin = self._twins.enter_context(Folder("twin"))
         shutil.copyfile(source / CONFIG_NAME, twin / CONFIG_NAME)
         weights = load_file(source / WEIGHTS_NAME)
         for name, weight in weights.items():
