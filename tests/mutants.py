@@ -1189,7 +1189,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "all children go on with the execution of their parent",
             Swap("particle.live.pop()", "particle.live[0]"),
         ),
-        ("Execution.sample", "a mask's mass is not observed", Drop("self.observe")),
+        ("Execution.sample", "a mask's mass is not observed", Drop("self._weigh")),
     ),
     *breaks(
         "inference.metropolis",
