@@ -44,11 +44,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.masking import are_quick, fill
@@ -276,6 +277,12 @@ class TextModel:
     def max_steps(self) -> int:
         """``max_tokens``: a step draws one token of every text."""
         return self._proposals.max_tokens
+
+    def unweighted(self) -> Self:
+        """Return the model of the same texts under the same constraint, without potential and twist."""
+        model = copy.copy(self)
+        model._potential = model._twist = None
+        return model
 
     def start(self) -> TextParticle:
         """Return the empty text."""
