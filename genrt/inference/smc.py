@@ -165,7 +165,7 @@ class SMC:
             while not state.done:
                 state, info = await self.step(state)
                 infos.append(info)
-                show(going=f"{info.unfinished}/{self._num_particles}", ESS=f"{info.ess:.1f}")
+                show(going=f"{info.unfinished}/{len(state.particles)}", ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
         return replace(self.result(state, infos=infos), statistics=counted())
@@ -198,7 +198,7 @@ class SMC:
                     "False"
                 )
             return bool(answer)
-        return state.ess < self._resample_when * self._num_particles
+        return state.ess < self._resample_when * len(state.particles)
 
     def _resampled(self, rng: np.random.Generator, state: State) -> tuple[Ancestors, Floats]:
         """Return the ancestors of the next particles, and their log-weights."""

@@ -364,6 +364,23 @@ async def test_states_and_infos_tell_what_happened() -> None:
         assert before.done
 
 
+@pytest.mark.parametrize(("count", "is_due"), [(4, False), (32, True)])
+async def test_resampling_is_due_by_the_number_of_particles_that_there_are(
+    count: int, is_due: bool
+) -> None:
+    """Not by the number that the run began with: a caller may keep fewer, or branch."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(TextModel(lm, PROMPT, max_tokens=4), num_particles=16)
+        state, _ = await smc.step(smc.init(0))
+        weights = np.zeros(count)
+        weights[12:] = -50.0
+        other = State((state.particles * 2)[:count], weights, state.step, state.seed)
+        assert other.ess == pytest.approx(min(count, 12))
+        _, info = await smc.step(other)
+    assert info.resampled == is_due
+    assert len(info.ancestors) == count
+
+
 async def test_a_states_arrays_cannot_be_changed() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         state, info = await an_smc(lm).step(an_smc(lm).init(0))

@@ -373,6 +373,16 @@ async def test_states_of_one_run_make_a_result() -> None:
             sampler.result([sampler.init(0), *states])
 
 
+async def test_chains_are_missing_of_those_that_there_are() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        sampler = MetropolisHastings(TextModel(lm, [0], max_tokens=3), num_chains=4, num_steps=2)
+        state, _ = await sampler.step(sampler.init(0))
+        fewer = Chains((*state.chains[:2], None), state.step, state.seed)
+        result = sampler.result([fewer, (await sampler.step(fewer))[0]])
+    assert result.chains is not None
+    assert (len(result.chains.values), result.chains.missing) == (2, 1)
+
+
 async def test_other_results_have_no_chains_to_diagnose() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         result = await SMC(TextModel(lm, PROMPT, max_tokens=2), num_particles=2).run(0)
