@@ -175,7 +175,8 @@ class StepSeed(int):
 
 
 def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, StepSeed]:
-    """Return the seeds of a step: one for the algorithm's own choices, one for its model's."""
+    """Return the seeds of a step: one for the algorithm's own choices, one for its model's. All
+    algorithms and models have the same, so runs with one seed share their random numbers."""
     own = np.random.SeedSequence(seed, spawn_key=(step, 0))
     return own, StepSeed.of(lambda k: np.random.SeedSequence(seed, spawn_key=(step + k, 1)))
 

@@ -62,7 +62,8 @@ class Result:
     def ess(self) -> float:
         """The effective sample size; 0 if every particle died.
 
-        Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, NaN if unknown.
+        Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, a bulk ESS, NaN if
+        unknown.
         """
         return self._summary.ess
 
@@ -132,8 +133,8 @@ class Result:
         return [self.values[index] for index in chosen]
 
     def diagnose(self, function: Callable[[Any], float]) -> Diagnosis:
-        """Return how well the chains mixed, as a function of their values shows it: the effective sample
-        size of ``expectation(function)``, and R-hat.
+        """Return how well the chains mixed, as a function of their values shows it: ``ess_mean``, the
+        effective sample size of ``expectation(function)``, ``ess_bulk``, that of its ranks, and R-hat.
 
         Raises:
             InvalidRequest: the result has no chains, or the function gives something that is no number.

@@ -320,7 +320,7 @@ async def test_a_result_has_its_chains(name: str) -> None:
     )
     assert chains.missing == 0
     assert result.ess == chains.ess <= len(result.texts)
-    assert result.diagnose(len).ess <= len(result.texts)
+    assert result.diagnose(len).ess_mean <= len(result.texts)
 
 
 async def test_chains_that_hardly_move_do_not_claim_to_be_worth_all_their_texts() -> None:
