@@ -36,7 +36,7 @@ from genrt.inference.resampling import (
 )
 from genrt.inference.result import Result
 from genrt.inference.smc import SMC, importance_sampling
-from genrt.inference.state import Info, State
+from genrt.inference.state import Deaths, Info, State
 from genrt.inference.text_model import TextModel, TextParticle
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "BestOfN",
     "ChainStatistics",
     "Chains",
+    "Deaths",
     "Diagnosis",
     "DraftStatistics",
     "Drafter",

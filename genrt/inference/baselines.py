@@ -30,6 +30,7 @@ from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
 from genrt.inference.smc import importance_sampling
+from genrt.inference.state import Deaths
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
 from genrt.runtime.blocking import blocking_twin
@@ -290,7 +291,15 @@ class BestOfN:
         log_weights = np.full(len(state.texts), -math.inf)
         if state.best is not None:
             log_weights[state.best] = 0.0
-        return _result(state.texts, log_weights, math.nan)
+        dead = [
+            (len(text.token_ids), log_weight > -math.inf)
+            for text, log_weight, score in zip(
+                state.texts, state.log_weights, state.scores, strict=True
+            )
+            if score == -math.inf
+        ]
+        result = _result(state.texts, log_weights, math.nan)
+        return replace(result, deaths=Deaths.of(self.model, dead))
 
 
 class _Plain:

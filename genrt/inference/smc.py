@@ -20,6 +20,7 @@ large language models via sequential Monte Carlo*.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -32,7 +33,7 @@ from genrt.inference.counting import counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
-from genrt.inference.state import Info, State
+from genrt.inference.state import Deaths, Info, State
 from genrt.numbers import check_float, check_int
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.progress import progress_bar
@@ -184,6 +185,14 @@ class SMC:
             log_weights=state.log_weights,
             log_evidence=state.log_evidence,
             infos=tuple(infos),
+            deaths=Deaths.of(
+                model,
+                (
+                    (len(each.token_ids), each.finished)
+                    for each, log_weight in zip(state.particles, state.log_weights, strict=True)
+                    if log_weight == -math.inf
+                ),
+            ),
             _tokens=drawn_tokens(model, infos),
         )
 
