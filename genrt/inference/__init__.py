@@ -18,7 +18,6 @@ from __future__ import annotations
 from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.drafting import Drafter, DraftStatistics
 from genrt.inference.ends import END_TOKEN
 from genrt.inference.infilling import infilling
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
@@ -47,8 +46,6 @@ __all__ = [
     "Chains",
     "Deaths",
     "Diagnosis",
-    "DraftStatistics",
-    "Drafter",
     "Drawn",
     "Execution",
     "Genealogy",

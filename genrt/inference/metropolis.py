@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import StepSeed, frozen, seeds_of_step, state_of
+from genrt.inference.checks import frozen, seed_of, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
@@ -281,7 +281,7 @@ class MetropolisHastings:
                 histories[place][-1].particle if histories[place] else self._model.start()
                 for place in places
             ]
-            growths = await grown(self._model, particles, StepSeed.spawned(seeds))
+            growths = await grown(self._model, particles, seed_of(seeds.spawn(1)[0]))
             for place, growth in zip(places, growths, strict=True):
                 histories[place].append(growth)
 
