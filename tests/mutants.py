@@ -183,59 +183,6 @@ MUTANTS: tuple[Mutant, ...] = (
         only="changes",
     ),
     *breaks(
-        "populations.drawing",
-        "test_drafting.py",
-        (
-            "Drawing._answered",
-            "a draft whose row is not finite fails the draw",
-            Swap("drafts is not None and any(drafts)", "False"),
-        ),
-        only="finite",
-    ),
-    *breaks(
-        "inference.pace",
-        "test_pace.py",
-        (
-            "_Size.took",
-            "what costs much is tried to the end",
-            Swap("lost > LOSS", "False"),
-        ),
-        (
-            "_Size.took",
-            "drafts are kept up though they do not pay",
-            Swap("ahead.seconds < FASTER * without.of(ahead.steps)", "True"),
-        ),
-    ),
-    *breaks(
-        "inference.suffixes",
-        "test_suffixes.py",
-        (
-            "chosen",
-            "a guess takes its token by the number of its block",
-            Swap("inverse(within, numbers[:, 1])", "inverse(within, numbers[:, 0])"),
-        ),
-        (
-            "chosen",
-            "a guess is what the mask does not allow",
-            Swap("(mask[token_ids >> 5] >> (token_ids & 31)) & 1 == 0", "token_ids < 0"),
-        ),
-    ),
-    *breaks(
-        "inference.guesses",
-        "test_drafting.py",
-        (
-            "Guesses._lengthen",
-            "what must follow is not drafted",
-            Swap("only is not None", "False"),
-        ),
-        (
-            "Guesses.check",
-            "every guess counts as right",
-            Swap("ahead.draft[0] == token", "True"),
-        ),
-        only="must_follow or drafter or learn",
-    ),
-    *breaks(
         "populations.population",
         "test_populations.py",
         (
@@ -1093,7 +1040,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *breaks(
         "inference.checks",
         "test_inference.py",
-        ("seeds_of_step", "every step has the same randomness", Swap("(step + k, 1)", "(k, 1)")),
+        ("seeds_of_step", "every step has the same randomness", Swap("(step, kind)", "(0, kind)")),
     ),
     *breaks(
         "inference.blocks",
@@ -1189,7 +1136,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "all children go on with the execution of their parent",
             Swap("particle.live.pop()", "particle.live[0]"),
         ),
-        ("Execution.sample", "a mask's mass is not observed", Drop("self.observe")),
+        ("Execution.sample", "a mask's mass is not observed", Drop("self._weigh")),
     ),
     *breaks(
         "inference.metropolis",

@@ -18,7 +18,6 @@ from __future__ import annotations
 from genrt.inference.baselines import BestOfN, Drawn, Kept, Ranked, Rejection
 from genrt.inference.diagnostics import ChainStatistics, Diagnosis
 from genrt.inference.display.genealogy import Genealogy
-from genrt.inference.drafting import Drafter, DraftStatistics
 from genrt.inference.ends import END_TOKEN
 from genrt.inference.infilling import infilling
 from genrt.inference.metropolis import Chains, MetropolisHastings, Moves
@@ -36,7 +35,7 @@ from genrt.inference.resampling import (
 )
 from genrt.inference.result import Result
 from genrt.inference.smc import SMC, importance_sampling
-from genrt.inference.state import Info, State
+from genrt.inference.state import Deaths, Info, State
 from genrt.inference.text_model import TextModel, TextParticle
 
 __all__ = [
@@ -45,9 +44,8 @@ __all__ = [
     "BestOfN",
     "ChainStatistics",
     "Chains",
+    "Deaths",
     "Diagnosis",
-    "DraftStatistics",
-    "Drafter",
     "Drawn",
     "Execution",
     "Genealogy",

@@ -1,4 +1,4 @@
-r"""The baselines: plain samples of the language model, by vLLM's own decode loop, kept or ranked.
+r"""The baselines: samples of the language model, by the engine's own decode loop, kept or ranked.
 
 **Rejection** draws whole texts from the model without its constraint, and keeps one with probability
 1[x in C] exp(phi(x) - c), for a bound c of the potential phi. The kept texts follow the target exactly,
@@ -9,8 +9,9 @@ even if they are few. For a run that stops at the k-th kept text, the n-th drawn
 is unbiased for k >= 2 (Haldane 1945; Girshick, Mosteller & Savage 1946). The cost is 1 / Z texts for each
 kept one (von Neumann 1951).
 
-**Best of N** ranks N such texts by a score and takes the best that satisfies the constraint: a common
-baseline, but not a sample of any posterior.
+**Best of N** ranks N texts by a score and takes the best: a common baseline, but not a sample of any
+posterior. With a constraint the texts are drawn under its masks, as SMC draws them. Each has the weight
+of an importance sample of p(x) 1[x in C], which the ranking leaves out: a score ranks, a weight does not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from genrt.inference.counting import counting
 from genrt.inference.potentials import evaluated
 from genrt.inference.resampling import Floats
 from genrt.inference.result import Result
+from genrt.inference.smc import importance_sampling
+from genrt.inference.state import Deaths
 from genrt.inference.text_model import TextModel
 from genrt.numbers import check_float, check_int
 from genrt.runtime.blocking import blocking_twin
@@ -182,10 +185,18 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Texts and their scores, -inf for those that don't satisfy the constraint. A value."""
+    """Texts and their scores. A value.
+
+    Attributes:
+        texts: dead ones as far as they got.
+        scores: -inf for the dead, which met a dead end of the constraint, or ``max_tokens``.
+        log_weights: the weights of the texts as importance samples of the model's own texts under the
+            constraint, without the potential; 0 without a constraint, -inf for the dead.
+    """
 
     texts: tuple[Text, ...]
     scores: tuple[float, ...]
+    log_weights: tuple[float, ...]
     step: int
     seed: int
 
@@ -197,24 +208,24 @@ class Ranked:
 
 
 class BestOfN:
-    """The best of N texts by the model's potential, of those that satisfy its constraint.
+    """The best of N texts, drawn under the model's constraint, by its potential.
 
     ::
 
         result = await BestOfN(model, n=64).run(seed=0)
-        result.posterior()  # [(the best text, 1.0)], or [] if none satisfies the constraint
+        result.posterior()  # [(the best text, 1.0)], or [] if all met dead ends
     """
 
     def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
         """
         Args:
             score: what to rank by; by default the model's potential. Without one all texts are alike, and
-                the first that satisfies the constraint is taken.
+                the first that is not dead is taken.
 
         Raises:
             InvalidRequest: an argument is out of its range.
         """
-        self._plain = _Plain(model)
+        self._model = _text_model(model)
         self._n = check_int("n", n, 1)
         check_callable("the score", score, "a function of a Text", optional=True)
         self._score = model.potential if score is None else score
@@ -225,11 +236,11 @@ class BestOfN:
     @property
     def model(self) -> TextModel:
         """The model that is run."""
-        return self._plain.model
+        return self._model
 
     def init(self, seed: int) -> Ranked:
         """Return the state before any text; the seed is an integer from 0 on."""
-        return Ranked((), (), 0, check_int("seed", seed, 0))
+        return Ranked((), (), (), 0, check_int("seed", seed, 0))
 
     async def step(self, state: Ranked) -> tuple[Ranked, tuple[Drawn, ...]]:
         """Draw N more texts at once; ``kept`` marks the best of all so far, if it is among these.
@@ -240,14 +251,30 @@ class BestOfN:
             GenrtError: whatever the model raised.
         """
         _, models = seeds_of_step(state_of(Ranked, state).seed, state.step)
-        texts = await self._plain.texts(self._n, models)
-        scores = await self._plain.log_weights(texts, self._score)
-        after = Ranked((*state.texts, *texts), (*state.scores, *scores), state.step + 1, state.seed)
+        texts, log_weights = await self._drawn(models)
+        scores = await _scored("score", self._score, texts, log_weights)
+        after = Ranked(
+            (*state.texts, *texts),
+            (*state.scores, *scores),
+            (*state.log_weights, *log_weights),
+            state.step + 1,
+            state.seed,
+        )
         first = len(state.texts)
         return after, tuple(
             Drawn(text, score, first + place == after.best)
             for place, (text, score) in enumerate(zip(texts, scores, strict=True))
         )
+
+    async def _drawn(self, seed: int) -> tuple[list[Text], list[float]]:
+        """Draw N texts; return them with their log-weights."""
+        if self.model.constraint is None:
+            return await _Plain(self.model).texts(self._n, seed), [0.0] * self._n
+        sampler = importance_sampling(self.model.unweighted(), num_particles=self._n)
+        state = sampler.init(seed)
+        async for after, _ in sampler.steps(state):
+            state = after
+        return [each.generated for each in state.particles], state.log_weights.tolist()
 
     async def run(self, seed: int) -> Result:
         """Make one step and return its N texts in order, the best as the only one of positive weight; the
@@ -264,16 +291,22 @@ class BestOfN:
         log_weights = np.full(len(state.texts), -math.inf)
         if state.best is not None:
             log_weights[state.best] = 0.0
-        return _result(state.texts, log_weights, math.nan)
+        dead = [
+            (len(text.token_ids), log_weight > -math.inf)
+            for text, log_weight, score in zip(
+                state.texts, state.log_weights, state.scores, strict=True
+            )
+            if score == -math.inf
+        ]
+        result = _result(state.texts, log_weights, math.nan)
+        return replace(result, deaths=Deaths.of(self.model, dead))
 
 
 class _Plain:
     """Whole texts of a model's language model, drawn without its constraint and twist."""
 
     def __init__(self, model: TextModel) -> None:
-        if not isinstance(model, TextModel):
-            raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
-        self.model = model
+        self.model = _text_model(model)
         constraint = model.constraint
         if constraint is not None and model.ends.never:
             raise InvalidRequest(
@@ -312,13 +345,28 @@ class _Plain:
         # A text cut at max_tokens has not ended, so it is not one of the constraint's.
         longest = math.inf if self._indicator is None else self.model.max_steps
         log_weights = [0.0 if len(text.token_ids) < longest else -math.inf for text in texts]
-        for name, judge in (("constraint", self._indicator), ("potential", potential)):
-            if judge is not None:
-                places = [place for place, each in enumerate(log_weights) if each > -math.inf]
-                found = await evaluated(name, judge, [texts[place] for place in places])
-                for place, value in zip(places, found, strict=True):
-                    log_weights[place] = value
-        return log_weights
+        log_weights = await _scored("constraint", self._indicator, texts, log_weights)
+        return await _scored("potential", potential, texts, log_weights)
+
+
+def _text_model(model: TextModel) -> TextModel:
+    if not isinstance(model, TextModel):
+        raise InvalidRequest(f"the model is a {type(model).__name__}: give a TextModel")
+    return model
+
+
+async def _scored(
+    name: str, judge: Potential | None, texts: Sequence[Text], log_weights: Sequence[float]
+) -> list[float]:
+    """Return what the judge gives each text, 0 without one; -inf for texts of weight 0."""
+    places = [place for place, each in enumerate(log_weights) if each > -math.inf]
+    scores = [-math.inf] * len(texts)
+    found = [0.0] * len(places)
+    if judge is not None:
+        found = await evaluated(name, judge, [texts[place] for place in places])
+    for place, value in zip(places, found, strict=True):
+        scores[place] = value
+    return scores
 
 
 def _result(texts: Sequence[Text], log_weights: Floats, log_evidence: float) -> Result:

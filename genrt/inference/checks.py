@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -149,36 +149,13 @@ def frozen(array: A) -> A:
     return array
 
 
-class StepSeed(int):
-    """A step's seed for its model, below 2^63, which knows those of the steps to come."""
-
-    _later: Callable[[int], np.random.SeedSequence]
-
-    @classmethod
-    def of(cls, later: Callable[[int], np.random.SeedSequence]) -> Self:
-        """Return the seed that ``later(0)`` makes; ``later(k)`` makes that of ``k`` steps later."""
-        seed = cls(_number(later(0)))
-        seed._later = later
-        return seed
-
-    @classmethod
-    def spawned(cls, seeds: np.random.SeedSequence) -> Self:
-        """Return the seed that ``seeds.spawn(1)`` gives, and take it from them; later steps spawn too."""
-        first = seeds.n_children_spawned
-        seeds.spawn(1)
-        key, entropy = seeds.spawn_key, seeds.entropy
-        return cls.of(lambda k: np.random.SeedSequence(entropy, spawn_key=(*key, first + k)))
-
-    def later(self, steps: int) -> int:
-        """Return the seed of so many steps later, if nothing changes."""
-        return _number(self._later(steps))
+def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, int]:
+    """Return the seeds of a step: one for the algorithm's own choices, one for its model's. All
+    algorithms and models have the same, so runs with one seed share their random numbers."""
+    own, model = (np.random.SeedSequence(seed, spawn_key=(step, kind)) for kind in (0, 1))
+    return own, seed_of(model)
 
 
-def seeds_of_step(seed: int, step: int) -> tuple[np.random.SeedSequence, StepSeed]:
-    """Return the seeds of a step: one for the algorithm's own choices, one for its model's."""
-    own = np.random.SeedSequence(seed, spawn_key=(step, 0))
-    return own, StepSeed.of(lambda k: np.random.SeedSequence(seed, spawn_key=(step + k, 1)))
-
-
-def _number(sequence: np.random.SeedSequence) -> int:
+def seed_of(sequence: np.random.SeedSequence) -> int:
+    """Return the seed of a step for its model, below 2^63."""
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)

@@ -1,8 +1,10 @@
 r"""How well chains mix: acceptance, effective sample size by autocorrelation, R-hat.
 
 M chains of T steps are diagnosed for one function f of their values at a time. Each chain is cut in two
-halves, so that a drift shows as a difference between chains, and the values of f are replaced by the
-normal scores of their ranks, so that its tails may be heavy, or infinite. Of these 2 M sequences
+halves, so that a drift shows as a difference between chains. R-hat and the *bulk* ESS replace the values
+of f by the normal scores of their ranks, so that its tails may be heavy, or infinite. The *mean* ESS
+takes the values themselves. It is that of an estimate of E[f], and less where rare values dominate. Of
+these 2 M sequences
 z_m of n steps, with W the mean of their variances and B the variance of their means,
 
     var+ = (n - 1) / n W + B,        R-hat = sqrt(var+ / W),
@@ -58,15 +60,18 @@ class Diagnosis:
     """How well chains mix, as far as one function of their values shows.
 
     Attributes:
-        ess: how many independent values would give as good an estimate of the function's mean.
+        ess_bulk: how many independent values would tell as much of where most of the law is.
+        ess_mean: how many independent values would give as good an estimate of the function's mean; NaN
+            if a value is infinite.
         r_hat: by what factor the chains together are more spread than each; 1 if they agree.
     """
 
-    ess: float
+    ess_bulk: float
+    ess_mean: float
     r_hat: float
 
 
-UNKNOWN = Diagnosis(math.nan, math.nan)
+UNKNOWN = Diagnosis(math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +85,8 @@ class ChainStatistics:
         lengths: int64 ``[chains, steps]``, how many tokens each text has.
         acceptance: float64 ``[chains]``, the share of its moves that each chain took; NaN if unknown.
         missing: how many chains found no text to begin with.
-        ess: the least effective sample size, by autocorrelation, of the log-weights, the lengths, and
-            whether a chain is at a value, for each of the ten commonest; NaN if none is known.
+        ess: the least bulk effective sample size, by autocorrelation, of the log-weights, the lengths,
+            and whether a chain is at a value, for each of the ten commonest; NaN if none is known.
         r_hat: the largest R-hat of the same; NaN if none is known.
     """
 
@@ -96,7 +101,7 @@ class ChainStatistics:
     def __post_init__(self) -> None:
         functions = [self.log_weights, self.lengths.astype(np.float64)]
         diagnoses = [*map(diagnosed, functions + _indicators(self.values, self.lengths.shape))]
-        known = [each.ess for each in diagnoses if each.ess == each.ess]
+        known = [each.ess_bulk for each in diagnoses if each.ess_bulk == each.ess_bulk]
         object.__setattr__(self, "ess", min(known, default=math.nan))
         known = [each.r_hat for each in diagnoses if each.r_hat == each.r_hat]
         object.__setattr__(self, "r_hat", max(known, default=math.nan))
@@ -118,18 +123,20 @@ def diagnosed(numbers: Floats) -> Diagnosis:
         return UNKNOWN
     chains, steps = numbers.shape
     if steps == 1:
-        return Diagnosis(float(chains), math.nan)
+        return Diagnosis(float(chains), float(chains), math.nan)
     if steps < FEWEST_STEPS or (chains < MANY_CHAINS and steps < LONG):
         return UNKNOWN
     scores = _halves(_normal_scores(numbers))
     if (scores == scores[0, 0]).all():
         return UNKNOWN
+    ess_bulk, ess_mean = _ess(scores), _ess_mean(numbers)
     if chains == 1:
-        return Diagnosis(_ess(scores), math.nan)
+        return Diagnosis(ess_bulk, ess_mean, math.nan)
     with np.errstate(invalid="ignore"):  # infinities less an infinite median, which are equal
         folded = np.nan_to_num(np.abs(numbers - np.median(numbers)), nan=0.0, posinf=math.inf)
     spread = _r_hat(_halves(_normal_scores(folded)))
-    return Diagnosis(_ess(scores), max(_r_hat(scores), 0.0 if math.isnan(spread) else spread))
+    r_hat = max(_r_hat(scores), 0.0 if math.isnan(spread) else spread)
+    return Diagnosis(ess_bulk, ess_mean, r_hat)
 
 
 def key_of(value: Any) -> Hashable:
@@ -182,6 +189,14 @@ def _r_hat(scores: Floats) -> float:
     if total == 0:
         return math.nan
     return math.sqrt(total / within) if within > 0 else math.inf
+
+
+def _ess_mean(numbers: Floats) -> float:
+    """Return the effective sample size of numbers ``[chains, steps]``, not all equal, for their mean."""
+    if np.isinf(numbers).any():
+        return math.nan
+    scaled = numbers / np.abs(numbers).max()  # their squares must be floats, too
+    return _ess(_halves(scaled - np.median(scaled)))
 
 
 def _ess(scores: Floats) -> float:

@@ -1,10 +1,11 @@
 r"""Texts between a prefix and a suffix.
 
 The target is pi(g) = p(g | prefix) p(suffix | prefix g) / Z over gaps g of up to ``max_tokens`` tokens,
-where Z, the evidence, is the sum of the numerator: no factor for an end. A particle chooses to end
-its gap, with weight s(g) = p(suffix | prefix g), or another token, with weight p(A), the mass of the
-tokens that may follow; its weight gains s(g) + p(A). While it grows it is twisted by the largest s so
-far, so that gaps that have ended and gaps that go on may be compared.
+where Z, the evidence, is the sum of the numerator: no factor for an end. A particle carries the twist m,
+the largest s(g) = p(suffix | prefix g) so far. It ends its gap with weight s(g), or draws another token
+with weight p(A) m, where p(A) is the mass of the tokens that may follow. Its weight gains
+(s(g) + p(A) m) / m. The twist makes both weights comparable, however improbable the suffix is: weighed by
+s(g) and p(A) alone, nearly every gap would end at ``max_tokens`` only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from genrt.constraints import Constraint, amasks
@@ -76,19 +78,15 @@ def infilling(
             if len(drawn) < longest and bool(mask.any()):
                 row = await p.lm.next_token_logprobs(context, device="cpu", adapter=name)
                 going = float(torch.logsumexp(row[mask].double(), dim=0))
-            weights = [ending if may_end else -math.inf, going]
-            if ending > twist or twist == 0.0:
-                highest = max(ending, twist) if twist else ending
-                if highest > -math.inf:
-                    p.observe(highest - twist)
-                    twist = highest
-            total = max(weights)
-            if total > -math.inf:
-                total += math.log(sum(math.exp(each - total) for each in weights))
-            if await p.choice([True, False], log_weights=weights if total > -math.inf else None):
-                p.observe(total - twist)
+            highest = max(ending, twist or -math.inf)
+            if highest > -math.inf:
+                p.observe(highest - twist)
+                twist = highest
+            weights = np.array([ending if may_end else -math.inf, going + twist])
+            total = float(np.logaddexp(*weights))
+            p.observe(total - twist)
+            if await p.choice([True, False], log_weights=weights):
                 return decoded(b"".join(lm.byte_vocab[each] for each in drawn))
-            p.observe(total)
             token_id = await p.sample(context, mask=mask, adapter=name)
             p.observe(-going)
             drawn.append(token_id)

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import StepSeed, frozen, seeds_of_step, state_of
+from genrt.inference.checks import frozen, seed_of, seeds_of_step, state_of
 from genrt.inference.counting import counting
 from genrt.inference.diagnostics import ChainStatistics
 from genrt.inference.model import Growth, Model, checked_model, grown
@@ -203,7 +203,8 @@ class MetropolisHastings:
                 show(accepted=f"{moves.accepted.mean():.2f}")
                 if on_step is not None:
                     on_step(state, moves)
-        return replace(self._result(visits, made), statistics=counted())
+        result = self._result(visits, made, of=len(state.chains))
+        return replace(result, statistics=counted())
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, where it calls ``on_step``. An interrupt cancels it."""
@@ -218,9 +219,11 @@ class MetropolisHastings:
         Raises:
             InvalidRequest: the states are of different runs, or one has not begun.
         """
-        return self._result([_visits(state) for state in states], moves)
+        count = max((len(state.chains) for state in states), default=0)
+        return self._result([_visits(state) for state in states], moves, of=count)
 
-    def _result(self, visits: Sequence[_Visits], moves: Sequence[Moves]) -> Result:
+    def _result(self, visits: Sequence[_Visits], moves: Sequence[Moves], *, of: int) -> Result:
+        """Return the result of these visits, of so many chains in all."""
         places = list(visits[0]) if visits else []
         if any(list(step) != places for step in visits):
             raise InvalidRequest(
@@ -246,7 +249,7 @@ class MetropolisHastings:
                 acceptance=frozen(
                     np.mean(accepted, axis=0) if accepted else np.full(count, math.nan)
                 ),
-                missing=self._num_chains - count,
+                missing=of - count,
             ),
         )
 
@@ -278,7 +281,7 @@ class MetropolisHastings:
                 histories[place][-1].particle if histories[place] else self._model.start()
                 for place in places
             ]
-            growths = await grown(self._model, particles, StepSeed.spawned(seeds))
+            growths = await grown(self._model, particles, seed_of(seeds.spawn(1)[0]))
             for place, growth in zip(places, growths, strict=True):
                 histories[place].append(growth)
 

@@ -29,6 +29,11 @@ of its choices: all randomness comes from ``p``, and its side effects are repeat
 awaits its draws, not tasks that it starts, and no ``asyncio.timeout`` or task group may be open around
 them, because another task continues the program afterwards.
 
+A program that runs again is compared with its record: the contexts, masks, temperatures and adapters of
+its draws, the texts of its conditions, the values that its choices drew. Its observations and the
+probabilities of its choices may differ by ``ROUNDING``, because an engine may round a row otherwise in
+another batch.
+
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay). Lew, Zhi-Xuan, Grand & Mansinghka (2023), *Sequential Monte Carlo steering
 of large language models using probabilistic programs*.
@@ -43,7 +48,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -56,7 +61,7 @@ from genrt.inference.resampling import Floats, normalised
 from genrt.inference.unawaited import Questions, check_returned, question
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float
-from genrt.questions.masks import Mask
+from genrt.questions.masks import Mask, packed_mask
 from genrt.questions.token_ids import TokenIds
 from genrt.runtime.together import together
 from genrt.tokens.texts import decoded
@@ -67,7 +72,59 @@ Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
 
 Asked: TypeAlias = tuple[Any, ...]
-"""A question of a program: a program that runs again has to ask the same ones."""
+"""A draw of a program: its method, and digests of its ``ARGUMENTS``."""
+
+ARGUMENTS = {
+    "sample": ("token_ids", "mask", "temperature", "adapter"),
+    "choice": ("number of values",),
+    "uniform": (),
+}
+
+ROUNDING = 0.5, 0.02
+"""How far two computations of one log-weight may be apart: absolutely, and relative to its terms. Rows of
+half precision differ by up to 0.25 a token between batches."""
+
+
+class _Weighed(NamedTuple):
+    """The changes of weight between two draws, in any order, because tasks may make them.
+
+    Attributes:
+        total: the sum of all ``observe``.
+        size: the sum of their absolute values.
+        conditions: the sum of the digests of all ``condition``.
+    """
+
+    total: float = 0.0
+    size: float = 0.0
+    conditions: int = 0
+
+    def is_like(self, other: _Weighed) -> bool:
+        """Return whether both are the same changes, up to rounding."""
+        size = max(self.size, other.size)
+        return self.conditions == other.conditions and _is_close(self.total, other.total, size)
+
+
+class _Pause(NamedTuple):
+    """A draw that an execution has not made yet, and the changes of weight since the one before."""
+
+    asked: Asked
+    weighed: _Weighed
+
+
+class _Drawn(NamedTuple):
+    """A recorded draw.
+
+    Attributes:
+        outcome: the token, the number, or the index of the value.
+        value: a digest of the value that a choice drew.
+        log_share: the logarithm of its probability.
+    """
+
+    asked: Asked
+    weighed: _Weighed
+    outcome: Any
+    value: Any = None
+    log_share: float = 0.0
 
 
 class Execution:
@@ -76,14 +133,14 @@ class Execution:
     ``lm`` is the runtime, for everything else: rows, scores, other draws with seeds.
     """
 
-    def __init__(
-        self, lm: AsyncLM, choices: Sequence[tuple[Asked, Any]], pause: Asked | None
-    ) -> None:
+    def __init__(self, lm: AsyncLM, choices: Sequence[_Drawn], pause: _Pause | None) -> None:
         self.lm = lm
         self._choices = list(choices)
         self._to_replay = deque(choices)
         self._pause = pause
-        """The question at which it paused, and continues; ``None`` before the first pause."""
+        """The draw at which it paused, and continues; ``None`` before the first pause."""
+        self._weighed = _Weighed()
+        """The changes of weight since the last draw."""
         self._is_live = pause is None
         self._questions = Questions()
         self._task: asyncio.Task[Any] | None = None
@@ -127,23 +184,24 @@ class Execution:
         if check_float("temperature", temperature) != 1 and mask is not None:
             raise InvalidRequest("sample takes a mask or a temperature, not both: leave one out")
         tempered = checks.check_temperature(temperature)
-        asked = ("sample", _fingerprint(token_ids), tempered, adapter)
+        packed = None if mask is None else packed_mask(mask, self.lm.vocab_size)
+        asked = ("sample", _fingerprint("sample", token_ids), hash(packed), tempered, adapter)
         if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
-            return int(recorded)
+            return int(recorded.outcome)
         self._has_sampled = True
         drawn = await self.lm.draw(
             token_ids,
-            mask=mask,
+            mask=None if packed is None else np.frombuffer(packed, np.int32),
             temperature=temperature,
             seed=int(self._rng.integers(2**63)),
             adapter=adapter,
         )
         if mask is not None:
-            self.observe(drawn.log_mass)
+            self._weigh(drawn.log_mass)
         if drawn.token_id == DEAD:
             await _pause()
         self._drawn = drawn.token_id
-        self._choices.append((asked, self._drawn))
+        self._record(asked, self._drawn)
         return self._drawn
 
     @question
@@ -155,9 +213,12 @@ class Execution:
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
+        texts = _fingerprint("condition", token_ids), _fingerprint("condition", continuation)
+        total, size, conditions = self._weighed
+        self._weighed = _Weighed(total, size, conditions + hash((*texts, adapter)))
         if self._is_live:
             scores = await self.lm.score(token_ids, continuation, adapter=adapter)
-            self.observe(float(scores.double().sum()))
+            self._weigh(float(scores.double().sum()))
 
     def observe(self, log_weight: float) -> None:
         """Add to the particle's log-weight; -inf ends the particle at its next draw.
@@ -169,9 +230,14 @@ class Execution:
             number = checks.log_weight(log_weight)
         except InvalidRequest as error:
             raise InvalidRequest(f"observe was given {log_weight!r}: {error}") from error
+        total, size, conditions = self._weighed
+        self._weighed = _Weighed(total + number, size + abs(number), conditions)
         if self._is_live:
-            self._log_weight += number
-            self._has_weighed = self._has_drawn
+            self._weigh(number)
+
+    def _weigh(self, log_weight: float) -> None:
+        self._log_weight += log_weight
+        self._has_weighed = self._has_drawn
 
     @question
     async def uniform(self) -> float:
@@ -180,7 +246,12 @@ class Execution:
         Raises:
             InvalidRequest: awaited in another task than the program's.
         """
-        return float(await self._chosen(("uniform",), lambda: float(self._rng.random())))
+        asked = ("uniform",)
+        if (recorded := await self._recorded(asked)) is not None:
+            return float(recorded.outcome)
+        drawn = float(self._rng.random())
+        self._record(asked, drawn)
+        return drawn
 
     @question
     async def choice(self, values: Sequence[T], *, log_weights: Weights | None = None) -> T:
@@ -203,19 +274,25 @@ class Execution:
         shares = None if log_weights is None else _shares(log_weights, count)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
-        chosen = await self._chosen(
-            ("choice", count), lambda: int(self._rng.choice(count, p=shares))
-        )
-        return values[chosen]
+        asked = ("choice", count)
+        recorded = await self._recorded(asked)
+        index = int(self._rng.choice(count, p=shares)) if recorded is None else recorded.outcome
+        share = 1 / count if shares is None else float(shares[index])
+        log_share = math.log(share) if share > 0 else -math.inf
+        value = values[index]
+        if recorded is None:
+            self._record(asked, index, _digest(value), log_share)
+        elif recorded.value != _digest(value):
+            raise _impure(f"choice drew {value!r} where it had drawn another value before")
+        elif not _is_close(recorded.log_share, log_share, -log_share):
+            raise _impure(f"choice gave {value!r} another probability than before")
+        return value
 
-    async def _chosen(self, asked: Asked, choose: Callable[[], T]) -> T:
-        if (recorded := await self._recorded(asked)) is not None:
-            return cast("T", recorded)
-        chosen = choose()
-        self._choices.append((asked, chosen))
-        return chosen
+    def _record(self, asked: Asked, *outcome: Any) -> None:
+        self._choices.append(_Drawn(asked, self._weighed, *outcome))
+        self._weighed = _Weighed()
 
-    async def _recorded(self, asked: Asked, *, due: bool = False) -> Any:
+    async def _recorded(self, asked: Asked, *, due: bool = False) -> _Drawn | None:
         """Return what this draw gave before; ``None`` if it is new, in the next step if one is due here.
         Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if asyncio.current_task() is not self._task:
@@ -224,29 +301,73 @@ class Execution:
                 "create_task do: await it in the program itself, one after the other"
             )
         if self._to_replay:
-            before, chosen = self._to_replay.popleft()
-            if before != asked:
-                raise _changed(before, asked)
-            return chosen
+            recorded = self._to_replay.popleft()
+            _check_same(recorded, asked, self._weighed)
+            self._weighed = _Weighed()
+            return recorded
         if not self._is_live:
-            if asked != self._pause:
-                raise _changed(self._pause or asked, asked)
+            if self._pause is not None:
+                _check_same(self._pause, asked, self._weighed)
             self._is_live = True
         elif due or self._has_weighed or self._log_weight == -math.inf:
-            self._pause = asked
+            self._pause = _Pause(asked, self._weighed)
             await _pause()
         self._has_drawn = True
         return None
 
 
-def _fingerprint(token_ids: TokenIds) -> int:
+def _check_same(before: _Drawn | _Pause, asked: Asked, weighed: _Weighed) -> None:
+    """Raise InvalidRequest if a program that runs again draws or weighs otherwise than before."""
+    kind, *arguments = asked
+    if before.asked[0] != kind:
+        raise _impure(f"it asked for {kind} where it had asked for {before.asked[0]} before")
+    if not before.weighed.is_like(weighed):
+        raise _impure(f"other values were observed, or other texts conditioned on, before {kind}")
+    for name, old, new in zip(ARGUMENTS[kind], before.asked[1:], arguments, strict=True):
+        if old != new:
+            raise _impure(f"{kind} was given another {name} than before")
+
+
+def _impure(found: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"a program ran again with its recorded choices, and {found}: make it a function of its choices, "
+        "with all its randomness from the execution"
+    )
+
+
+def _is_close(first: float, second: float, size: float) -> bool:
+    absolute, relative = ROUNDING
+    apart = abs(first - second)
+    return first == second or (apart < math.inf and apart <= absolute + relative * size)
+
+
+def _digest(value: Any) -> Any:
+    """Return an immutable value that is equal for equal data. An object without an equality of its own
+    counts by its type: a program that runs again makes another one."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return type(value), tuple(value.shape), repr(value.tolist())
+    if isinstance(value, Mapping):
+        return type(value), tuple(map(_digest, value.items()))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_digest, value))
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(_digest, value))
+    if isinstance(value, float):
+        return repr(value)  # NaN is equal to itself here
+    kind: Any = type(value)
+    if kind.__eq__ is object.__eq__ or kind.__hash__ is None:
+        return kind
+    return value
+
+
+def _fingerprint(method: str, token_ids: TokenIds) -> int:
     if isinstance(token_ids, np.ndarray | torch.Tensor):
         token_ids = token_ids.tolist()
     try:
         return hash(tuple(token_ids))
     except TypeError as error:
         raise InvalidRequest(
-            f"sample was given {token_ids!r}: give a flat sequence of token ids"
+            f"{method} was given {token_ids!r}: give a flat sequence of token ids"
         ) from error
 
 
@@ -265,19 +386,12 @@ def _shares(log_weights: Any, count: int) -> Floats:
     return normalised(weighed)
 
 
-def _changed(before: Asked, now: Asked) -> InvalidRequest:
-    return InvalidRequest(
-        f"the program asked for {now[0]} where it had asked for {before[0]} before, or with other "
-        "arguments: make it a function of its choices, with all its randomness from the execution"
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trace:
     """A particle: the choices of one execution, and at most once that execution itself, to continue."""
 
-    choices: tuple[tuple[Asked, Any], ...] = ()
-    pause: Asked | None = None
+    choices: tuple[_Drawn, ...] = ()
+    pause: _Pause | None = None
     token_ids: tuple[int, ...] = ()
     finished: bool = False
     value: Any = None
@@ -367,7 +481,7 @@ class Program:
             if (forgotten := execution._questions.forgotten()) is not None:
                 raise forgotten
             if not execution._is_live:
-                raise _changed(execution._pause or ("a draw",), ("nothing",))
+                raise _impure("returned where it had drawn before")
             check_returned(value)
         token_ids = particle.token_ids if token_id == DEAD else (*particle.token_ids, token_id)
         live = [] if finished else [(execution, coroutine)]

@@ -20,7 +20,6 @@ from torch import Tensor
 from genrt.constraints import CheckedState, ConstraintState, abitmasks
 from genrt.constraints.tokens import words_of
 from genrt.inference import awrs
-from genrt.inference.drafting import Drafting
 from genrt.inference.ends import Ends
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.resampling import Floats
@@ -70,9 +69,6 @@ class Proposals:
     adapter: str | None
     is_weighed_later: bool = False
     """True if the model that is proposed to weighs the tokens: it needs their own probabilities alone."""
-
-    drafting: Drafting | None = None
-    """Drafts for texts whose rows are not tempered; ``None`` for none."""
 
     @property
     def end_token(self) -> int:
@@ -134,11 +130,7 @@ class Proposals:
             rows, masks = await asyncio.gather(population.logprobs(), self._masks(states, at_last))
             return await asyncio.to_thread(self._by_masks, rows, masks, seed)
         masks = await self._masks(states, at_last)
-        if self.drafting is None or self.temperature != 1:
-            found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
-        else:
-            left = self.max_tokens - max(each.count for each in trails)
-            found = await self.drafting.draw(population, states, masks, seed, left)
+        found = await population.draw(masks=masks, temperature=self.temperature, seed=seed)
         return _drawn(found, masked=masks is not None)
 
     async def _masks(

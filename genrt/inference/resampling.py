@@ -1,7 +1,9 @@
 """Weights and ancestors: resampling schemes of one signature, effective sample size, mean weight.
 
 All schemes are unbiased: in expectation the children of index i together weigh as much as i. Except with
-``partial`` all children weigh the same, so index i has N w_i / sum_j w_j of them in expectation.
+``partial`` all children weigh the same, so index i has N w_i / sum_j w_j of them in expectation. Except
+with ``partial`` ancestors come in ascending order: which place a child has depends on its ancestor, so a
+single place, such as the first, is no draw from the weights.
 All raise InvalidRequest if no weight is positive, or one is NaN or +inf.
 """
 
@@ -32,7 +34,8 @@ BAND = 2.0
 
 
 def multinomial(rng: np.random.Generator, log_weights: Floats) -> Ancestors:
-    """Draw N independent ancestors: the simplest scheme, and the most random (Gordon et al. 1993)."""
+    """Draw N independent ancestors, and sort them: the simplest scheme, and the most random (Gordon et
+    al. 1993)."""
     return _inverse(normalised(log_weights), np.sort(rng.random(len(log_weights))))
 
 

@@ -16,7 +16,7 @@ from genrt.inference.display import plots, rendering
 from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.display.summary import Summary
 from genrt.inference.resampling import Ancestors, Floats
-from genrt.inference.state import Info
+from genrt.inference.state import Deaths, Info
 from genrt.numbers import check_int
 from genrt.runtime.statistics import Statistics
 
@@ -43,6 +43,7 @@ class Result:
             has no estimate.
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
         chains: of Metropolis–Hastings, where each chain was, and how well they mixed.
+        deaths: why particles died, of those that have no weight at the end.
         statistics: what the runtime did from the beginning of ``run`` to its end, for this run and any
             other program. ``None`` from ``result``, and for a model that has no runtime as ``lm``.
     """
@@ -55,6 +56,7 @@ class Result:
     infos: tuple[Info, ...] = ()
     statistics: Statistics | None = None
     chains: ChainStatistics | None = None
+    deaths: Deaths = field(default_factory=Deaths)
     _tokens: Mapping[int, bytes] = field(default_factory=dict)
     """The bytes of each drawn token."""
 
@@ -62,7 +64,8 @@ class Result:
     def ess(self) -> float:
         """The effective sample size; 0 if every particle died.
 
-        Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, NaN if unknown.
+        Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, a bulk ESS, NaN if
+        unknown.
         """
         return self._summary.ess
 
@@ -87,17 +90,20 @@ class Result:
         Raises:
             InvalidRequest: values that are not hashable: give ``of``.
         """
-        total: defaultdict[Any, float] = defaultdict(float)
-        for value, weight in zip(self.values, self.weights, strict=True):
+        parts: defaultdict[Any, list[float]] = defaultdict(list)
+        for value, weight in zip(self.values, self.weights.tolist(), strict=True):
             if weight > 0:
                 each = value if of is None else of(value)
                 try:
-                    total[each] += float(weight)
+                    parts[each].append(weight)
                 except TypeError as error:
                     raise InvalidRequest(
                         f"a {type(each).__name__} cannot be counted, it is not hashable: give of=, "
                         "a function that makes of a value what can, such as of=str"
                     ) from error
+        # Exact sums, so that the posterior adds up to 1.
+        whole = math.fsum(self.weights.tolist())
+        total = {each: math.fsum(weights) / whole for each, weights in parts.items()}
         return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
 
     def expectation(self, function: Callable[[Any], float]) -> float:
@@ -127,13 +133,14 @@ class Result:
         rng = np.random.default_rng(check_int("seed", seed, 0))
         size = check_int("count", count, 0)
         if not self._summary.alive:
-            raise InvalidRequest("every particle died: there is nothing to draw from")
+            why = str(self.deaths) or "nothing has a positive weight"
+            raise InvalidRequest(f"every particle died ({why}): there is nothing to draw from")
         chosen = rng.choice(len(self.values), size, p=self.weights)
         return [self.values[index] for index in chosen]
 
     def diagnose(self, function: Callable[[Any], float]) -> Diagnosis:
-        """Return how well the chains mixed, as a function of their values shows it: the effective sample
-        size of ``expectation(function)``, and R-hat.
+        """Return how well the chains mixed, as a function of their values shows it: ``ess_mean``, the
+        effective sample size of ``expectation(function)``, ``ess_bulk``, that of its ranks, and R-hat.
 
         Raises:
             InvalidRequest: the result has no chains, or the function gives something that is no number.
@@ -211,4 +218,5 @@ class Result:
             self.infos,
             self.statistics,
             self.chains,
+            self.deaths,
         )

@@ -20,6 +20,7 @@ large language models via sequential Monte Carlo*.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -32,7 +33,7 @@ from genrt.inference.counting import counting, drawn_tokens
 from genrt.inference.model import DEAD, Model, checked_model, grown
 from genrt.inference.resampling import Ancestors, Floats, Resampler, systematic
 from genrt.inference.result import Result
-from genrt.inference.state import Info, State
+from genrt.inference.state import Deaths, Info, State
 from genrt.numbers import check_float, check_int
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.progress import progress_bar
@@ -165,7 +166,7 @@ class SMC:
             while not state.done:
                 state, info = await self.step(state)
                 infos.append(info)
-                show(going=f"{info.unfinished}/{self._num_particles}", ESS=f"{info.ess:.1f}")
+                show(going=f"{info.unfinished}/{len(state.particles)}", ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
         return replace(self.result(state, infos=infos), statistics=counted())
@@ -184,6 +185,14 @@ class SMC:
             log_weights=state.log_weights,
             log_evidence=state.log_evidence,
             infos=tuple(infos),
+            deaths=Deaths.of(
+                model,
+                (
+                    (len(each.token_ids), each.finished)
+                    for each, log_weight in zip(state.particles, state.log_weights, strict=True)
+                    if log_weight == -math.inf
+                ),
+            ),
             _tokens=drawn_tokens(model, infos),
         )
 
@@ -198,7 +207,7 @@ class SMC:
                     "False"
                 )
             return bool(answer)
-        return state.ess < self._resample_when * self._num_particles
+        return state.ess < self._resample_when * len(state.particles)
 
     def _resampled(self, rng: np.random.Generator, state: State) -> tuple[Ancestors, Floats]:
         """Return the ancestors of the next particles, and their log-weights."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +54,44 @@ class State:
     def done(self) -> bool:
         """True if nothing is left to extend."""
         return not self.unfinished
+
+
+@dataclass(frozen=True, slots=True)
+class Deaths:
+    """Why particles have no weight, as numbers of them.
+
+    Attributes:
+        max_tokens: they reached ``max_tokens`` before the constraint let them end.
+        dead_ends: nothing could follow, or a twist or an observation ruled them out on their way.
+        potential: they ended, and the potential or the score ruled them out.
+    """
+
+    max_tokens: int = 0
+    dead_ends: int = 0
+    potential: int = 0
+
+    @classmethod
+    def of(cls, model: Any, dead: Iterable[tuple[int, bool]]) -> Self:
+        """Return the deaths of a model's particles, given the number of tokens of each, and whether it
+        ended."""
+        longest, ends = model.max_steps, getattr(model, "ends", None)
+        if longest is None:
+            longest = math.inf
+        elif ends is None or not ends.never:
+            longest -= 1  # the last step draws nothing but an end
+        causes = [
+            "potential" if ended else "max_tokens" if count >= longest else "dead_ends"
+            for count, ended in dead
+        ]
+        return cls(**Counter(causes))
+
+    def __str__(self) -> str:
+        counts = {
+            "at max_tokens": self.max_tokens,
+            "at dead ends": self.dead_ends,
+            "by the potential": self.potential,
+        }
+        return ", ".join(f"{count:,} {cause}" for cause, count in counts.items() if count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,18 +44,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from genrt.constraints import CheckedState, Constraint
 from genrt.constraints.masking import are_quick, fill
 from genrt.errors import ContextTooLong, InvalidConstraint, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.blocks import Block, Blocks, block_size
-from genrt.inference.drafting import Drafts, DraftStatistics, drafting
 from genrt.inference.ends import END_TOKEN, Ends, Stop, ends_of
 from genrt.inference.model import DEAD, Growth
 from genrt.inference.potentials import evaluated
@@ -121,7 +121,6 @@ class TextModel:
         proposal_adapter: str | None = None,
         temperature: float = 1.0,
         adapter: str | None = None,
-        drafts: Drafts = "off",
     ) -> None:
         """
         Args:
@@ -144,9 +143,6 @@ class TextModel:
             proposal_adapter: the adapter of another runtime's draws, by name.
             temperature: above 0; other than 1, the model is the one whose rows are tempered (and
                 normalised again), in the target and in the evidence too.
-            drafts: tokens that texts may go on with, whose rows are computed ahead: ``"auto"`` from what
-                texts went on with before, while that saves time, or a ``Drafter`` of yours. The same
-                tokens are drawn, with the same weights (``genrt.inference.drafting``).
 
         Raises:
             InvalidRequest: an argument is out of its range.
@@ -201,7 +197,6 @@ class TextModel:
             temperature=temperature,
             adapter=checks.adapter_name(proposal_adapter) if is_other else self._adapter,
             is_weighed_later=is_other,
-            drafting=drafting(drafts, ends.token_ids | {eos_token_id}, lm.device),
         )
         self._blocks = size and Blocks(
             lm=lm,
@@ -257,12 +252,6 @@ class TextModel:
         return self._adapter
 
     @property
-    def drafted(self) -> DraftStatistics:
-        """The worth of drafts so far, in all runs."""
-        made = self._proposals.drafting
-        return DraftStatistics() if made is None else made.statistics
-
-    @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text."""
         return self._proposals.eos_token_id
@@ -276,6 +265,12 @@ class TextModel:
     def max_steps(self) -> int:
         """``max_tokens``: a step draws one token of every text."""
         return self._proposals.max_tokens
+
+    def unweighted(self) -> Self:
+        """Return the model of the same texts under the same constraint, without potential and twist."""
+        model = copy.copy(self)
+        model._potential = model._twist = None
+        return model
 
     def start(self) -> TextParticle:
         """Return the empty text."""

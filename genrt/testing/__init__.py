@@ -13,6 +13,7 @@ from genrt.testing.laws import (
     CannotTell,
     assert_samples_from,
     assert_unbiased,
+    assert_variance_bounded,
     assert_weighted_samples_from,
 )
 from genrt.testing.simulated_engine import Faults
@@ -27,6 +28,7 @@ __all__ = [
     "Report",
     "assert_samples_from",
     "assert_unbiased",
+    "assert_variance_bounded",
     "assert_weighted_samples_from",
     "check_engine",
     "constraints",

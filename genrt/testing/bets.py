@@ -11,7 +11,12 @@ bets, whose end capitals are then averaged.
 
 which grows if the mean is above m. If X <= h, the same with h - X and h - m grows if it is below. Without
 a bound h nothing can find too small a mean at a level that holds (Bahadur & Savage 1956): what was not
-seen yet may make up for it.
+seen yet may make up for it. A bound v of the variance of X / m serves as well: since exp(-x) is at most
+1 - x + x^2 / 2 for x >= 0,
+
+    E = prod_i exp(-lambda X_i / m) / (1 - lambda + lambda^2 (1 + v) / 2)
+
+has mean at most 1 for every lambda > 0, and grows if the mean is below m.
 *Categories.* The bet is a likelihood ratio of the counts: of a Dirichlet mixture around the stated
 probabilities to these themselves. Its mean under them is exactly 1, rare categories or not.
 
@@ -66,6 +71,14 @@ def on_larger_mean(values: Floats, mean: float) -> float:
     with np.errstate(over="ignore", divide="ignore"):
         gains = np.minimum(values / mean, LARGEST) - 1
         return log_mean_exp(np.array([np.log1p(share * gains).sum() for share in shares]))
+
+
+def on_smaller_mean_by_variance(values: Floats, mean: float, *, relative_variance: float) -> float:
+    """Return the log-capital of betting that independent non-negative values, whose variance is at most
+    ``relative_variance * mean**2``, have a smaller mean."""
+    shares = np.geomspace(1 / len(values), 1, SHARES)
+    costs = np.log1p(-shares + shares**2 * (1 + relative_variance) / 2)
+    return log_mean_exp(-shares * (values / mean).sum() - len(values) * costs)
 
 
 def on_all_counts(observed: Tensor, expected: Tensor) -> float:

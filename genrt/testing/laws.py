@@ -7,7 +7,8 @@ errors, these about 6. Where a test makes many assertions the chance of one fals
 of their levels.
 
 Where no bound is known, no test can tell too small a mean from a right one whose rare and heavy part did
-not come. Then only too large a mean fails, and one that looks too small is a ``CannotTell`` warning.
+not come. Then only too large a mean fails, and one that looks too small is a ``CannotTell`` warning. A
+bound of the variance, from a simpler sampler whose variance is known, closes this gap.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from genrt.inference.resampling import Floats, log_mean_exp
 from genrt.numbers import check_float
 from genrt.testing import bets
 
-__all__ = ["CannotTell", "assert_samples_from", "assert_unbiased", "assert_weighted_samples_from"]
+__all__ = [
+    "CannotTell",
+    "assert_samples_from",
+    "assert_unbiased",
+    "assert_variance_bounded",
+    "assert_weighted_samples_from",
+]
 
 ROUNDING = 1e-5
 """The relative error of probabilities that come from float32 rows, with room to spare."""
@@ -106,6 +113,64 @@ def assert_unbiased(
         supposed = _supposed(values, exact, lowest)
         if bets.on_smaller_mean(values, exact, highest=supposed, slack=slack) >= needed:
             _warn(f"whether the estimates are biased: {_means(values, exact)}")
+
+
+def assert_variance_bounded(
+    estimates: Iterable[float] | Floats | Tensor,
+    exact: float,
+    *,
+    relative_variance: float,
+    level: float = 1e-6,
+    rtol: float = ROUNDING,
+) -> None:
+    """Raise AssertionError if these estimates have another mean than ``exact``, or a larger variance than
+    ``relative_variance * exact**2``.
+
+    A sampler may be unbiased and useless: nearly all runs give a small part of the evidence, and the rest
+    is in runs so rare that a test never sees them. This law finds that from the runs that are seen. No
+    estimate of bounded variance stays below its mean in every run. Take the bound from a reference, a
+    simple sampler whose variance is known by enumeration, divided by the number of particles.
+
+    Args:
+        estimates: of independent runs, at least 0, themselves and not their logarithms.
+        exact: the mean that they should have, above 0.
+        relative_variance: the variance of ``estimate / exact`` at most, above 0.
+        rtol: the relative error of ``exact`` and of the estimates that is rounding.
+
+    Raises:
+        AssertionError: the mean is another, the variance is larger, or an estimate is negative or not
+            finite. Estimates that obey the law fail with probability at most ``level``.
+        InvalidRequest: there are no estimates, or an argument is out of its range.
+    """
+    needed = _needed(level)
+    values = _numbers("estimates", estimates)
+    if not len(values):
+        raise InvalidRequest("there are no estimates: give those of some hundred runs")
+    for name, number in {"exact": exact, "relative_variance": relative_variance}.items():
+        if check_float(name, number) <= 0:
+            raise InvalidRequest(f"{name} is {number:g}: give a number above 0")
+    slack = _rounding(rtol)
+    _check_bounds("estimate", values, 0.0, math.inf)
+    ratios, bound = values / exact, float(relative_variance)
+    errors = np.maximum(np.abs(ratios - 1) - slack, 0.0) ** 2
+    capitals = [
+        # The slack adds a little more than 4 times itself to the second moment.
+        bets.on_smaller_mean_by_variance(ratios + slack, 1.0, relative_variance=bound + 5 * slack),
+        bets.on_larger_mean(ratios, 1 + slack),
+        bets.on_larger_mean(errors, bound),
+    ]
+    capital = bets.spread(*capitals)
+    if capital >= needed:
+        raise AssertionError(
+            f"the estimates have another mean, or more variance than they may: {_means(values, exact)}, "
+            f"squared relative error {float(errors.mean()):.4g}, at most {bound:.4g}, "
+            f"p <= {_p(capital)} (level {level:g}).\n"
+            + (
+                "Too large a variance: some estimates are far from the mean."
+                if capitals[2] == max(capitals)
+                else _diagnosis(values, exact)
+            )
+        )
 
 
 def assert_samples_from(

@@ -38,18 +38,26 @@ from genrt.inference import (
     stratified,
     systematic,
 )
+from genrt.inference.potentials import evaluated
 from genrt.lm import AsyncLM
 from genrt.testing import (
     ExactPosterior,
     assert_samples_from,
     assert_unbiased,
+    assert_variance_bounded,
     assert_weighted_samples_from,
     exact_posterior,
 )
 from genrt.testing.strategies import constraints, potentials, small_lms
+from genrt.tokens.texts import Text
 
 LEVEL = 1e-7
 MAX_TOKENS = 3
+WORSE = 3.0
+"""How many times the variance of independent particles resampling may have, at most."""
+
+REJECTION = 2.5
+"""The second moment of a weight of adaptive rejection over its mean's square: at masses above 0.1."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +76,54 @@ class Case:
     def exact(self) -> ExactPosterior:
         return exact_posterior(self.ngram, [0], **self.options)
 
+    async def variance(self) -> float:
+        """The relative variance of the weight of one text that is drawn token by token under masks: what
+        all samplers are held to. As w = pi / q, E[w^2] is the mean of w under the target."""
+        exact, constraint = self.exact, self.options.get("constraint")
+        potential = self.options.get("potential", lambda text: 0.0)
+        mean = 0.0
+        for ids, probability in exact.token_ids.items():
+            log_weight = await evaluated("potential", potential, [self.text(ids)])
+            weight = probability * math.exp(log_weight[0])
+            state = None if constraint is None else constraint.start()
+            for place in range(len(ids) + 1):
+                if state is not None:
+                    mask = (await amasks([state]))[0]
+                    if place == MAX_TOKENS - 1:
+                        mask &= torch.arange(len(mask)) == self.ngram.eos_token_id
+                    weight *= float(self.ngram.row([0, *ids[:place]])[mask].exp().sum())
+                    state = state if place == len(ids) else state.advance(ids[place])
+                    if isinstance(state, CheckedState):
+                        weight *= REJECTION
+            mean += weight
+        return mean / exact.evidence - 1
+
+    def text(self, ids: tuple[int, ...]) -> Text:
+        return Text(ids, b"".join(self.lm.byte_vocab[each] for each in ids), True)
+
 
 Check: TypeAlias = Callable[[Case], Awaitable[None]]
 
 
-def weighs(runs: Any, exact: ExactPosterior, *, highest: float | None = 1.0) -> None:
+async def weighs(
+    runs: Any, case: Case, *, highest: float | None = 1.0, variance: bool = True
+) -> None:
+    exact = case.exact
     assert_weighted_samples_from(
         runs, exact.token_ids, log_evidence=exact.log_evidence, highest=highest, level=LEVEL
     )
+    if variance and exact.token_ids:
+        means = [float(np.exp(log_weights).mean()) for _, log_weights in runs]
+        bound = WORSE * await case.variance() / len(runs[0][0])
+        assert_variance_bounded(
+            means, exact.evidence, relative_variance=max(bound, 1e-6), level=LEVEL
+        )
 
 
 async def importance(case: Case) -> None:
     result = await importance_sampling(case.text_model(), num_particles=250).run(0)
     weights = zip(result.token_ids, result.log_weights, strict=True)
-    weighs([([token_ids], [weight]) for token_ids, weight in weights], case.exact)
+    await weighs([([token_ids], [weight]) for token_ids, weight in weights], case)
 
 
 def smc(resample: Resampler, **options: Any) -> Check:
@@ -92,10 +134,11 @@ def smc(resample: Resampler, **options: Any) -> Check:
             case.text_model(**more), num_particles=5, resample_when=0.9, resample=resample
         )
         results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
-        weighs(
+        await weighs(
             [(result.token_ids, result.log_weights) for result in results],
-            case.exact,
+            case,
             highest=None if twisted else 1.0,
+            variance=not twisted,  # the twist is any function
         )
 
     return check
@@ -113,7 +156,7 @@ async def proposed(case: Case) -> None:
         results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
     runs = [(result.token_ids, result.log_weights) for result in results]
     ratio = float((ngram.table - other.table).max())
-    weighs(runs, case.exact, highest=math.exp(max(ratio, 0.0) * MAX_TOKENS))
+    await weighs(runs, case, highest=math.exp(max(ratio, 0.0) * MAX_TOKENS), variance=False)
 
 
 def by_hand(case: Case) -> Program:
@@ -136,10 +179,7 @@ def by_hand(case: Case) -> Program:
             tokens.append(token)
             state = None if state is None else state.advance(token)
         if potential is not None:
-            text = genrt.tokens.texts.Text(
-                tuple(tokens), b"".join(case.lm.byte_vocab[i] for i in tokens), True
-            )
-            weight = potential(text)
+            weight = potential(case.text(tuple(tokens)))
             p.observe(await weight if asyncio.iscoroutine(weight) else weight)
         return tuple(tokens)
 
@@ -149,7 +189,7 @@ def by_hand(case: Case) -> Program:
 async def program(case: Case) -> None:
     sampler = SMC(by_hand(case), num_particles=5, resample_when=0.9)
     results = await asyncio.gather(*(sampler.run(seed) for seed in range(40)))
-    weighs([(result.values, result.log_weights) for result in results], case.exact)
+    await weighs([(result.values, result.log_weights) for result in results], case)
 
 
 async def metropolis(case: Case) -> None:

@@ -16,8 +16,13 @@ import genrt
 from genrt.constraints import predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
-from genrt.inference import BestOfN, Drawn, Kept, Rejection, Result, TextModel
-from genrt.testing import assert_samples_from, assert_unbiased, exact_posterior
+from genrt.inference import END_TOKEN, BestOfN, Drawn, Kept, Rejection, Result, TextModel
+from genrt.testing import (
+    assert_samples_from,
+    assert_unbiased,
+    assert_weighted_samples_from,
+    exact_posterior,
+)
 from genrt.tokens.texts import Text
 
 PROMPT = [0]
@@ -241,6 +246,38 @@ async def test_the_best_is_the_best_of_those_that_satisfy_the_constraint() -> No
             assert same(await sampler.run(1), result)
             assert not same(await sampler.run(2), result)
     assert all(text.bytes.endswith(b"b") for text in judged), "the invalid are not scored"
+
+
+async def test_a_constraint_of_little_mass_leaves_no_run_without_a_text() -> None:
+    with genrt.load(LIVELY, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, max_tokens=9, constraint=regex("(ab){4}", lm))
+        mass = exact_posterior(LIVELY, PROMPT, max_tokens=9, constraint=model.constraint).evidence
+        results = await asyncio.gather(*(BestOfN(model, n=2).run(seed) for seed in range(20)))
+    assert mass < 0.01
+    assert all(result.posterior() == [("abababab", 1.0)] for result in results)
+
+
+@pytest.mark.parametrize("stop", [END_TOKEN, None])
+@pytest.mark.parametrize("name", ["regex", "predicate", "all", "never"])
+async def test_candidates_are_drawn_under_the_mask_with_the_weights_of_their_law(
+    name: str, stop: Any
+) -> None:
+    """Of the constraint alone: the potential ranks them."""
+    with genrt.load(LIVELY, engine="exact") as lm:
+        options = options_of(name, lm) | {"stop": stop}
+        law = {each: options[each] for each in options if each != "potential"}
+        exact = exact_posterior(LIVELY, PROMPT, **law)
+        sampler = BestOfN(TextModel(lm, PROMPT, **options, twist=likes_b), n=4)
+        states = [await sampler.step(sampler.init(seed)) for seed in range(100)]
+    runs = [([each.token_ids for each in s.texts], s.log_weights) for s, _ in states]
+    assert_weighted_samples_from(runs, exact.token_ids, log_evidence=exact.log_evidence)
+    for state, batch in states:
+        for text, log_weight, score, drawn in zip(
+            state.texts, state.log_weights, state.scores, batch, strict=True
+        ):
+            is_dead = log_weight == -math.inf
+            assert score == drawn.log_weight
+            assert score == (-math.inf if is_dead else likes_b(text) if name == "all" else 0.0)
 
 
 async def test_more_texts_may_make_a_better_one() -> None:

@@ -68,13 +68,26 @@ def test_the_effective_sample_size_is_that_of_the_theory(
     exact = chains * steps * (1 - r) / (1 + r)
     # Halves of 40 steps hold fewer lags of r = 0.9 than there are.
     least, most = (0.5, 1.4) if r == 0.9 and steps == 80 else (0.85, 1.1)
-    assert least * exact < statistics.mean(each.ess for each in found) < 1.15 * exact
-    assert all(each.ess <= chains * steps for each in found)
+    assert least * exact < statistics.mean(each.ess_bulk for each in found) < 1.15 * exact
+    assert all(each.ess_bulk <= chains * steps for each in found)
     assert chains == 1 or all(each.r_hat < most for each in found)
 
 
-def by_definition(numbers: Floats) -> tuple[float, float]:
-    """ESS and R-hat of finite numbers, by loops over the docstring's formulas."""
+def test_the_worth_of_a_mean_is_told_apart_from_that_of_the_bulk() -> None:
+    """Most values are independent; the mean is that of rare ones, at which chains stay."""
+    means, found = [], []
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        numbers = rng.standard_normal((4, 400)) + 100 * two_states(rng, 4, 400, 0.05, 0.95)
+        means.append(numbers.mean())
+        found.append(diagnosed(numbers))
+    worth = (1 + 100**2 * 0.05 * 0.95) / np.mean((np.array(means) - 5) ** 2)
+    assert statistics.median(each.ess_bulk for each in found) > 3 * worth
+    assert 0.6 * worth < statistics.median(each.ess_mean for each in found) < 2 * worth
+
+
+def by_definition(numbers: Floats) -> tuple[float, float, float]:
+    """Both ESS and R-hat of finite numbers, by loops over the docstring's formulas."""
     chains, steps = numbers.shape
     half = steps // 2
 
@@ -85,8 +98,10 @@ def by_definition(numbers: Floats) -> tuple[float, float]:
             places = [place + 1 for place, other in enumerate(flat) if other == value]
             share = (statistics.mean(places) - 3 / 8) / (len(flat) + 1 / 4)
             scores[value] = statistics.NormalDist().inv_cdf(share)
-        rows = [row[:half] for row in values.tolist()] + [row[-half:] for row in values.tolist()]
-        return [[scores[value] for value in row] for row in rows]
+        return [[scores[value] for value in row] for row in halves(values)]
+
+    def halves(values: Floats) -> list[list[float]]:
+        return [row[:half] for row in values.tolist()] + [row[-half:] for row in values.tolist()]
 
     def spread(rows: list[list[float]]) -> tuple[float, float]:
         within = statistics.mean(statistics.variance(row) for row in rows)
@@ -103,21 +118,26 @@ def by_definition(numbers: Floats) -> tuple[float, float]:
             sum((a - mean) * (b - mean) for a, b in zip(row, row[lag:], strict=False)) / half
         )
 
+    def ess(rows: list[list[float]]) -> float:
+        within, total = spread(rows)
+        correlations = [
+            1 - (within - statistics.mean(covariance(row, lag) for row in rows)) / total
+            if lag
+            else 1.0
+            for lag in range(half)
+        ]
+        tau, least = -1.0, math.inf
+        for lag in range(0, half - 1, 2):
+            pair = correlations[lag] + correlations[lag + 1]
+            if pair <= 0:
+                break
+            least = min(least, pair)
+            tau += 2 * least
+        return float(2 * chains * half / max(tau, 1.0))
+
     rows = scores_of(numbers)
-    within, total = spread(rows)
-    correlations = [
-        1 - (within - statistics.mean(covariance(row, lag) for row in rows)) / total if lag else 1.0
-        for lag in range(half)
-    ]
-    tau, least = -1.0, math.inf
-    for lag in range(0, half - 1, 2):
-        pair = correlations[lag] + correlations[lag + 1]
-        if pair <= 0:
-            break
-        least = min(least, pair)
-        tau += 2 * least
     folded = scores_of(np.abs(numbers - np.median(numbers)))
-    return 2 * chains * half / max(tau, 1.0), max(r_hat(rows), r_hat(folded))
+    return ess(rows), ess(halves(numbers)), max(r_hat(rows), r_hat(folded))
 
 
 @pytest.mark.parametrize(("chains", "steps"), [(4, 4), (4, 5), (5, 20), (2, 101), (9, 33)])
@@ -131,7 +151,8 @@ def test_both_numbers_are_those_of_the_formulas(chains: int, steps: int, r: floa
             autoregressive(rng, chains, steps, r) + np.arange(chains)[:, None],
         ):
             found = diagnosed(numbers)
-            assert (found.ess, found.r_hat) == pytest.approx(by_definition(numbers), rel=1e-9)
+            numbers_found = found.ess_bulk, found.ess_mean, found.r_hat
+            assert numbers_found == pytest.approx(by_definition(numbers), rel=1e-9)
 
 
 def test_chains_in_different_places_are_told_from_chains_that_agree() -> None:
@@ -144,13 +165,13 @@ def test_chains_in_different_places_are_told_from_chains_that_agree() -> None:
     )
     drifting = numbers + np.linspace(0, 3, 200)
     assert diagnosed(drifting).r_hat > 1.2, "all alike, but not yet where they will be"
-    assert diagnosed(drifting).ess < 0.2 * diagnosed(numbers).ess
+    assert diagnosed(drifting).ess_bulk < 0.2 * diagnosed(numbers).ess_bulk
 
 
 def test_chains_that_never_move_are_worth_one_value_each() -> None:
     stuck = np.repeat([[0.0], [1.0], [1.0], [0.0], [2.0]], 50, axis=1)
     found = diagnosed(stuck)
-    assert found.ess == pytest.approx(5, rel=0.1)
+    assert found.ess_bulk == pytest.approx(5, rel=0.1)
     assert found.r_hat == math.inf
 
 
@@ -158,11 +179,13 @@ def test_chains_that_never_move_are_worth_one_value_each() -> None:
 def test_scale_and_infinities_make_no_difference(factor: float) -> None:
     numbers = autoregressive(np.random.default_rng(1), 5, 40, 0.5)
     expected = diagnosed(numbers)
-    assert diagnosed(numbers * factor).ess == pytest.approx(expected.ess)
-    far = np.where(numbers == numbers.max(), math.inf, numbers)
-    assert diagnosed(far) == expected
+    assert diagnosed(numbers * factor).ess_bulk == pytest.approx(expected.ess_bulk)
+    assert diagnosed(numbers * factor).ess_mean == pytest.approx(expected.ess_mean)
+    far = diagnosed(np.where(numbers == numbers.max(), math.inf, numbers))
+    assert (far.ess_bulk, far.r_hat) == (expected.ess_bulk, expected.r_hat)
+    assert math.isnan(far.ess_mean)
     half = np.where(numbers < 0, -math.inf, math.inf)
-    assert diagnosed(half).ess == pytest.approx(diagnosed(np.sign(numbers)).ess)
+    assert diagnosed(half).ess_bulk == pytest.approx(diagnosed(np.sign(numbers)).ess_bulk)
 
 
 UNKNOWN: dict[str, Any] = {
@@ -179,18 +202,18 @@ UNKNOWN: dict[str, Any] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_known_is_not_claimed(name: str) -> None:
     found = diagnosed(UNKNOWN[name])
-    assert math.isnan(found.ess)
+    assert math.isnan(found.ess_bulk)
     assert math.isnan(found.r_hat)
 
 
 def test_one_chain_does_not_know_whether_another_would_agree() -> None:
     found = diagnosed(autoregressive(np.random.default_rng(0), 1, 500, 0.5))
-    assert 100 < found.ess < 250
+    assert 100 < found.ess_bulk < 250
     assert math.isnan(found.r_hat)
 
 
 def test_of_one_step_each_chain_is_one_independent_value() -> None:
-    assert diagnosed(np.random.default_rng(0).random((7, 1))).ess == 7
+    assert diagnosed(np.random.default_rng(0).random((7, 1))).ess_bulk == 7
 
 
 def test_short_sticky_chains_seldom_claim_much_more_than_they_are_worth() -> None:
@@ -200,7 +223,7 @@ def test_short_sticky_chains_seldom_claim_much_more_than_they_are_worth() -> Non
         for seed in range(400):
             states = two_states(np.random.default_rng(seed), chains, steps, 0.5, r)
             means.append(states.mean())
-            claims.append(diagnosed(states).ess)
+            claims.append(diagnosed(states).ess_bulk)
         exact = 0.25 / np.mean((np.array(means) - 0.5) ** 2)
         known = np.array(claims)[~np.isnan(claims)]
         assert np.mean(known > 3 * exact) < 0.1
@@ -218,9 +241,9 @@ def test_chains_are_diagnosed_by_functions_of_their_values() -> None:
     ]  # fmt: skip
     for function in functions:
         found = diagnose(values, function)
-        assert found.ess == pytest.approx(expected.ess)
+        assert found.ess_bulk == pytest.approx(expected.ess_bulk)
         assert found.r_hat == pytest.approx(expected.r_hat)
-    assert math.isnan(diagnose(values, lambda value: 1.0).ess)
+    assert math.isnan(diagnose(values, lambda value: 1.0).ess_bulk)
     wrong: list[Callable[[Any], Any]] = [str, lambda value: None, list]
     for function in wrong:
         with pytest.raises(InvalidRequest, match="diagnosed by numbers"):
@@ -247,7 +270,7 @@ def test_the_worst_of_weights_lengths_and_common_values_is_reported() -> None:
         statistics_of(quick.tolist(), lengths=slow.astype(int)),
         by_value,
     ):
-        assert worse.ess == pytest.approx(diagnosed(slow).ess)
+        assert worse.ess == pytest.approx(diagnosed(slow).ess_bulk)
         assert worse.r_hat == pytest.approx(diagnosed(slow).r_hat)
     unhashable = statistics_of([[[value] for value in chain] for chain in slow.tolist()])
     assert (unhashable.ess, unhashable.r_hat) == (by_value.ess, by_value.r_hat)
@@ -296,7 +319,7 @@ def test_chains_are_worth_what_they_claim(sticky: Result, name: str) -> None:
     runs = [sticky.chains.values[first : first + 4] for first in range(0, 160, 4)]
     means = [np.mean([[function(value) for value in chain] for chain in run]) for run in runs]
     worth = variance / np.mean((np.array(means) - mean) ** 2)
-    claims = [diagnose(run, function).ess for run in runs]
+    claims = [diagnose(run, function).ess_mean for run in runs]
     assert worth < 100, "of 200 values: this is to be sticky"
     assert 0.4 * worth < statistics.median(claims) < 2 * worth
     assert sticky.ess <= 1.5 * 40 * worth

@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 import genrt
-from genrt.constraints import ConstraintState, regex
+from genrt.constraints import ConstraintState, predicate, regex
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, InvalidRequest, UnknownAdapter
 from genrt.inference import (
     SMC,
+    BestOfN,
+    Deaths,
+    Execution,
     Info,
+    Program,
     Resampler,
     Result,
     State,
@@ -243,6 +247,71 @@ async def test_a_run_whose_particles_all_die_says_so(pattern: str, resample_when
         assert lm.statistics().batcher.questions == asked
 
 
+def one_token_and_no_end(text: Any) -> bool:
+    return len(text.token_ids) < 2 and not text.finished
+
+
+async def observed(p: Execution) -> None:
+    await p.sample([0])
+    p.observe(-math.inf)
+    await p.sample([0])
+
+
+DEATHS: dict[str, tuple[Callable[[AsyncLM], Any], tuple[int, int, int], str]] = {
+    "too long": (
+        lambda lm: {"max_tokens": 4, "constraint": regex("[ab]{9,}", lm)},
+        (6, 0, 0),
+        "Every particle died: 6 at max_tokens",
+    ),
+    "a dead end": (
+        lambda lm: {"max_tokens": 4, "constraint": regex("[a&&[^a]]", lm)},
+        (0, 6, 0),
+        "Every particle died: 6 at dead ends",
+    ),
+    "a late dead end": (
+        lambda lm: {"max_tokens": 6, "constraint": predicate(one_token_and_no_end, lm)},
+        (0, 6, 0),
+        "Every particle died: 6 at dead ends",
+    ),
+    "too long, without an end token": (
+        lambda lm: {"max_tokens": 4, "constraint": regex("[ab]{9,}", lm), "stop": None},
+        (6, 0, 0),
+        "Every particle died: 6 at max_tokens",
+    ),
+    "a potential": (
+        lambda lm: {"max_tokens": 2, "potential": lambda text: -math.inf},
+        (0, 0, 6),
+        "Every particle died: 6 by the potential",
+    ),
+    "alive": (lambda lm: {"max_tokens": 2}, (0, 0, 0), "weight  value"),
+}
+
+
+@pytest.mark.parametrize("sampler", [SMC, BestOfN])
+@pytest.mark.parametrize("name", DEATHS)
+async def test_a_result_counts_why_particles_died(name: str, sampler: Any) -> None:
+    make, deaths, message = DEATHS[name]
+    with genrt.load(MODEL, engine="exact") as lm:
+        model = TextModel(lm, PROMPT, **make(lm))
+        count = {"n": 6} if sampler is BestOfN else {"num_particles": 6}
+        result = await sampler(model, **count).run(0)
+    assert (result.deaths.max_tokens, result.deaths.dead_ends, result.deaths.potential) == deaths
+    assert sum(deaths) in (0, 6)
+    assert message in str(result)
+
+
+async def test_a_program_dies_at_dead_ends_and_some_deaths_are_no_end() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        result = await SMC(Program(lm, observed), num_particles=6).run(0)
+        some = await smc_of(
+            lm, PROMPT, num_particles=40, max_tokens=4, constraint=regex("(a|b)*b", lm)
+        ).run(0)
+    assert result.deaths == Deaths(dead_ends=6)
+    dead = int((some.log_weights == -math.inf).sum())
+    assert 0 < dead < 40
+    assert some.deaths == Deaths(max_tokens=dead)
+
+
 @pytest.mark.parametrize("resample_when", [0.0, 1.0])
 async def test_the_dead_are_not_asked_about_and_have_no_children(resample_when: float) -> None:
     after_any = [0.3, 0.3, 0.3, 0.1]
@@ -364,6 +433,23 @@ async def test_states_and_infos_tell_what_happened() -> None:
         assert before.done
 
 
+@pytest.mark.parametrize(("count", "is_due"), [(4, False), (32, True)])
+async def test_resampling_is_due_by_the_number_of_particles_that_there_are(
+    count: int, is_due: bool
+) -> None:
+    """Not by the number that the run began with: a caller may keep fewer, or branch."""
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(TextModel(lm, PROMPT, max_tokens=4), num_particles=16)
+        state, _ = await smc.step(smc.init(0))
+        weights = np.zeros(count)
+        weights[12:] = -50.0
+        other = State((state.particles * 2)[:count], weights, state.step, state.seed)
+        assert other.ess == pytest.approx(min(count, 12))
+        _, info = await smc.step(other)
+    assert info.resampled == is_due
+    assert len(info.ancestors) == count
+
+
 async def test_a_states_arrays_cannot_be_changed() -> None:
     with genrt.load(MODEL, engine="exact") as lm:
         state, info = await an_smc(lm).step(an_smc(lm).init(0))
@@ -474,6 +560,18 @@ def test_a_posterior_adds_up_equal_texts_and_leaves_out_the_dead() -> None:
     texts, weights = zip(*result.posterior(), strict=True)
     assert texts == ("a", "c", "b")
     assert weights == pytest.approx((0.4, 0.4, 0.2))
+
+
+@pytest.mark.parametrize("distinct", [1, 2, 7, 1000])
+def test_a_posterior_sums_to_one(distinct: int) -> None:
+    for seed in range(20):
+        log_weights = np.random.default_rng(seed).normal(size=1000) * 2 - 800
+        values = tuple(f"{place % distinct}" for place in range(1000))
+        result = Result(values, ((),) * 1000, values, log_weights, -800.0)
+        weights = [weight for _, weight in result.posterior()]
+        assert len(weights) == distinct
+        assert math.fsum(weights) == pytest.approx(1, abs=2**-52, rel=0)
+        assert distinct > 7 or sum(weights) == pytest.approx(1, abs=2**-51, rel=0)
 
 
 # -- wrong use --------------------------------------------------------------------------------

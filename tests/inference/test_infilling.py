@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,21 +16,27 @@ from genrt.constraints import predicate, strings
 from genrt.engines.exact import NGram
 from genrt.errors import ContextTooLong, GenrtError, InvalidRequest
 from genrt.inference import SMC, infilling
-from genrt.testing import assert_weighted_samples_from
+from genrt.testing import assert_variance_bounded, assert_weighted_samples_from
 
 MODEL = NGram.random([b"a", b"b", b"ab", b""], order=2, seed=5, zeros=0.2, eos_token_id=3)
 SUFFIX = [1, 0]
 
 
+def logprob(ids: Sequence[int], start: int) -> float:
+    return sum(float(MODEL.row(ids[:at])[ids[at]]) for at in range(start, len(ids)))
+
+
+def gaps(longest: int) -> Iterator[tuple[int, ...]]:
+    for length in range(longest + 1):
+        yield from itertools.product(range(3), repeat=length)
+
+
 def by_hand(wanted: Any, longest: int) -> dict[str, float]:
     weights: defaultdict[str, float] = defaultdict(float)
-    for length in range(longest + 1):
-        for gap in itertools.product(range(3), repeat=length):
-            text = b"".join(MODEL.vocabulary[token] for token in gap).decode()
-            ids = [0, *gap, *SUFFIX]
-            logprob = sum(float(MODEL.row(ids[:at])[ids[at]]) for at in range(1, len(ids)))
-            if wanted(text):
-                weights[text] += math.exp(logprob)
+    for gap in gaps(longest):
+        text = b"".join(MODEL.vocabulary[token] for token in gap).decode()
+        if wanted(text):
+            weights[text] += math.exp(logprob([0, *gap, *SUFFIX], 1))
     return {text: weight for text, weight in weights.items() if weight > 0}
 
 
@@ -63,6 +70,30 @@ async def test_gaps_have_their_law_and_the_evidence_is_the_sum(
         {text: weight / evidence for text, weight in weights.items()},
         log_evidence=math.log(evidence),
         highest=None,
+    )
+
+
+@pytest.mark.parametrize("suffix", [SUFFIX, SUFFIX * 3])
+async def test_the_evidence_varies_no_more_than_that_of_gaps_of_even_lengths(
+    suffix: list[int],
+) -> None:
+    """The reference draws a length, then its tokens: its variance is known. A gap that hardly ever ends
+    before ``max_tokens`` is unbiased too, and its evidence is too small in every run."""
+    evidence = square = 0.0
+    for gap in gaps(3):
+        ids = [0, *gap]
+        masses = [float(MODEL.row(ids[:at])[:3].exp().sum()) for at in range(1, len(ids))]
+        proposed = math.exp(logprob(ids, 1)) / math.prod(masses) / 4
+        weight = math.exp(logprob([*ids, *suffix], 1))
+        evidence += weight
+        square += weight**2 / proposed if weight else 0.0
+    with genrt.load(MODEL, engine="exact") as lm:
+        smc = SMC(infilling(lm, [0], suffix, max_tokens=3), num_particles=16)
+        results = await asyncio.gather(*(smc.run(seed) for seed in range(60)))
+    assert_variance_bounded(
+        [math.exp(result.log_evidence) for result in results],
+        evidence,
+        relative_variance=10 * (square / evidence**2 - 1) / 16,
     )
 
 

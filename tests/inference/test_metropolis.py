@@ -320,7 +320,7 @@ async def test_a_result_has_its_chains(name: str) -> None:
     )
     assert chains.missing == 0
     assert result.ess == chains.ess <= len(result.texts)
-    assert result.diagnose(len).ess <= len(result.texts)
+    assert result.diagnose(len).ess_mean <= len(result.texts)
 
 
 async def test_chains_that_hardly_move_do_not_claim_to_be_worth_all_their_texts() -> None:
@@ -371,6 +371,16 @@ async def test_states_of_one_run_make_a_result() -> None:
         assert (nothing.texts, nothing.ess, nothing.posterior()) == ((), 0.0, [])
         with pytest.raises(InvalidRequest, match="different chains: give those of one run"):
             sampler.result([sampler.init(0), *states])
+
+
+async def test_chains_are_missing_of_those_that_there_are() -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        sampler = MetropolisHastings(TextModel(lm, [0], max_tokens=3), num_chains=4, num_steps=2)
+        state, _ = await sampler.step(sampler.init(0))
+        fewer = Chains((*state.chains[:2], None), state.step, state.seed)
+        result = sampler.result([fewer, (await sampler.step(fewer))[0]])
+    assert result.chains is not None
+    assert (len(result.chains.values), result.chains.missing) == (2, 1)
 
 
 async def test_other_results_have_no_chains_to_diagnose() -> None:

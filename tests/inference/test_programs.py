@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import inspect
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -637,50 +638,131 @@ async def test_nothing_is_left_behind_when_states_are_dropped() -> None:
         assert closed == 5
 
 
-async def test_a_program_that_is_no_function_of_its_choices_is_refused() -> None:
-    ran = Counter[str]()
+def impure(act: Callable[[Execution, int], Any]) -> Any:
+    """A program whose act before each of its draws depends on how many executions ran before."""
+    runs = itertools.count()
 
-    async def longer_contexts(p: Execution) -> None:
-        ran["longer"] += 1
+    async def program(p: Execution) -> None:
+        run = next(runs)
         for _ in range(3):
-            await p.sample([0] * ran["longer"])
-
-    async def another_kind(p: Execution) -> None:
-        ran["kind"] += 1
-        if ran["kind"] > 3:
-            await p.uniform()
-        for _ in range(3):
+            answer = act(p, run)
+            if inspect.isawaitable(answer):
+                await answer
             await p.sample([0])
 
-    async def too_soon(p: Execution) -> None:
-        ran["soon"] += 1
-        for _ in range(3 if ran["soon"] <= 3 else 1):
-            await p.sample([0])
+    return program
 
-    async def uniform_later(p: Execution) -> None:
-        ran["later"] += 1
-        await p.sample([0])
-        if ran["later"] > 3:
-            await p.choice("ab")
-        for _ in range(3):
-            await p.sample([0])
 
-    async def another_temperature(p: Execution) -> None:
-        ran["temperature"] += 1
+class Thing:
+    """A value without an equality of its own."""
+
+
+IMPURE: dict[str, tuple[Callable[[Execution, int], Any], str]] = {
+    "context": (lambda p, run: p.sample([run % 4]), "sample was given another token_ids"),
+    "mask": (lambda p, run: p.sample([0], mask=[1, 2 + run % 2]), "sample was given another mask"),
+    "a mask or none": (
+        lambda p, run: p.sample([0], mask=[0, 1, 2, 3, 4] if run < 3 else None),
+        "sample was given another mask",
+    ),
+    "temperature": (
+        lambda p, run: p.sample([0], temperature=1.0 + run / 100),
+        "sample was given another temperature",
+    ),
+    "adapter": (
+        lambda p, run: p.sample([0], adapter=None if run < 3 else "other"),
+        "sample was given another adapter",
+    ),
+    "kind": (
+        lambda p, run: p.uniform() if run < 3 else p.choice("ab"),
+        "it asked for choice where it had asked for uniform",
+    ),
+    "a draw less": (
+        lambda p, run: p.sample([0]) if run < 9 else None,
+        "returned where it had drawn",
+    ),
+    "a draw more": (
+        lambda p, run: p.uniform() if run >= 3 else None,
+        "it asked for uniform where it had asked for sample",
+    ),
+    "conditioned text": (
+        lambda p, run: p.condition([0], [1 + run % 2]),
+        "other texts conditioned on",
+    ),
+    "condition's context": (
+        lambda p, run: p.condition([run % 2], [1]),
+        "other texts conditioned on",
+    ),
+    "condition's adapter": (
+        lambda p, run: p.condition([0], [1], adapter=None if run < 3 else "other"),
+        "other texts conditioned on",
+    ),
+    "a condition less": (
+        lambda p, run: p.condition([0], [1]) if run < 3 else None,
+        "other texts conditioned on",
+    ),
+    "observed value": (lambda p, run: p.observe(-run), "other values were observed"),
+    "an observed end": (
+        lambda p, run: p.observe(0.0 if run < 3 else -math.inf),
+        "other values were observed",
+    ),
+    "number of values": (
+        lambda p, run: p.choice(range(2 + run)),
+        "choice was given another number of values",
+    ),
+    "drawn value": (lambda p, run: p.choice([run]), "choice drew .* another value"),
+    "drawn list": (lambda p, run: p.choice([[run, 0.0]]), "choice drew .* another value"),
+    "drawn array": (lambda p, run: p.choice([np.array([run])]), "choice drew .* another value"),
+    "a draw's probability": (
+        lambda p, run: p.choice("ab", log_weights=[0.0, 0.0 if run < 3 else -math.inf]),
+        "choice gave .* another probability",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPURE)
+async def test_a_program_that_is_no_function_of_its_choices_is_refused(name: str) -> None:
+    act, message = IMPURE[name]
+    with genrt.load(MODEL, engine="exact") as lm:
+        model: Any = Forgetful(Program(lm, impure(act)))
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            await SMC(model, num_particles=3).run(1)
+    assert "function of its choices" in str(refused.value)
+
+
+PURE: dict[str, Callable[[Execution, int], Any]] = {
+    "a mask in another form": lambda p, run: p.sample(
+        [0], mask=[1, 2] if run < 3 else torch.tensor([False, True, True, False, False])
+    ),
+    "a context in another form": lambda p, run: p.sample([0] if run < 3 else np.array([0])),
+    "rounding": lambda p, run: p.observe(-100 - 0.1 * (run % 2)),
+    "rounded weights": lambda p, run: p.choice("ab", log_weights=[run * 0.01, 0.0]),
+    "the order of conditions": lambda p, run: asyncio.gather(
+        *(p.condition([0], [1 + (place + run) % 2]) for place in range(2))
+    ),
+    "new objects": lambda p, run: p.choice([Thing(), (Thing(), math.nan), [{"a": {1.5, 2}}]]),
+}
+
+
+@pytest.mark.parametrize("name", PURE)
+async def test_what_a_program_may_do_otherwise_when_it_runs_again(name: str) -> None:
+    with genrt.load(MODEL, engine="exact") as lm:
+        model: Any = Forgetful(Program(lm, impure(PURE[name])))
+        result = await SMC(model, num_particles=3).run(1)
+    assert len(result.infos) >= 3
+    assert result.ess > 0
+
+
+async def test_a_program_may_change_the_values_that_it_drew() -> None:
+    async def program(p: Execution) -> int:
+        drawn = await p.choice([[1], [2]])
         for _ in range(3):
-            await p.sample([0], temperature=1.0 + (ran["temperature"] > 3))
+            drawn.append(await p.sample([0]))
+        return len(drawn)
 
     with genrt.load(MODEL, engine="exact") as lm:
-        for program in (
-            longer_contexts,
-            another_kind,
-            too_soon,
-            uniform_later,
-            another_temperature,
-        ):
-            model: Any = Forgetful(Program(lm, program))
-            with pytest.raises(InvalidRequest, match="function of its choices"):
-                await SMC(model, num_particles=3).run(0)
+        model: Any = Forgetful(Program(lm, program))
+        result = await SMC(model, num_particles=3).run(0)
+    assert result.values == (4, 4, 4)
 
 
 async def in_a_task(p: Execution) -> None:

@@ -237,5 +237,3 @@ def test_what_does_not_go_together_is_refused() -> None:
             of(lm, stop="b")
         with pytest.raises(InvalidRequest, match="take SMC"):
             Rejection(of(lm, stop=None), num_samples=2, max_texts=9)
-        with pytest.raises(InvalidRequest, match="take SMC"):
-            BestOfN(of(lm, stop=None), n=2)

@@ -22,6 +22,7 @@ from genrt.testing import (
     CannotTell,
     assert_samples_from,
     assert_unbiased,
+    assert_variance_bounded,
     assert_weighted_samples_from,
 )
 
@@ -90,6 +91,69 @@ def test_without_a_bound_right_estimates_fail_no_more_often_than_the_level(
             estimates = draws(np.random.default_rng(seed), count)
             alarms += alarm(assert_unbiased, estimates, mean, level=0.05, highest=None) is not None
     assert alarms <= 0.05 * 200
+
+
+VARIANCES = {
+    "rare ones": 99.0,
+    "hardly ever one": 1e9,
+    "nearly always one": 0.005 / 0.995,
+    "small, and rarely large": 0.01 * 0.99 * 0.99**2 / 0.0199**2,
+    "many scales": (0.003 + 0.03e-2 + 0.1e-6 + 0.3e-12) / (0.003 + 0.003 + 1e-4 + 3e-7) ** 2 - 1,
+    "beta": 2 / 0.05 / 3.05,
+    "product of masses": (2 * 0.65 / 0.8) ** 6 - 1,
+    "constant": 1e-9,
+}
+"""The relative variances of ``SKEWED``."""
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 400])
+@pytest.mark.parametrize("name", SKEWED)
+def test_right_estimates_of_bounded_variance_fail_no_more_often_than_the_level(
+    name: str, count: int
+) -> None:
+    draws, mean = SKEWED[name]
+    alarms = 0
+    for seed in range(500):
+        estimates = draws(np.random.default_rng(seed), count)
+        options = {"relative_variance": VARIANCES[name], "level": 0.05}
+        alarms += alarm(assert_variance_bounded, estimates, mean, **options) is not None
+    assert alarms <= 0.05 * 500
+
+
+@pytest.mark.parametrize(
+    ("draws", "message"),
+    [
+        (lambda rng: rng.uniform(0.25, 0.29, 150), "Too small: some texts may never come"),
+        (lambda rng: np.where(rng.random(300) < 0.02, 37.0, 0.27), "Too large a variance"),
+        (lambda rng: rng.gamma(4.0, 0.5, 200), "Too large: a weight"),
+        (lambda rng: np.full(200, 1.5), "All are the same: a constant factor"),
+        (lambda rng: [1.0, -0.1], "estimate 1 is -0.1"),
+        (lambda rng: [1.0, math.nan], "estimate 1 is nan"),
+    ],
+)
+def test_estimates_that_miss_most_of_the_mean_or_vary_too_much_are_found(
+    draws: Callable[[Generator], Any], message: str
+) -> None:
+    found = alarm(
+        assert_variance_bounded, draws(np.random.default_rng(0)), 1.0, relative_variance=1.0
+    )
+    assert found is not None
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exact": 0.0}, "exact is 0: give a number above 0"),
+        ({"relative_variance": 0.0}, "relative_variance is 0: give a number above 0"),
+        ({"relative_variance": math.inf}, "relative_variance must be"),
+        ({"estimates": []}, "there are no estimates"),
+    ],
+)
+def test_wrong_bounds_of_a_variance_are_refused(options: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"estimates": [1.0], "exact": 1.0, "relative_variance": 1.0}
+    with pytest.raises(InvalidRequest, match=message):
+        assert_variance_bounded(**right | options)
 
 
 def heavy(rng: Generator, count: int, factor: float = 1.0) -> list[Run]:

@@ -31,8 +31,6 @@ COLUMNS = 100
 TITLE = 6000
 """The most bytes of a title, which has the whole text of a row."""
 
-ALL_DEAD = "Every particle died: nothing has a positive weight."
-NOTHING = "There are no particles."
 
 STYLE = f"""
 .genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
@@ -79,7 +77,7 @@ def text(summary: Summary) -> str:
         for name, figure, note in figures
     ]
     if not summary.entries:
-        return "\n".join([*lines, "", ALL_DEAD if summary.particles else NOTHING])
+        return "\n".join([*lines, "", _nothing(summary)])
     lines += ["", "weight  value"]
     lines += [
         f"{entry.weight:.4f}  {abbreviated(entry.label, COLUMNS)}" for entry in summary.entries
@@ -121,6 +119,13 @@ def html(summary: Summary, genealogy: Genealogy | None) -> str:
     return "\n".join([*parts, "</div>"])
 
 
+def _nothing(summary: Summary) -> str:
+    """Say why there is no posterior."""
+    if not summary.particles:
+        return "There are no particles."
+    return f"Every particle died: {str(summary.deaths) or 'nothing has a positive weight'}."
+
+
 def _figures(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Yield name, figure and note."""
     alive = ""
@@ -157,7 +162,7 @@ def _mixing(chains: ChainStatistics) -> Iterable[tuple[str, str, str]]:
 
 def _table(summary: Summary) -> Iterable[str]:
     if not summary.entries:
-        yield f"<p>{ALL_DEAD if summary.particles else NOTHING}</p>"
+        yield f"<p>{_nothing(summary)}</p>"
         return
     names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
     yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'

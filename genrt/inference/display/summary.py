@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from genrt.inference.diagnostics import ChainStatistics, key_of
 from genrt.inference.display.legible import count_of, label
 from genrt.inference.resampling import Floats, effective_sample_size, log_mean_exp, normalised
-from genrt.inference.state import Info
+from genrt.inference.state import Deaths, Info
 from genrt.runtime.statistics import Statistics
 
 SHOWN = 10
@@ -66,6 +66,7 @@ class Summary:
     infos: Sequence[Info]
     statistics: Statistics | None
     chains: ChainStatistics | None
+    deaths: Deaths
 
     @property
     def particles(self) -> int:
