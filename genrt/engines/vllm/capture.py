@@ -11,7 +11,7 @@ own CPU sampler draws from the process's generator, whether or not a request has
 request's generator would also advance with the discarded draws of a chunked prompt.
 
 The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` runs at start
-and fails when any of these parts has changed.
+and fails if any part has changed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Answered(NamedTuple):
     """The results of a step's rows.
 
     Attributes:
-        kept: the vLLM requests that are now resident, each with the question whose context it has.
+        kept: the vLLM requests that are now resident, each with the question of its context.
         over: the requests that vLLM must forget.
     """
 

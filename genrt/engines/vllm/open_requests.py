@@ -37,7 +37,7 @@ POPULATIONS = 64
 
 
 class OpenRequests:
-    """The open requests of an engine whose scheduler runs in this process; ``steps`` computes them."""
+    """The open requests of an engine with its scheduler in this process; ``steps`` computes them."""
 
     def __init__(self, scheduler: OpenScheduler, steps: DecodeSteps) -> None:
         self.steps = steps
@@ -128,11 +128,11 @@ class OpenRequests:
         """Extend each of these parked sequences by one token, and fork the sequences that repeat.
 
         A fork takes a parked request of ``free``, or a new vLLM request that ``begin`` makes for its
-        place. Return the vLLM request of each sequence. Return ``None``, and change nothing, if there are
-        too few blocks for the seats.
+        place. Return the vLLM request of each sequence. If there are too few blocks for the seats, return
+        ``None`` without a change.
 
         Raises:
-            GenrtError: ``begin`` raised it; nothing has changed.
+            GenrtError: ``begin`` raised it; no state has changed.
         """
         scheduler, request_ids = self._scheduler, [*parents]
         forked = repeated(parents)
@@ -164,11 +164,11 @@ class OpenRequests:
     def spread(
         self, several: Sequence[tuple[Sequence[str], Sequence[str]]]
     ) -> list[list[str]] | None:
-        """Make parked requests continue as forks of requests whose step is under way, with all tokens.
+        """Make parked requests continue as forks of requests of the step under way, with all tokens.
 
         Each pair has parents and the parked requests that may become their forks; pairs may share parked
-        requests. Return the forks of each pair in the order of its parents. Return ``None``, and change
-        nothing, if that is impossible.
+        requests. Return the forks of each pair in the order of its parents. If that is impossible, return
+        ``None`` without a change.
         """
         scheduler = self._scheduler
         taken, found = set[str](), list[list[Fork]]()
@@ -227,7 +227,7 @@ class OpenRequests:
             self._populations.popitem(last=False)
 
     def take_answered(self) -> list[str]:
-        """Return and clear the requests whose rows one of vLLM's own steps computed."""
+        """Return and clear the requests that one of vLLM's own steps answered."""
         return self._scheduler.take_answered()
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:

@@ -315,7 +315,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             self.admit()
 
     def take_answered(self) -> list[str]:
-        """Return and clear the open requests whose rows the last step computed; they are parked."""
+        """Return and clear the open requests that the last step answered; they are parked."""
         answered, self._answered = self._answered, []
         return answered
 

@@ -233,7 +233,7 @@ class SeatedPopulations:
     def spread(self, several: Sequence[PopulationDraw]) -> list[str] | None:
         """Give every sequence of these populations its own request; return the new requests.
 
-        The new requests are forks of requests whose step is under way. So each sequence can be computed
+        The new requests are forks of requests of the step under way. So each sequence can be computed
         with its drawn token before the caller says which sequences continue. Return ``None`` where some
         sequences still share requests.
         """
@@ -346,7 +346,7 @@ class SeatedPopulations:
         return drawn.ends[0]
 
     def settle(self, population: PopulationDraw) -> None:
-        """Remember a population whose rows were requested one by one.
+        """Remember a population that was computed by single rows.
 
         Its sequences are looked up by their contexts when they are needed, if all are resident then.
         """

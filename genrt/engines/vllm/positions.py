@@ -11,7 +11,7 @@ Rules:
     Positions are taken by number and in order, over as many steps as the text needs. After a preemption
     they come again; positions that are already taken are skipped. A request that ends without some is an
     error.
-    A position whose row is not finite is NaN, and only its request fails.
+    A position is NaN if its row is not finite, and only its request fails.
     In a step of scores alone runner V2 draws no tokens, because their tokens and last rows are not read.
 
 The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares

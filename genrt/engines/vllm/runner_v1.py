@@ -75,7 +75,7 @@ class RunnerV1(Runner):
         self._inputs.put(token_ids, order)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
-        # A full graph reuses the memory of its hidden states. An adapter's logits depend on the batch's requests.
+        # A full graph reuses the memory of its hidden states. An adapter's logits depend on the batch.
         is_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         if is_graph and runner.lora_config is None:
             return self._rows.of(hidden_states)[: len(token_ids)]

@@ -59,7 +59,7 @@ class NextTokens:
         return self.at([n for n, each in enumerate(self.request_ids) if each not in request_ids])
 
     def in_order_of(self, request_ids: list[str]) -> NextTokens | None:
-        """Return the tokens in the order of these requests; ``None`` if the requests differ."""
+        """Return the tokens in this order of requests; ``None`` if the requests differ."""
         if self.request_ids == request_ids:
             return self
         places = {request_id: n for n, request_id in enumerate(self.request_ids)}
@@ -119,7 +119,7 @@ class Runner(Protocol):
         ...
 
     def write(self, tokens: NextTokens) -> None:
-        """Write the callers' tokens to the place of the runner's sampled tokens of these requests."""
+        """Write the callers' tokens to the place of the runner's sampled tokens."""
         ...
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:

@@ -48,7 +48,7 @@ class Seat(NamedTuple):
 
 
 class Seats:
-    """Seats the requests of one scheduler whose blocks are all of one group.
+    """Seats the requests of one scheduler with a single group of blocks.
 
     Args:
         manager: vLLM's manager of that group.
