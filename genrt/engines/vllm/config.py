@@ -118,9 +118,8 @@ def configure(
         if options.get("skip_tokenizer_init"):
             raise InvalidRequest(NO_TOKENIZER)
     try:
-        if plugin := options.get(
-            "reasoning_parser_plugin"
-        ):  # vLLM looks up the name before loading it
+        # vLLM looks up the parser's name before it loads the plugin.
+        if plugin := options.get("reasoning_parser_plugin"):
             ReasoningParserManager.import_reasoning_parser(plugin)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
     except mistakes as error:

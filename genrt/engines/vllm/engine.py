@@ -222,9 +222,8 @@ class VLLMEngine:
         # The device computes until ``check.wait`` below; do all other work meanwhile.
         self._open.steps.prepare_next()
         rows: list[Tensor | None] = [*step.rows.unbind()]
-        if (
-            self._populations
-        ):  # a population fails with one of its rows, so wait for the check first
+        # A population fails with one of its rows, so wait for the check first.
+        if self._populations:
             self._decoded = []
             for position in check.wait():
                 rows[position] = None

@@ -254,7 +254,7 @@ class OpenRequests:
         return len(self.left(requests)) == len(requests)
 
     def left(self, requests: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the untouched ones of these pairs of request and flush."""
+        """Return the untouched ones among these pairs of request and flush."""
         parked, asked_in = self._scheduler.parked, self._asked_in
         return [(n, flush) for n, flush in requests if n in parked and asked_in.get(n) == flush]
 

@@ -128,9 +128,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         if self._shares_blocks:
             self._donors[request_id] = (donor_id, tokens)
             donor = self.parked.pop(donor_id, None)
-            if (
-                donor is not None
-            ):  # it is used now, so it moves to the end: eviction starts at the front
+            if donor is not None:  # used now, so last in line for eviction
                 self.parked[donor_id] = donor
 
     def wake(self, request_ids: list[str], token_ids: list[int]) -> NextTokens:
@@ -233,9 +231,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     ) -> SchedulerOutput | None:
         if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
             return None
-        if self.parked and len(requests) == len(
-            self.running
-        ):  # forks had their room checked before
+        # Forks need no more room: it was checked when they were reseated.
+        if self.parked and len(requests) == len(self.running):
             self._make_room()
         return self._one_token_each(requests)
 

@@ -6,8 +6,8 @@ step. There this file computes the logits of the wanted positions, a bounded num
 them into log-probabilities as for rows. It keeps one entry of each row, or the row.
 
 Rules:
-    A score's cached prefix ends before its first wanted position, because cached hidden states are not
-    computed again. The score's own blocks serve later requests.
+    A score's cached prefix ends before its first wanted position, because no hidden states are computed
+    for cached tokens. The score's own blocks serve later requests.
     Positions are taken by number and in order, over as many steps as the text needs. After a preemption
     they come again; positions that are already taken are skipped. A request that ends without some is an
     error.
@@ -139,7 +139,7 @@ class Positions:
         self.scored_tokens = 0
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
-        """Take the positions of a request that is sent to vLLM next.
+        """Start the score of a request that is sent to vLLM next.
 
         Raises:
             EngineFailed: this engine does not support scores.
@@ -161,7 +161,7 @@ class Positions:
 
     @torch.inference_mode()
     def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
-        """Take the wanted positions that a step computed; ignore spans of other requests."""
+        """Store the wanted positions that a step computed; ignore spans of other requests."""
         entries_of: list[_Wanted] = []
         rows_of: list[_Wanted] = []
         for span in spans:

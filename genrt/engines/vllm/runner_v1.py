@@ -53,9 +53,8 @@ class RunnerV1(Runner):
             context, inputs = stopped.args
         finally:
             del runner._model_forward
-        if (
-            inputs["inputs_embeds"] is not None
-        ):  # embeddings are made from the tokens before the forward
+        # Embeddings are made from the tokens before the forward.
+        if inputs["inputs_embeds"] is not None:
             return None
         return prepared(output, list(runner.input_batch.req_ids), (context, inputs))
 

@@ -86,9 +86,8 @@ class RunnerV2(Runner):
         self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
         self._kinds: LRUCache[tuple[Any, int], _Kind] = LRUCache(MOST_KINDS)
         self._is_moved = False  # blocks have changed since a forward looked them up
-        self._overcounted: set[str] = (
-            set()
-        )  # requests with a speculated token that was not requested
+        # Requests with a speculated token that no caller asked for.
+        self._overcounted: set[str] = set()
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         if before is not None and self._is_repeated(output, before):

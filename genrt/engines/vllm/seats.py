@@ -63,9 +63,8 @@ class Seats:
         """Return whether these can surely be seated and leave ``beside`` blocks free."""
         requests, free = [*requests], self._pool.get_num_free_blocks()
         wanted = len(requests) + beside
-        if (
-            free < wanted
-        ):  # an unshared last block is overwritten, or freed before the others are taken
+        # An unshared last block is overwritten, or freed before the others are taken.
+        if free < wanted:
             blocks = self._manager.req_to_blocks
             free += sum(blocks[each.request_id][-1].ref_cnt == 1 for each in requests)
         return bool(free >= wanted)
