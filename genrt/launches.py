@@ -1,7 +1,7 @@
-"""Work for a GPU that is launched again and again with the same arguments: captured, and launched as one.
+"""Repeats GPU work with the same arguments: captures it as a CUDA graph and replays it with one launch.
 
-Every kernel that Python launches costs the host as much time as a small kernel costs the device, or more.
-A CUDA graph of a dozen is one launch.
+Each kernel launch from Python costs the host as much time as a small kernel costs the device, or more. A
+CUDA graph of a dozen kernels is one launch.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch
 __all__ = ["Graphs", "Repeated", "Staged", "room_for"]
 
 TIMES = 8
-"""How often work is launched as it is: to capture it takes as long as to launch it a few times more."""
+"""Launches before the capture, which takes as long as a few launches."""
 
 LEAST = 16
-"""For how many numbers a launch has room at least."""
+"""The least room of a launch, in numbers."""
 
 
 class Graphs:
-    """Where graphs are captured whose kernels need memory: they share it, and the stream, so that it does
-    not grow with their number. They run one after the other; what one has made is there until another
+    """A stream and a memory pool that several captured graphs share, so that memory does not grow with
+    their number. The graphs run one after the other; a graph's results are valid until another one
     runs."""
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """Where they are captured."""
+        """The stream for captures."""
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     @cached_property
     def memory(self) -> Any:
-        """The pool that their memory is of."""
+        """The memory pool of the graphs."""
         return torch.cuda.graph_pool_handle()
 
 
 class Repeated:
-    """Kernels that are launched again and again on the current device, each time with the same arguments.
+    """Kernels that are launched repeatedly on the current device with the same arguments.
 
-    Calling it launches them on the current stream. What they read and write has to stay where it is for
-    as long as this is called; what lies there may change. Where they can't be captured they are always
-    launched as they are.
+    Calling it launches them on the current stream. Their inputs and outputs must keep their addresses
+    between calls; their contents may change. Kernels that cannot be captured are always launched one by
+    one.
 
     Args:
-        launch: launches them, and waits for nothing.
-        times: how often it is called before they are captured.
-        graphs: where, if others share their memory.
+        launch: launches the kernels without waiting for the device.
+        times: the number of calls before the capture.
+        graphs: the shared stream and memory, if others use them too.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Repeated:
 
 
 class Staged:
-    """Kernels that are launched again and again with other numbers: these go to the device in the same
-    launch.
+    """Kernels that are launched repeatedly with changing numbers, which the same launch copies to the
+    device.
 
     Args:
         shape: of the numbers, int64.
-        launch: launches what reads them, on the device, and waits for nothing.
+        launch: launches the kernels that read the numbers on the device, without waiting for it.
     """
 
     def __init__(
@@ -95,27 +95,27 @@ class Staged:
         self._read = torch.Event(device) if is_cuda else None
 
     def free(self) -> np.ndarray:
-        """Wait until the device has the numbers of the last launch, and return them, to be changed."""
+        """Wait until the device has read the last launch's numbers; return the array to be changed."""
         if self._read is not None:
             self._read.synchronize()
         return self._numbers
 
     def launch(self) -> None:
-        """Run the kernels with the numbers as they are now."""
+        """Run the kernels with the current numbers."""
         self._go()
         if self._read is not None:
             self._read.record()
 
 
 def room_for(count: int) -> int:
-    """Return for how many numbers a launch of this many has room, so that few sizes occur."""
+    """Return a launch's room for this many numbers, rounded up so that few sizes occur."""
     return max(LEAST, 1 << (count - 1).bit_length())
 
 
 def _captured(launch: Callable[[], object], graphs: Graphs) -> torch.cuda.CUDAGraph | None:
-    """Return a graph of what this launches, or ``None`` where it can't be captured."""
+    """Return a graph of the launch, or ``None`` if it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
-    # A default stream can't be captured. Other threads go on with theirs: the mode is for this one.
+    # A default stream cannot be captured. The mode lets other threads use their streams meanwhile.
     with torch.cuda.stream(graphs.stream):
         try:
             graph.capture_begin(graphs.memory, capture_error_mode="thread_local")

@@ -1,23 +1,25 @@
-"""Which tokens may follow: constraints on the generated text, as token masks and as potentials.
+"""Constraints on generated text: they say which tokens may follow, as token masks and as potentials.
 
-A constraint is a set of texts: what a ``regex`` matches, a ``json_schema`` validates, a ``grammar``
-derives, a list of ``strings`` holds, a ``predicate`` accepts; ``all_of`` several is their intersection.
-Any object of yours with such a ``start`` is one too. ``potential`` makes a log-weight of a constraint.
+A constraint is a set of texts: the matches of a ``regex``, the instances of a ``json_schema``, the texts
+of a ``grammar``, a list of ``strings``, or the texts that a ``predicate`` accepts. ``all_of`` makes the
+intersection of several. Your own object with such a ``start`` is a constraint too. ``potential`` makes a
+log-weight from a constraint.
 
-Its states are values: ``advance`` makes a new one and leaves the old one as it was, so particles fork by
-sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of some text of the
-set; tokens may straddle characters, and any tokenization of a text is as good as any other. Such a prefix
-need not be completable with the tokens there are, nor with those that all constraints of a product allow,
-nor where a grammar's terminals took the longest match: then a later mask is empty, which is a dead end
-and not an error.
+A constraint's states are values: ``advance`` returns a new state and does not change the old one, so
+particles fork by sharing a state. A mask holds every token that keeps the *bytes* of the text a prefix of
+some text in the set. Tokens may straddle characters, and every tokenization of a text is accepted.
 
-The end token is in a mask exactly where the text so far is complete; it ends a text and is no part of it.
-Other special tokens, and tokens without bytes, are in no mask.
+Such a prefix may still have no completion. The vocabulary may lack the tokens, the constraints of a
+product may contradict each other, or a grammar's terminals may have taken the longest match. Then a later
+mask is empty, which is a dead end and not an error.
 
-Where it would take too long to judge every token, a state is a *checked* one and is asked about single
-tokens: a predicate's states, and those of a product with one. ``await amasks(states)``, or ``abitmasks``,
-computes the masks of many states of both kinds off the event loop; ``masks`` and ``bitmasks`` those of
-states that know theirs, in the calling thread.
+The end token is in a mask exactly where the text so far is complete. It ends a text and is not part of
+it. Other special tokens, and tokens without bytes, are in no mask.
+
+Where judging every token would take too long, a state is a *checked* one and checks single tokens. The
+states of a predicate, and of a product with a predicate, are checked. ``await amasks(states)``, or
+``abitmasks``, computes the masks of many states of both kinds off the event loop. ``masks`` and
+``bitmasks`` compute the masks of unchecked states in the calling thread.
 """
 
 from __future__ import annotations

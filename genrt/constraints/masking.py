@@ -1,4 +1,4 @@
-"""Masks of many states at once: in parallel, each distinct state once, packed or not."""
+"""Computes the masks of many states at once: in parallel, each distinct state once, packed or not."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from genrt.runtime.together import together
 from genrt.structures.tokens import Words, packed, unpacked
 
 QUICK_BYTES = 2 << 20
-"""Masks of so many bytes, once computed, are copied on the event loop, in some 0.2 ms."""
+"""Computed masks of up to this many bytes are copied on the event loop, in about 0.2 ms."""
 
 
 def masks(states: Sequence[ConstraintState]) -> Tensor:
     """Return each state's ``mask``, computed in parallel: bool ``[len(states), vocab_size]``, on the CPU.
 
     Raises:
-        InvalidRequest: there are no states, they are over vocabularies of different sizes, or one is a
-            checked state: those are asked by ``amasks``.
+        InvalidRequest: there are no states, their vocabularies have different sizes, or one is a checked
+            state, which needs ``amasks``.
         InvalidConstraint: a grammar exceeded llguidance's limits on memory or work.
     """
     _refuse_checked(states)
@@ -34,31 +34,32 @@ def masks(states: Sequence[ConstraintState]) -> Tensor:
 
 
 def bitmasks(states: Sequence[ConstraintState]) -> Tensor:
-    """Return ``masks`` packed: int32 ``[len(states), ceil(vocab_size / 32)]``, token ``i`` at bit ``i %
-    32`` of word ``i // 32`` (llguidance's layout); the bits beyond the vocabulary are 0. Raises as
-    ``masks``."""
+    """Return ``masks`` packed: int32 ``[len(states), ceil(vocab_size / 32)]``.
+
+    Token ``i`` is bit ``i % 32`` of word ``i // 32`` (llguidance's layout); bits beyond the vocabulary
+    are 0. Raises as ``masks``.
+    """
     _refuse_checked(states)
     return from_numpy(_words(states)[0])
 
 
 async def amasks(states: Sequence[State]) -> Tensor:
-    """Compute ``masks`` off the event loop, of checked states too: each of these is asked about every
-    token that nothing cheap rules out, all states at once.
+    """Return ``masks``, computed off the event loop, also of checked states.
 
-    After a cancellation no state is asked anything more; a mask under way in a thread is finished and
-    kept.
+    Each checked state checks every token that its ``mask`` allows, all states concurrently. After a
+    cancellation no further check starts; a mask under way in a thread is finished and cached.
 
     Raises:
-        InvalidRequest: there are no states, or they are over vocabularies of different sizes.
+        InvalidRequest: there are no states, or their vocabularies have different sizes.
         InvalidConstraint: a grammar exceeded llguidance's limits on memory or work.
-        Exception: whatever a predicate raised.
+        Exception: any exception that a predicate raised.
     """
     words, vocab_size = await _awords(states)
     return unpacked(words, vocab_size)
 
 
 async def abitmasks(states: Sequence[State]) -> Tensor:
-    """Compute ``amasks`` packed, as ``bitmasks`` does and ``AsyncLM.draw`` takes it. Raises as
+    """Return ``amasks`` packed in the layout of ``bitmasks``, which ``AsyncLM.draw`` accepts. Raises as
     ``amasks``."""
     return from_numpy((await _awords(states))[0])
 
@@ -85,8 +86,8 @@ def _checked_list(states: Sequence[State]) -> Sequence[State]:
 
 
 def fill(states: Iterable[State]) -> None:
-    """Compute the masks of grammars that these states will be asked for, in parallel, those in products
-    too. Raises InvalidConstraint as ``masks``."""
+    """Compute the missing masks of grammar states in parallel, including states inside products. Raises
+    InvalidConstraint as ``masks``."""
     missing: dict[Any, dict[int, GrammarState]] = {}
     for state in _grammar_states(states):
         if state.words is None:
@@ -96,14 +97,14 @@ def fill(states: Iterable[State]) -> None:
 
 
 def are_quick(states: Iterable[Any]) -> bool:
-    """Return whether these are advanced, and the masks after them computed, sooner than another thread
-    would begin: where that was so the last time."""
+    """Return whether advancing these states and computing their masks is faster than starting a thread,
+    judged by the last time."""
     return all(isinstance(each, GrammarState) and each.vocabulary.is_quick for each in states)
 
 
 def _words(states: Sequence[State]) -> tuple[Words, int]:
-    """Return the packed masks and the vocabulary's size; a checked state's mask has all that nothing
-    cheap rules out."""
+    """Return the packed masks and the vocabulary's size. A checked state's mask is an upper bound, before
+    any ``check``."""
     distinct = {id(state): state for state in states}
     fill(distinct.values())
     rows = {key: words_of(state) for key, state in distinct.items()}
@@ -117,15 +118,15 @@ def _words(states: Sequence[State]) -> tuple[Words, int]:
 
 
 def _known(states: Sequence[Any]) -> tuple[Words, int] | None:
-    """Return what ``_words`` does if all masks are there, of one vocabulary, and are copied sooner than
-    another thread would begin."""
+    """Return the result of ``_words`` if all masks are computed, of one vocabulary, and quick to copy;
+    otherwise ``None``."""
     if not all(issubclass(kind, PackedState) for kind in {*map(type, states)}):
         return None
     known = [state.words for state in states if state.words is not None]
     sizes = {state.vocab_size for state in states}
     if len(known) < len(states) or len(sizes) > 1 or known[0].nbytes * len(known) > QUICK_BYTES:
         return None
-    words = np.frombuffer(bytearray().join(known), np.int32)  # quicker than np.concatenate
+    words = np.frombuffer(bytearray().join(known), np.int32)  # faster than np.concatenate
     return words.reshape(len(known), -1), sizes.pop()
 
 

@@ -1,4 +1,4 @@
-"""A constraint as a potential: 0 on its texts, -inf elsewhere."""
+"""Makes a potential from a constraint: 0 on its texts, -inf elsewhere."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ if TYPE_CHECKING:
 def potential(
     constraint: Constraint, *, lm: AsyncLM | None = None, cache_size: int = 1024
 ) -> Potential:
-    """Return the constraint's indicator as a log-weight: 0 for a finished text of the set, and for an
-    unfinished one that the masks lead to; -inf for all others.
+    """Return the constraint's indicator as a log-weight.
 
-    The states of the last ``cache_size`` texts are kept, so that a kept text that has grown by a token
-    costs one step; any other text costs one step for each token after its longest kept prefix. A
-    predicate is asked about the text it is given and not about its prefixes.
+    It is 0 for a finished text of the set, and for an unfinished text that the masks lead to; otherwise
+    it is -inf.
 
-    The potential is a plain function or, for a constraint of checked states, one that returns an
-    awaitable. It may be called from any thread or event loop. It raises InvalidRequest for anything but a
-    Text and for a token id out of range, and whatever a predicate raises.
+    The states of the last ``cache_size`` texts are cached. A cached text that has grown by a token costs
+    one step; any other text costs one step for each token after its longest cached prefix. A predicate
+    judges the text itself and not its prefixes.
+
+    The potential is a plain function; for a constraint of checked states it returns an awaitable. It may
+    be called from any thread or event loop. It raises InvalidRequest for an argument that is not a Text
+    and for a token id out of range, and it passes on any exception of a predicate.
 
     Args:
-        lm: needed for a constraint of yours with checked states: it tells the end token.
+        lm: needed for your own constraint with checked states, to know the end token.
 
     Raises:
-        InvalidConstraint: not a constraint, ``cache_size`` under 1, or ``lm`` is needed.
+        InvalidConstraint: not a constraint, ``cache_size`` is under 1, or ``lm`` is needed.
     """
     checked_constraint(constraint)
     check_count("cache_size", cache_size)
@@ -60,7 +62,7 @@ def potential(
 
 
 class _States:
-    """The states that texts lead to; ``None`` for a text outside the set."""
+    """Caches the states that texts lead to; ``None`` for a text outside the set."""
 
     def __init__(
         self, constraint: Constraint, start: State, tokens: Tokens | None, cache_size: int
@@ -78,7 +80,7 @@ class _States:
         return f"<potential of {self._constraint!r}>"
 
     def token_ids(self, text: Text) -> tuple[int, ...]:
-        """Return the text's tokens. Raises InvalidRequest if it is no Text, or not over these tokens."""
+        """Return the text's tokens. Raises InvalidRequest if it is not a Text over these tokens."""
         if not isinstance(text, Text):
             raise InvalidRequest(f"a potential was given {text!r}: call it with a Text")
         if self._tokens is not None:
@@ -88,7 +90,7 @@ class _States:
 
     def after(self, token_ids: tuple[int, ...]) -> Any:
         """Return the state after these tokens."""
-        with self._lock:  # the longest prefix that is kept
+        with self._lock:  # find the longest cached prefix
             kept = (i for i in range(len(token_ids), 0, -1) if token_ids[:i] in self._kept)
             length = next(kept, 0)
             state = self._kept[token_ids[:length]] if length else self._start
@@ -107,12 +109,12 @@ class _States:
 def _again(
     kind: type[_States], constraint: Constraint, tokens: Tokens | None, cache_size: int
 ) -> _States:
-    """Return a potential that has travelled."""
+    """Return an unpickled potential."""
     return kind(constraint, constraint.start(), tokens, cache_size)
 
 
 class _Indicator(_States):
-    """The potential of a constraint whose states know their masks."""
+    """The potential of a constraint with masked states."""
 
     def __call__(self, text: Text) -> float:
         state = self.after(self.token_ids(text))
@@ -121,7 +123,7 @@ class _Indicator(_States):
 
 
 class _AskedIndicator(_States):
-    """The potential of a constraint of checked states."""
+    """The potential of a constraint with checked states."""
 
     async def __call__(self, text: Text) -> float:
         token_ids = self.token_ids(text)

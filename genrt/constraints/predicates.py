@@ -1,4 +1,4 @@
-"""Any predicate on texts as a constraint, asked token by token."""
+"""Makes a constraint from any predicate on texts, which is checked token by token."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def predicate(
 ) -> Constraint:
     """Return the constraint of the texts that ``function`` accepts.
 
-    It is asked "may this go on to a wanted text?" about a prefix, and "is this wanted?" about a finished
-    text. If it refuses a prefix it has to refuse every text that begins with it: in the set are the texts
-    that are wanted and of which no prefix is refused. It is not asked about the empty prefix.
+    For a prefix, the function answers "may this continue to a wanted text?"; for a finished text, it
+    answers "is this wanted?". If it refuses a prefix, it must refuse every text that starts with it. The
+    set contains the wanted texts without a refused prefix. The empty prefix is never checked.
 
-    A coroutine function is awaited on the event loop that checks, ``max_concurrent`` calls at once on
-    each loop. Any other function is called in threads, the tokens of one ``check`` one after the other,
-    and up to ``max_concurrent`` checks at once: give 1 if it is not safe to call from several. A state
-    remembers its answers and asks about no token twice. ``check`` raises what the function raises. A
-    cancelled ``check`` makes no further call; one under way in a thread ends by itself.
+    A coroutine function is awaited on the event loop that checks, with at most ``max_concurrent`` calls
+    at once on each loop. Any other function is called in threads: the tokens of one ``check`` one after
+    the other, and up to ``max_concurrent`` checks at once. Use 1 if the function is not thread-safe. A
+    state caches its answers and checks no token twice. ``check`` raises the function's exceptions. A
+    cancelled ``check`` makes no further call; a call under way in a thread runs to its end.
 
     Raises:
-        InvalidConstraint: ``function`` can't be called, ``max_concurrent`` is under 1, or there is no end
+        InvalidConstraint: ``function`` is not callable, ``max_concurrent`` is under 1, or there is no end
             token.
     """
     if not callable(function):
@@ -70,7 +70,7 @@ class _Predicate:
         return f"<constraint: predicate {self.name}>"
 
     def judged(self, answer: object) -> bool:
-        """Return an answer of the function. Raises InvalidRequest if it is not True or False."""
+        """Return the function's answer as a bool. Raises InvalidRequest if it is not True or False."""
         if not isinstance(answer, bool | np.bool_):
             raise InvalidRequest(
                 f"the predicate {self.name} said {answer!r} of a text: return True or False"
@@ -79,7 +79,7 @@ class _Predicate:
 
 
 class PredicateState(PackedState):
-    """A text, and the predicate's answers about the texts that are one token longer."""
+    """A text, with the predicate's answers about the texts that are one token longer."""
 
     __slots__ = ("_answers", "_asking", "_bytes", "_of", "_token_ids", "_turns")
 
@@ -89,7 +89,7 @@ class PredicateState(PackedState):
         self._token_ids = token_ids
         self._bytes = data
         self._answers: dict[int, bool] = {}
-        # Tokens being asked about, each with a future that is done when that check has ended.
+        # Tokens under check, each with a future that is done when the check has ended.
         self._turns: dict[int, concurrent.futures.Future[None]] = {}
         self._asking = threading.Lock()
 
@@ -114,7 +114,7 @@ class PredicateState(PackedState):
                             del self._turns[token_id]
                     turn.set_result(None)
             if others:
-                # If another check is cancelled, the next round here asks its tokens.
+                # If another check is cancelled, the next round here checks its tokens.
                 await asyncio.wait([asyncio.wrap_future(other) for other in others])
             else:
                 break

@@ -1,4 +1,4 @@
-"""Products of constraints: the texts that are in every one of several sets."""
+"""Products of constraints: the intersection of several sets of texts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def all_of(*constraints: MaskedConstraint) -> MaskedConstraint: ...
 @overload
 def all_of(*constraints: Constraint) -> Constraint: ...
 def all_of(*constraints: Constraint) -> Constraint:
-    """Return the constraint of the texts that satisfy every one of the constraints.
+    """Return the constraint of the texts that satisfy all of the constraints.
 
-    Its states know their masks if those of all constraints do. Otherwise they are checked ones: their
-    ``mask`` holds what the masked constraints allow, and ``check`` asks the others about these tokens
-    only, in the order in which they are given, each about the tokens that the one before allowed.
+    Its states are masked if all constraints have masked states. Otherwise its states are checked ones:
+    ``mask`` holds the tokens that the masked constraints allow. ``check`` then asks the checked
+    constraints in argument order, each about the tokens that the previous one allowed.
 
-    A text may be a prefix of one text in each set, and of none that is in all: its masks get empty only
-    later, when the constraints come to contradict each other.
+    A text may be a prefix of some text in each set, but of no text in all of them. Its masks become empty
+    only later, when the constraints contradict each other.
 
     Raises:
-        InvalidConstraint: no constraints, something that is not a constraint, or different vocabularies.
+        InvalidConstraint: no constraints, an argument that is not a constraint, or different
+            vocabularies.
     """
     if len(constraints) == 1 and isinstance(constraints[0], list | tuple):
         raise InvalidConstraint(
@@ -74,7 +75,7 @@ class _Product:
 
 
 class ProductState(PackedState):
-    """A state of each factor, the checked ones after the others."""
+    """A state of each factor, with the checked ones last."""
 
     __slots__ = ("factors",)
 
@@ -91,7 +92,7 @@ class ProductState(PackedState):
 
 
 class MaskedProduct(ProductState):
-    """A state whose factors all know their masks."""
+    """A product state with masked factors alone."""
 
     __slots__ = ()
 
@@ -101,7 +102,7 @@ class MaskedProduct(ProductState):
 
 
 class CheckedProduct(ProductState):
-    """A state some of whose factors have to be asked."""
+    """A product state with some checked factors."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The protocols of constraints: sets of texts, and states that tell which tokens may follow."""
+"""The protocols of constraints: sets of texts, and states that say which tokens may follow."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from genrt.errors import InvalidConstraint
 
 @runtime_checkable
 class ConstraintState(Protocol):
-    """A constraint's knowledge after some text. Immutable: sharing one between particles is safe."""
+    """A constraint's state after some text. Immutable, so particles can share one."""
 
     @property
     def accepting(self) -> bool:
-        """True if the text so far is complete, so that it may end here."""
+        """True if the text so far is complete and may end here."""
         ...
 
     def mask(self) -> Tensor:
-        """Return the tokens that may follow, bool ``[vocab_size]``, on the CPU; the end token if
-        accepting.
+        """Return the tokens that may follow, bool ``[vocab_size]``, on the CPU. The end token is included
+        if the state is accepting.
 
-        An empty mask is a dead end. ``masks`` computes those of many states at once, faster.
+        An empty mask is a dead end. ``masks`` computes the masks of many states at once, faster.
         """
         ...
 
@@ -38,24 +38,26 @@ class ConstraintState(Protocol):
 
 @runtime_checkable
 class CheckedState(Protocol):
-    """The state of a constraint that takes too long to judge every token: it is asked about single
-    tokens.
+    """The state of a constraint that is too slow to judge every token; it checks single tokens.
 
-    Immutable except that it remembers its answers, so that sharing one is safe, between event loops and
-    threads too.
+    It is immutable except for its cached answers, so sharing one is safe, also between event loops and
+    threads.
     """
 
     def mask(self) -> Tensor:
-        """Return the tokens that nothing cheap rules out, the end token among them: bool
-        ``[vocab_size]``, on the CPU. Those of them may follow that ``check`` says yes to; ``amasks``
-        returns these."""
+        """Return an upper bound of the tokens that may follow: bool ``[vocab_size]``, on the CPU.
+
+        It includes the end token. A token may follow if ``check`` accepts it too; ``amasks`` returns
+        these tokens.
+        """
         ...
 
     async def check(self, token_ids: Sequence[int]) -> list[bool]:
-        """Tell for each of these tokens whether it may follow; for the end token, whether the text may
+        """Return for each of these tokens whether it may follow; for the end token, whether the text may
         end here.
 
-        Cancelling it loses no answer that has arrived, and takes none from others who wait for the same.
+        A cancellation loses no answer that has arrived, and does not affect other waiters for the same
+        answer.
 
         Raises:
             InvalidRequest: a token id is out of range.
@@ -63,11 +65,10 @@ class CheckedState(Protocol):
         ...
 
     def advance(self, token_id: int) -> CheckedState:
-        """Return the state after one more token of the text, which need not have been checked.
+        """Return the state after one more token of the text, which may be unchecked.
 
         Raises:
-            InvalidRequest: the token is not in ``mask()``, was checked and may not follow, or is the end
-                token.
+            InvalidRequest: the token is not in ``mask()``, a check refused it, or it is the end token.
         """
         ...
 
@@ -76,22 +77,22 @@ State: TypeAlias = ConstraintState | CheckedState
 
 
 def is_checked(state: State) -> TypeGuard[CheckedState]:
-    """Tell whether it is a checked one, a hundred times as fast as ``isinstance`` with a protocol."""
+    """Return whether a state is a checked one, a hundred times as fast as ``isinstance``."""
     return hasattr(state, "check")
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A set of texts: any object with a ``start`` that returns such states."""
+    """A set of texts: any object with a method ``start`` that returns a state."""
 
     def start(self) -> State:
-        """Return the state before any text. All that follow it are of its kind."""
+        """Return the state before any text. All later states are of the same kind."""
         ...
 
 
 @runtime_checkable
 class MaskedConstraint(Protocol):
-    """A constraint whose states know their masks."""
+    """A constraint with masked states."""
 
     def start(self) -> ConstraintState:
         """Return the state before any text."""
@@ -99,7 +100,7 @@ class MaskedConstraint(Protocol):
 
 
 def checked_constraint(constraint: Constraint) -> Constraint:
-    """Return the constraint. Raises InvalidConstraint if it is something else."""
+    """Return the constraint. Raises InvalidConstraint if it is another kind of object."""
     if isinstance(constraint, type) or not isinstance(constraint, Constraint):
         raise InvalidConstraint(
             f"{constraint!r} is no constraint: give what regex, json_schema, predicate and the like "

@@ -1,4 +1,4 @@
-"""A finite set of texts as a constraint."""
+"""Makes a constraint from a finite set of texts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def strings(texts: Iterable[str], lm: AsyncLM) -> MaskedConstraint:
-    """Return the constraint of exactly these texts, in any order; one may be a prefix of another, or
+    """Return the constraint of exactly these texts, in any order. One may be a prefix of another, or
     empty.
 
-    A mask costs one look at each prefix that the remaining texts and the vocabulary's tokens have in
-    common, whatever the number of texts, and is computed once for all tokenizations of a text.
+    A mask costs one look-up for each prefix that the remaining texts and the vocabulary's tokens have in
+    common, whatever the number of texts. It is computed once for all tokenizations of a text.
 
     Raises:
         InvalidConstraint: there are no texts, one is not a str or has lone surrogates, or there is no
@@ -48,9 +48,9 @@ def _utf8(text: str) -> bytes:
 
 
 class _Strings:
-    """The constraint: sorted texts, so that those with the same beginning are neighbours.
+    """The constraint: sorted texts, so that texts with a common prefix are neighbors.
 
-    A state is a range of them and the length of the beginning that they share.
+    A state is a range of texts and the length of the prefix that they share.
     """
 
     def __init__(self, texts: list[bytes], tokens: Tokens) -> None:
@@ -73,7 +73,7 @@ class _Strings:
         return f"<constraint: strings {shown}{more}>"
 
     def state(self, first: int, end: int, length: int) -> _StringState:
-        """Return the state of that range, the same one for all who hold it."""
+        """Return the state of that range; all holders share one object."""
         with self._lock:
             return self._states.setdefault(
                 (first, end, length), _StringState(self, first, end, length)
@@ -81,7 +81,7 @@ class _Strings:
 
 
 class _StringState(PackedState):
-    """The texts ``first .. end - 1``, which share their first ``length`` bytes: the text so far."""
+    """The texts ``first .. end - 1``. Their common first ``length`` bytes are the text so far."""
 
     __slots__ = ("_end", "_first", "_length", "_of")
 
@@ -97,11 +97,11 @@ class _StringState(PackedState):
         return len(self._of.texts[self._first]) == self._length
 
     def _computed(self) -> Words:
-        """Visit the trie of the texts' continuations, as far as tokens reach."""
+        """Return the mask by a walk over the trie of the texts' continuations, as far as tokens reach."""
         tokens, texts = self._of.tokens, self._of.texts
         mask = np.zeros(len(tokens), dtype=np.bool_)
         mask[tokens.eos_token_id] = self.accepting
-        # Each: a range of texts, a range of tokens, and how many bytes of a token they share.
+        # Each entry: a range of texts, a range of tokens, and the number of token bytes that they share.
         spelt, spellings = tokens.spelt
         ranges = [(self._first, self._end, 0, len(spellings), 0)]
         while ranges:

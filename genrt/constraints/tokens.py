@@ -1,4 +1,4 @@
-"""A runtime's tokens, and states whose masks are packed."""
+"""Reads a runtime's tokens, and implements states with packed masks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def tokens_of(lm: AsyncLM) -> Tokens:
-    """Return the tokens of a runtime, read once.
+    """Return the tokens of a runtime, cached after the first call.
 
     Raises:
-        InvalidConstraint: not a runtime, or its tokenizer names no end token.
+        InvalidConstraint: not a runtime, or its tokenizer has no end token.
     """
     if not (hasattr(lm, "tokenizer") and hasattr(lm, "byte_vocab")):
         raise InvalidConstraint(f"the lm is {lm!r}: give a runtime, as genrt.load returns it")
@@ -33,9 +33,9 @@ def tokens_of(lm: AsyncLM) -> Tokens:
 
 
 def lm_of(tokens: Tokens) -> AsyncLM:
-    """Return the runtime whose tokens these are, as ``tokens_of`` read them. Raises InvalidConstraint if
-    it is gone."""
-    for held in _tokens.keyrefs():  # a copy: others may be added meanwhile
+    """Return the runtime that ``tokens_of`` read these tokens from. Raises InvalidConstraint if it no
+    longer exists."""
+    for held in _tokens.keyrefs():  # a copy, because other threads may add runtimes meanwhile
         if (lm := held()) is not None and _tokens.get(lm) is tokens:
             return lm
     raise InvalidConstraint("the runtime whose tokens these are is gone: keep it")
@@ -43,16 +43,17 @@ def lm_of(tokens: Tokens) -> AsyncLM:
 
 _tokens: weakref.WeakKeyDictionary[AsyncLM, Tokens] = weakref.WeakKeyDictionary()
 
-# Where a program runs elsewhere, its constraints are over the tokens of the runtime there.
+# In another process, an unpickled constraint uses the tokens of the runtime there.
 copyreg.pickle(Tokens, lambda tokens: (tokens_of, (lm_of(tokens),)))
 
 
 class PackedState:
-    """The base of genrt's own states: with a mask that is computed once, in packed form, and next states
-    that live as long as anyone holds them. So particles with equal texts share a state, and with it all
-    that is computed for it.
+    """The base of genrt's own states.
 
-    ``words`` is the mask once that is computed; it must not be written to.
+    The mask is computed once, in packed form. Next states are shared as long as they are referenced, so
+    particles with equal texts share a state and its cached results.
+
+    ``words`` is the mask once it is computed; do not write to it.
     """
 
     __slots__ = ("__weakref__", "_children", "_lock", "vocab_size", "words")
@@ -61,11 +62,11 @@ class PackedState:
         self.vocab_size = vocab_size
         self.words: Words | None = None
         self._lock = threading.Lock()
-        # No WeakValueDictionary: one for each state costs more than a state.
+        # No WeakValueDictionary, because one for each state costs more than the state.
         self._children: dict[int, weakref.ref[Self]] = {}
 
     def packed(self) -> Words:
-        """Return ``mask()`` as words, computed at the first call."""
+        """Return ``mask()`` as words, computed by the first call."""
         if self.words is None:
             self.words = self._computed()
         return self.words
@@ -83,7 +84,7 @@ class PackedState:
                 self._children[index] = weakref.ref(state)
             return state
 
-    # No ABC: ``isinstance`` would take ten times as long, and every state is asked several times a step.
+    # No ABC: its ``isinstance`` would be ten times as slow, and it runs several times per state and step.
 
     def _computed(self) -> Words:
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""Tests for what users bring themselves: the conformance suite that any Engine must pass, a simulator
-of the whole runtime for their samplers, and the laws of right samplers with the exact answers."""
+"""Tests for users' own parts: a conformance suite for engines, a simulator of the whole runtime for
+samplers, and the laws of correct samplers with exact answers."""
 
 from __future__ import annotations
 
@@ -48,17 +48,18 @@ def check_engine(
     adapter_paths: Sequence[Path] = (),
     tolerance: float = 5e-4,
 ) -> None:
-    """Check an engine against the protocol of ``genrt.engines.protocol``; return if it keeps it.
+    """Check that an engine implements the protocol of ``genrt.engines.protocol``.
 
-    One engine is opened, asked everything in turn, and closed twice. Its model must tell contexts
-    apart: on one whose rows are all alike a mix-up could not be seen, and the suite says so.
+    The suite opens one engine, runs all checks on it in turn and closes it twice. The model must have
+    different rows for different contexts. With equal rows a mix-up would be invisible; the suite reports
+    that.
 
     Args:
-        open_engine: opens a fresh engine of at least 16 tokens of context.
-        adapter_paths: directories of adapters that fit the model, whose rows differ from the base
-            model's and from each other's; two test all there is to test, none leaves adapters
-            untested.
-        tolerance: how far two computations of one row may be apart in any entry. The default is for
+        open_engine: opens a fresh engine with at least 16 tokens of context.
+        adapter_paths: directories of adapters that fit the model. Their rows must differ from the base
+            model's and from each other's. Two adapters test everything; without any, adapters are not
+            tested.
+        tolerance: the largest difference of two computations of a row, in any entry. The default is for
             float32; half precision on a GPU needs more.
 
     Raises:

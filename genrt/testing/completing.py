@@ -1,5 +1,5 @@
-"""The promises of an engine that draws completions, one function for each, as in ``conformance``. Of an
-engine that draws none nothing is checked."""
+"""Checks of engines that draw completions, one function for each promise, as in ``conformance``. For
+other engines the checks pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from genrt.tokens.sampling import truncate
 
 
 def options(witness: Witness) -> None:
-    """Check that the engine says of options whether it can do them, and can of those without a text."""
+    """Check that the engine reports which options it supports, and supports the options without text."""
     if isinstance(witness.engine, Completing):
         plain = Decoding(4, top_k=3, min_tokens=2, logit_bias=((1, 1.0),), logprobs=1)
         reason = witness.engine.unsupported(plain)
@@ -30,7 +30,7 @@ def options(witness: Witness) -> None:
 
 
 def greedy_completions(witness: Witness) -> None:
-    """Check that greedy is the likeliest token of each row, and that log-probabilities are the rows'."""
+    """Check that greedy draws are the likeliest tokens and that log-probabilities agree with the rows."""
     if not isinstance(witness.engine, Completing):
         return
     prompt, count = witness.context(), min(8, witness.many_tokens)
@@ -74,8 +74,7 @@ def greedy_completions(witness: Witness) -> None:
 
 
 def laws(witness: Witness) -> None:
-    """Check that log-probabilities are those of the law that tokens were drawn from, where these are
-    asked for, in company with others."""
+    """Check that requests for the law's log-probabilities get them, also when mixed with others."""
     if not isinstance(witness.engine, Completing):
         return
     prompt, count = witness.context(), min(6, witness.many_tokens)
@@ -103,8 +102,8 @@ def laws(witness: Witness) -> None:
 
 
 def random_completions(witness: Witness) -> None:
-    """Check that a seed fixes a completion, whatever its company; that without one they are independent;
-    and that what is cancelled is gone."""
+    """Check that a seed fixes a completion in any batch, that unseeded completions are independent, and
+    that a cancelled one does not come back."""
     if not isinstance(witness.engine, Completing):
         return
     prompt = witness.context()
@@ -131,8 +130,8 @@ def random_completions(witness: Witness) -> None:
 
 
 def streams(witness: Witness) -> None:
-    """Check that what the engine tells of completions under way is their beginning, each part once; and
-    that it does not tell of what is cancelled or over."""
+    """Check that streamed deltas are consecutive parts of the completion, each delivered once, and that
+    cancelled or finished completions have no further deltas."""
     engine = witness.engine
     if not isinstance(engine, Completing):
         return
@@ -166,7 +165,7 @@ def streams(witness: Witness) -> None:
 
 
 def _expect_beginning(whole: Completion, deltas: Sequence[Delta]) -> None:
-    """Expect these deltas to be the beginning of a completion, without gaps."""
+    """Expect these deltas to be the start of a completion, without gaps."""
     expect(bool(deltas), f"nothing was told of {whole} before its end")
     count = letters = 0
     for delta in deltas:
@@ -182,12 +181,12 @@ def _expect_beginning(whole: Completion, deltas: Sequence[Delta]) -> None:
 
 
 def structures(witness: Witness) -> None:
-    """Check that a text has its structure unless it is truncated, where the engine has structures."""
+    """Check that a text has its structure unless it is truncated, if the engine supports structures."""
     texts = Decoding(16, structure=("choice", ("ab", "ba")))
     engine = witness.engine
     if not isinstance(engine, Completing) or engine.unsupported(texts) is not None:
         return
-    # Behind tokens that are a part of a character a text may begin with the rest of it.
+    # After tokens that are part of a character, a text may start with the rest of that character.
     prompt = tuple(encode(engine.tokenizer, "abba"))
     asked = [CompletionRequest(prompt, texts, seed=seed) for seed in range(6)]
     for result in witness.ask(asked):
@@ -198,7 +197,7 @@ def structures(witness: Witness) -> None:
 
 
 def _completion(witness: Witness, request: CompletionRequest) -> Completion:
-    """Return one completion, asked alone."""
+    """Return one completion, computed alone."""
     return _whole(witness.ask([request])[0])
 
 

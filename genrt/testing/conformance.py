@@ -1,6 +1,6 @@
-"""The promises of an engine, one function for each, called with a ``Witness`` of the engine.
+"""The promises of an engine, one check function for each, called with a ``Witness`` of the engine.
 
-Each begins and ends with nothing in progress, so that all of them can run on one engine in turn.
+Each check starts and ends with no request in progress, so all can run on one engine in turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from genrt.testing.witness import (
 
 
 def idle(witness: Witness) -> None:
-    """Check that a step with nothing to do does nothing."""
+    """Check that a step without requests does no work."""
     before = witness.engine.statistics()
     expect(witness.step() == [], "a step with nothing in progress must return []")
     expect(
@@ -46,7 +46,7 @@ def idle(witness: Witness) -> None:
 
 
 def rows(witness: Witness) -> None:
-    """Check that rows are float32 log-probabilities on the engine's device, and stay what they are."""
+    """Check that rows are float32 log-probabilities on the engine's device and are never overwritten."""
     asked = witness.questions(4)
     answers = witness.rows_of(asked)
     size = (witness.engine.vocab_size,)
@@ -68,7 +68,7 @@ def rows(witness: Witness) -> None:
 
 
 def identity(witness: Witness) -> None:
-    """Check that a row is its own request's, whatever the company, order and number of requests."""
+    """Check that a row belongs to its request, for any batch, order and number of requests."""
     asked = witness.questions(max(16, witness.engine.max_batch_size + 3))
     together = dict(zip(asked, witness.rows_of(asked), strict=True))
     first = together[asked[0]]
@@ -101,7 +101,7 @@ def joining(witness: Witness) -> None:
 
 
 def long_samples(witness: Witness) -> None:
-    """Check that a logprobs request is answered before a long sample that was in progress ends."""
+    """Check that a logprobs request is answered before a longer sample that is in progress ends."""
     long = SampleRequest(witness.context(), max_tokens=witness.many_tokens, seed=1)
     witness.submit([long])
     results = {end.request: end.result for end in witness.step()}
@@ -122,7 +122,8 @@ def long_samples(witness: Witness) -> None:
 
 
 def cancellation(witness: Witness) -> None:
-    """Check that what is cancelled is gone, queued or in progress; is counted; and can be asked again."""
+    """Check that cancelled requests, queued or in progress, do not come back, are counted, and can be
+    submitted again."""
     before = witness.engine.statistics().cancelled
     witness.cancel(witness.questions(2))
     expect(
@@ -154,7 +155,8 @@ def cancellation(witness: Witness) -> None:
 
 
 def greedy_samples(witness: Witness) -> None:
-    """Check that greedy is the likeliest token of each row; stop tokens end a sample, outside of it."""
+    """Check that greedy samples are the likeliest tokens, and that a stop token ends a sample before
+    itself."""
     prompt, count = witness.context(), min(8, witness.many_tokens)
     greedy = SampleRequest(prompt, max_tokens=count, temperature=0.0)
     tokens = witness.sample(greedy)
@@ -180,7 +182,7 @@ def greedy_samples(witness: Witness) -> None:
 
 
 def random_samples(witness: Witness) -> None:
-    """Check that a seed fixes a sample, whatever the batch; that without one, samples are independent."""
+    """Check that a seed fixes a sample in any batch, and that unseeded samples are independent."""
     prompt = witness.context()
     seeded = SampleRequest(prompt, max_tokens=min(12, witness.many_tokens), seed=4)
     alone = witness.sample(seeded)
@@ -198,7 +200,7 @@ def random_samples(witness: Witness) -> None:
     expect(
         found == alone, f"a seeded sample depends on its batch: {alone} alone, {found} in company"
     )
-    # Hot, so that chance does not make them alike on a model that is all but certain of its tokens.
+    # A high temperature makes equal samples unlikely even for a model that is almost certain.
     unseeded = [
         SampleRequest(prompt, max_tokens=witness.many_tokens, temperature=2.0, nonce=nonce)
         for nonce in range(8)
@@ -217,7 +219,7 @@ def longest_context(witness: Witness) -> None:
 
 
 def counting(witness: Witness) -> None:
-    """Check that statistics are a frozen value, and grow by what was asked."""
+    """Check that statistics are a frozen value and count the requests."""
     before = witness.engine.statistics()
     with contextlib.suppress(AttributeError):
         before.steps = -1  # type: ignore[misc]
@@ -252,7 +254,7 @@ def counting(witness: Witness) -> None:
 
 
 def reads(witness: Witness) -> None:
-    """Check that what is read from rows on the engine's device is what the rows say, and shares them."""
+    """Check that reads of rows on the engine's device agree with the rows, and share the rows."""
     requests = witness.questions(3)
     rows = dict(zip(requests, witness.rows_of(requests), strict=True))
     examples = [
@@ -273,14 +275,14 @@ def reads(witness: Witness) -> None:
             request.wanted.is_answer(rows[request.row], result, tolerance=witness.tolerance),
             f"{request} is answered by {result}, which is not what its row says",
         )
-    # Asked again, a row may differ by a rounding, which a draw survives in all but a few cases in 10,000.
+    # A recomputed row may differ by rounding, which changes only a few draws in 10,000.
     again = _read(witness, [read for read in asked if isinstance(read.wanted, DrawToken)][::-1])
     changed = sum(together[read].token_id != draw.token_id for read, draw in again.items())
     expect(changed <= 1, f"{changed} of {len(again)} draws changed with a fixed seed, asked again")
 
 
 def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, Result]:
-    """Return the answers of one flush of reads, from the engine's rows and no cache."""
+    """Return the answers of one flush of reads, from the engine's rows without a cache."""
     engine = AnsweringEngine(witness.engine, RowCache(0))
     engine.submit(asked)
     results: dict[ReadRequest, Result] = {}
@@ -292,8 +294,8 @@ def _read(witness: Witness, asked: Sequence[ReadRequest]) -> dict[ReadRequest, R
 
 
 def prefixes(witness: Witness) -> None:
-    """Check that a context is kept from when it is to be until it is released, and that no row of one
-    that begins with it is changed."""
+    """Check that a context is in the kept prefixes from ``keep`` to ``release``, and that this changes no
+    row of a context that starts with it."""
     if not isinstance(witness.engine, Keeping):
         return
     kept = witness.engine.prefixes
@@ -316,7 +318,7 @@ def prefixes(witness: Witness) -> None:
 
 
 def adapters(witness: Witness, paths: Sequence[Path]) -> None:
-    """Check that an adapter's rows are its own, alone and mixed, until it is removed and unasked."""
+    """Check that an adapter's rows are its own, alone and mixed, until it is removed and unused."""
     if not paths:
         return
     contexts = [witness.context() for _ in range(4)]
@@ -400,4 +402,4 @@ CHECKS: tuple[Callable[[Witness], None], ...] = (
     prefixes,
     scores,
 )
-"""All but ``adapters``, which needs directories to load."""
+"""All checks but ``adapters``, which needs directories to load."""

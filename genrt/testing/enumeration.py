@@ -1,4 +1,4 @@
-"""The exact answer of an inference over a small model: every text, weighed."""
+"""The exact answer of an inference over a small model: every text with its weight."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["ExactPosterior", "exact_posterior"]
 
 State: TypeAlias = ConstraintState | CheckedState
 Prefix: TypeAlias = tuple[tuple[int, ...], float, State | None]
-"""Token ids, their log-probability, and where the constraint is after them."""
+"""Token ids, their log-probability, and the constraint's state after them."""
 
 Weighed: TypeAlias = dict[tuple[tuple[int, ...], bytes], float]
-"""Log-weights of texts, each by its tokens and its bytes."""
+"""Log-weights of texts, each keyed by its tokens and its bytes."""
 
 MASKS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactPosterior:
-    """The target of an inference, text by text. Probabilities are positive and add up to 1, likeliest
-    first; if no text is possible, both mappings are empty.
+    """The target of an inference, text by text. Probabilities are positive, sorted from the likeliest,
+    and add up to 1. If no text is possible, both mappings are empty.
 
     Attributes:
-        log_evidence: log Z, the log of the target's mass before it is normalised; -inf if that is 0.
+        log_evidence: log Z, the log of the target's mass before normalization; -inf if that mass is 0.
         token_ids: the probability of each sequence of generated tokens, without the end token.
         texts: the probability of each text in bytes, over all its tokenizations.
     """
@@ -52,7 +52,7 @@ class ExactPosterior:
 
     @property
     def evidence(self) -> float:
-        """Z itself: what the weights of a right sampler average to."""
+        """Z itself, the mean of the weights of a correct sampler."""
         return math.exp(self.log_evidence)
 
     def __repr__(self) -> str:
@@ -73,25 +73,26 @@ def exact_posterior(
     temperature: float = 1.0,
     max_texts: int = 100_000,
 ) -> ExactPosterior:
-    """Return the target of a ``TextModel`` of the same arguments, by enumeration: with p the model's law
-    of a text x after the prompt, its rows tempered and normalised again,
+    """Return the target of a ``TextModel`` with the same arguments, by enumeration.
+
+    With p the model's law of a text x after the prompt, from tempered and renormalized rows,
 
         pi(x) = p(x) 1[x in constraint] exp(potential(x)) / Z.
 
-    With a constraint a text has to end, by the end token, within ``max_tokens`` tokens, the end token
-    counted. Without one a text that is cut at ``max_tokens`` is an outcome too.
+    With a constraint, a text must end by the end token within ``max_tokens`` tokens, including the end
+    token. Without a constraint, a text cut at ``max_tokens`` is an outcome too.
 
-    Prefixes that the model or the constraint rules out are not followed, so that a narrow constraint may
-    be enumerated over many tokens. It may be called where an event loop runs: constraint and potential
-    are asked on another one, in a thread that this waits for.
+    Prefixes that the model or the constraint excludes are not followed, so a narrow constraint can be
+    enumerated over many tokens. The function may be called where an event loop runs: constraint and
+    potential run on another loop, in a thread that it waits for.
 
     Args:
         max_tokens: at least 1.
-        stop: what ends a text, as ``TextModel`` has it.
-        constraint: over the runtime of the same model.
-        potential: called once for every text that is possible, finished.
+        stop: the condition that ends a text, as in ``TextModel``.
+        constraint: over a runtime of the same model.
+        potential: called once for every possible finished text.
         temperature: above 0.
-        max_texts: how many texts and prefixes of one length to follow at most.
+        max_texts: the most texts and prefixes of one length to follow.
 
     Raises:
         InvalidRequest: an argument is out of its range, there are too many texts, a potential is NaN or
@@ -137,7 +138,7 @@ async def _posterior(walk: _Walk, model: NGram, potential: Potential | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """All texts that can come, found a token at a time, all prefixes of one length together."""
+    """Enumerates all possible texts token by token, with all prefixes of one length together."""
 
     model: NGram
     prompt: tuple[int, ...]
@@ -191,11 +192,12 @@ class _Walk:
         *,
         last: bool,
     ) -> list[Prefix]:
-        """Move the texts that end here, though nothing was drawn that ends them; return the others."""
+        """Move texts that end here without a drawn end to ``ended``; return the other prefixes."""
         going, end = [], self.model.eos_token_id
         for prefix, may_follow in zip(prefixes, allowed, strict=True):
             ids, logprob, state = prefix
-            # ``mask`` asks no predicate: what only one rules out goes on here, and ends nowhere.
+            # ``mask`` runs no predicate, so a text that only a predicate excludes continues here and
+            # never ends.
             if not last and (state is None or _ones(state.mask()) - {end}):
                 going.append(prefix)
             elif may_follow is None or end in may_follow:
@@ -206,7 +208,7 @@ class _Walk:
         return b"".join(self.model.vocabulary[token] for token in ids)
 
     def _drawn(self, ended: Weighed, ids: tuple[int, ...], logprob: float) -> bool:
-        """Return whether these tokens have spelt a string that ends a text, which is then kept."""
+        """Return whether these tokens spell a stop string; if so, add the cut text to ``ended``."""
         said = self._said(ids)
         places = [said.find(each) for each in self.ends.strings if each in said]
         if not places:
@@ -219,7 +221,8 @@ class _Walk:
     async def _allowed(
         self, prefixes: Sequence[Prefix], *, last: bool
     ) -> Sequence[frozenset[int] | None]:
-        """Return the tokens that the constraint lets follow each prefix, ``None`` without one."""
+        """Return the tokens that the constraint allows after each prefix; ``None`` without a
+        constraint."""
         eos = self.model.eos_token_id
         states = [state for _, _, state in prefixes if state is not None]
         if eos is None or not states:
@@ -261,7 +264,7 @@ def _ones(mask: Tensor) -> frozenset[int]:
 
 
 def _add(texts: Weighed, text: tuple[tuple[int, ...], bytes], logprob: float) -> None:
-    """Add a way in which a text can end: it has the probability of all of them."""
+    """Add a way in which a text can end; the text has the total probability of all ways."""
     texts[text] = float(np.logaddexp(texts.get(text, -math.inf), logprob))
 
 

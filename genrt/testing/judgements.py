@@ -1,4 +1,4 @@
-"""Predicates and potentials for tests: deterministic, and showing in a message what they are."""
+"""Predicates and potentials for tests: deterministic functions with a readable ``repr``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["Asynchronous", "Judgement"]
 _RULES: dict[str, Callable[..., Any]] = {
     "always": lambda text: True,
     "never": lambda text: False,
-    # Refuses no prefix, so that a text is lost at its end.
+    # Refuses no prefix, so a text fails only at its end.
     "never_finished": lambda text: not text.finished,
     "even_when_finished": lambda text: not text.finished or len(text.bytes) % 2 == 0,
-    # Bytes alone do not decide it.
+    # Does not depend on bytes alone.
     "at_most_tokens": lambda text, most: len(text.token_ids) <= most,
     "without": lambda text, part: part.encode() not in text.bytes,
     "containing": lambda text, part: not text.finished or part.encode() in text.bytes,
     "hashed": lambda text, divisor: not text.finished or zlib.crc32(text.bytes) % divisor == 0,
-    # A potential: one of these log-weights, by the text's bytes and not by its tokens.
+    # A potential: one of these log-weights, selected by the text's bytes and not by its tokens.
     "tabled": lambda text, *weights: weights[zlib.crc32(text.bytes) % len(weights)],
 }
 
 
 class Judgement:
-    """A function of a text, by its name in the table and what the rule takes beside the text."""
+    """A function of a text: a rule's name and its further arguments."""
 
     def __init__(self, name: str, *arguments: object) -> None:
         self.name = name

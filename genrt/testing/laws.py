@@ -1,14 +1,15 @@
-"""Laws that the samples and weights of a right sampler obey, as assertions whose error level holds.
+"""Laws of the samples and weights of correct samplers, as assertions with a guaranteed error level.
 
-The level is how often a right sampler may fail. It holds for any number of runs and any distribution
-within the bounds that are given, because the assertions are bets (``genrt.testing.bets``) and no
-approximations; they are a little harder to fail for it: a z-test at the level 1e-6 wants 4.9 standard
-errors, these about 6. Where a test makes many assertions the chance of one false alarm is at most the sum
+The level is the probability that a correct sampler fails. It holds for any number of runs and any
+distribution within the stated bounds, because the assertions are bets (``genrt.testing.bets``) and not
+approximations. They need a little more evidence for it: a z-test at the level 1e-6 needs 4.9 standard
+errors, these about 6. If a test makes many assertions, the chance of one false alarm is at most the sum
 of their levels.
 
-Where no bound is known, no test can tell too small a mean from a right one whose rare and heavy part did
-not come. Then only too large a mean fails, and one that looks too small is a ``CannotTell`` warning. A
-bound of the variance, from a simpler sampler whose variance is known, closes this gap.
+Without a bound, no test can distinguish too small a mean from a correct one with a rare and heavy part
+that did not occur. Then only too large a mean fails, and an apparently too small one is a ``CannotTell``
+warning. A bound of the variance, from a simpler sampler whose
+variance is known, closes this gap.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ __all__ = [
 ]
 
 ROUNDING = 1e-5
-"""The relative error of probabilities that come from float32 rows, with room to spare."""
+"""The relative error of probabilities from float32 rows, with a margin."""
 
 WORST = 5
-"""How many of the samples that are most off a message shows."""
+"""The number of samples that a message shows, the most deviating first."""
 
 WATCHED = 100
-"""How many of the likeliest weighted samples are judged one by one; the others are judged together."""
+"""The likeliest weighted samples that are tested one by one; the others are tested together."""
 
 LOGARITHMS = 690.0
 """Evidence from exp(-LOGARITHMS) to exp(LOGARITHMS) can be computed with as floats."""
 
 
 class CannotTell(UserWarning):
-    """A warning: the mean is too small, and no bound was given. The sampler may be wrong,
-    or a rare and heavy estimate did not come; ``highest=`` would tell which."""
+    """A warning: the mean is too small, and there is no bound. Either the sampler is wrong, or a rare and
+    heavy estimate did not occur; ``highest=`` would decide it."""
 
 
 def assert_unbiased(
@@ -63,27 +64,28 @@ def assert_unbiased(
     highest: float | None = 1.0,
     rtol: float = ROUNDING,
 ) -> None:
-    """Raise AssertionError if what these estimates are drawn from has another mean than ``exact``.
+    """Raise AssertionError if the distribution of these estimates has another mean than ``exact``.
 
-    The estimates are of independent runs: the evidence of each run of SMC, or the weight of each particle
-    of an importance sampler, whose particles never interact. A right sampler fails with probability at
-    most ``level``, whatever the distribution between ``lowest`` and ``highest``. A wrong one is found if
-    its bias is more than about 6 standard errors (at the default level), and n times the bias more
-    than some 30 times ``highest - exact``, if it is too small; so an evidence that is small beside
-    ``highest`` takes many runs.
+    The estimates come from independent runs: the evidence of each run of SMC, or the weight of each
+    particle of an importance sampler, in which particles never interact. A correct sampler fails with
+    probability at most ``level``, for any distribution between ``lowest`` and ``highest``.
+
+    A wrong sampler is detected if its bias is more than about 6 standard errors (at the default level).
+    For too small a mean, n times the bias must also be more than some 30 times ``highest - exact``. So an
+    evidence that is small relative to ``highest`` takes many runs.
 
     Args:
-        estimates: themselves, not their logarithms. All may be the same.
-        exact: the mean that they should have.
-        lowest: no estimate can be less; for weights, 0.
-        highest: no estimate can be more. Weights made of probabilities, as with a constraint, are at
-            most 1, with a potential at most e to its largest value. Without a bound only too large a mean
-            fails: ``None`` says that none is known, and warns if the mean looks too small; ``math.inf``
-            says that there is none, and does not.
-        rtol: the relative error of ``exact`` and of the estimates that is rounding.
+        estimates: the estimates themselves, not their logarithms. All may be equal.
+        exact: the correct mean.
+        lowest: a lower bound of all estimates; for weights, 0.
+        highest: an upper bound of all estimates. Weights made of probabilities, as with a constraint, are
+            at most 1; with a potential, at most e to the power of its largest value. Without a bound only
+            too large a mean fails. ``None`` means that no bound is known, and warns if the mean looks too
+            small; ``math.inf`` means that there is no bound, and does not warn.
+        rtol: the relative rounding error of ``exact`` and of the estimates.
 
     Raises:
-        AssertionError: the mean is another, or an estimate is not finite or out of bounds.
+        AssertionError: the mean differs, or an estimate is not finite or out of bounds.
         InvalidRequest: there are no estimates, or an argument is out of its range.
 
     Warns:
@@ -176,19 +178,19 @@ def assert_variance_bounded(
 def assert_samples_from(
     samples: Iterable[Hashable], probabilities: Mapping[Any, float], *, level: float = 1e-6
 ) -> None:
-    """Raise AssertionError if independent samples are drawn from other probabilities than these.
+    """Raise AssertionError if independent samples do not have these probabilities.
 
-    Samples that are fail with probability at most ``level``, however many there are, and however rare
-    some of them are. A sample of probability 0 fails at once. For weighted samples there is
+    Correct samples fail with probability at most ``level``, however many there are and however rare some
+    of them are. A sample of probability 0 fails at once. For weighted samples, use
     ``assert_weighted_samples_from``.
 
     Args:
-        samples: one for each independent draw; anything hashable.
-        probabilities: of each sample that can come; they add up to 1.
+        samples: one hashable value for each independent draw.
+        probabilities: of each possible sample; they add up to 1.
 
     Raises:
-        AssertionError: they are; the message shows the samples that are most off.
-        InvalidRequest: there are no samples, or the probabilities are no distribution.
+        AssertionError: the probabilities differ; the message shows the most deviating samples.
+        InvalidRequest: there are no samples, or the probabilities are not a distribution.
     """
     needed = _needed(level)
     law = _distribution(probabilities)
@@ -232,26 +234,28 @@ def assert_weighted_samples_from(
     highest: float | None = 1.0,
     rtol: float = ROUNDING,
 ) -> None:
-    """Raise AssertionError if the weighted samples of independent runs are not properly weighted. If they
-    are, a run's N samples x_i and weights w_i have
+    """Raise AssertionError if the weighted samples of independent runs are not properly weighted.
+
+    In properly weighted runs, a run's N samples x_i and weights w_i have
 
         E[(1/N) sum_i w_i] = Z    and    E[(1/N) sum_i w_i 1(x_i = x)] = Z probability(x) for each x.
 
-    That is what importance sampling and SMC promise of any N, where normalised weights have a bias that
-    depends on it (Liu & Chen 1998, *Sequential Monte Carlo methods for dynamic systems*). A right sampler
-    fails with probability at most ``level``; what is found is as with ``assert_unbiased``. A positive
-    weight on a sample of probability 0 fails at once.
+    Importance sampling and SMC guarantee this for any N, while normalized weights have a bias that
+    depends on N (Liu & Chen 1998, *Sequential Monte Carlo methods for dynamic systems*). A correct
+    sampler fails with probability at most ``level``; wrong ones are detected as in ``assert_unbiased``. A
+    positive weight on a sample of probability 0 fails at once.
 
     Args:
-        runs: for each independent run its samples and their unnormalised log-weights, -inf for the dead,
-            whose samples don't count: ``(result.token_ids, result.log_weights)`` of SMC.
-        probabilities: of each sample that can come; they add up to 1. Empty if Z is 0.
+        runs: for each independent run, its samples and their unnormalized log-weights. Dead samples have
+            -inf and do not count. For SMC: ``(result.token_ids, result.log_weights)``.
+        probabilities: of each possible sample; they add up to 1. Empty if Z is 0.
         log_evidence: log Z.
-        highest: the mean weight of no run can be more, or ``None``; as with ``assert_unbiased``.
-        rtol: the relative error of weights and evidence that is rounding.
+        highest: an upper bound of the mean weight of a run, or ``None``; as in ``assert_unbiased``.
+        rtol: the relative rounding error of weights and evidence.
 
     Raises:
-        AssertionError: they are not, or a weight is NaN; the message shows what is most off.
+        AssertionError: the samples are not properly weighted, or a weight is NaN; the message shows the
+            largest deviations.
         InvalidRequest: there are no runs, or an argument is out of its range.
 
     Warns:
@@ -324,7 +328,7 @@ def assert_weighted_samples_from(
 
 
 def _together(capitals: Sequence[float]) -> float:
-    """Return one log-capital: half bet on the first mean, the other half on all others."""
+    """Return one log-capital: half of it bet on the first mean, the other half on all others."""
     return bets.spread(capitals[0], bets.spread(*capitals[1:]) if capitals[1:] else 0.0)
 
 
@@ -339,8 +343,11 @@ def _most_off(
 
 
 def _supposed(values: Floats, mean: float, lowest: float) -> float:
-    """Return what might be the most that can come, in want of a bound: twice as much above ``lowest`` as
-    was seen or expected. It is read off the values, so that bets with it are a reason to doubt alone."""
+    """Return a guess of the largest possible value, in place of a bound.
+
+    It is twice the largest value seen or expected, above ``lowest``. It depends on the values, so bets
+    with it justify only a warning.
+    """
     return 2 * max(float(values.max()), mean) - lowest
 
 
@@ -363,7 +370,7 @@ def _means(values: Floats, exact: float) -> str:
 
 
 def _diagnosis(values: Floats, exact: float) -> str:
-    """Say in a sentence what may be wrong."""
+    """Return a sentence about the likely mistake."""
     mean = float(values.mean())
     if float(values.max()) - float(values.min()) <= ROUNDING * abs(mean):
         return "All are the same: a constant factor is wrong or left out."
@@ -386,7 +393,7 @@ def _check_bounds(name: str, values: Floats, lowest: float, highest: float) -> N
 
 
 def _needed(level: float) -> float:
-    """Return the log-capital that a right sampler's bets come to with this probability at most."""
+    """Return the log-capital that a correct sampler's bets reach with probability at most ``level``."""
     if not 0 < check_float("level", level) < 1:
         raise InvalidRequest(f"level is {level}: give a probability above 0 and below 1, as 1e-6")
     return -math.log(level)
@@ -399,7 +406,7 @@ def _rounding(rtol: float) -> float:
 
 
 def _bound(highest: float | None) -> float:
-    """Return what can come at most, infinity where no bound is known."""
+    """Return the upper bound, infinity if no bound is known."""
     return math.inf if highest is None or highest == math.inf else check_float("highest", highest)
 
 
@@ -415,7 +422,7 @@ def _evidence(log_evidence: float) -> float:
 
 
 def _distribution(probabilities: Mapping[Any, float]) -> dict[Any, float]:
-    """Return the positive ones, likeliest first, normalised."""
+    """Return the positive probabilities, likeliest first, normalized."""
     if any(not 0 <= probability < math.inf for probability in probabilities.values()):
         raise InvalidRequest("a probability is negative or no finite number")
     total = math.fsum(probabilities.values())
@@ -438,7 +445,7 @@ def _numbers(name: str, values: Iterable[float] | Floats | Tensor) -> Floats:
 
 
 def _p(log_capital: float) -> str:
-    """Return the p-value of a capital, also one that is too small for a float."""
+    """Return the p-value of a capital as text, also one that is too small for a float."""
     if log_capital < 600:
         return f"{min(math.exp(-log_capital), 1.0):.2g}"
     return "0" if log_capital == math.inf else f"1e-{math.floor(log_capital / math.log(10))}"

@@ -16,8 +16,11 @@ __all__ = ["adapter_scores", "scores"]
 
 
 def scores(witness: Witness) -> None:
-    """Check that scores are what the rows before each token say, and whole rows these, in company with
-    rows and samples, of texts that share prefixes, and that one that is cancelled is gone."""
+    """Check that scores agree with the rows before each token, and whole rows with the rows themselves.
+
+    Scores are mixed with rows and samples, and their texts share prefixes. A cancelled score must not
+    come back.
+    """
     if not isinstance(witness.engine, Scoring) or not witness.engine.scores:
         return
     most = witness.longest_prompt
@@ -63,7 +66,7 @@ def scores(witness: Witness) -> None:
 def adapter_scores(
     witness: Witness, context: tuple[int, ...], bound: Sequence[Adapter | None]
 ) -> None:
-    """Check that a score is its own adapter's, among those of others."""
+    """Check that a score uses its own adapter, among scores with other adapters."""
     if len(context) < 3 or not getattr(witness.engine, "scores", False):
         return
     text = LogprobsRequest(context).packed

@@ -1,4 +1,5 @@
-"""Callers of a simulated runtime, who ask everything that can be asked, together, twice and in vain."""
+"""Callers of a simulated runtime that use every kind of question, concurrently, repeatedly and with
+cancellations."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ class _Broken(Exception):
 
 
 class Clients:
-    """The callers on one event loop. ``random`` decides what they do, ``operations`` how many things;
-    with ``updates`` some of these are new weights."""
+    """The callers on one event loop.
+
+    ``random`` decides their operations and ``operations`` the number. With ``updates`` some operations
+    are weight updates.
+    """
 
     def __init__(
         self, lm: AsyncLM, random: random.Random, operations: int, *, updates: bool = False
@@ -57,10 +61,10 @@ class Clients:
         ]
 
     async def run(self) -> None:
-        """Do everything, and wait for what was asked.
+        """Start all operations and wait for their results.
 
         Raises:
-            Violation: a client ended in an error that is not the runtime's.
+            Violation: a client ended with an error that is not the runtime's.
         """
         tasks: list[asyncio.Task[object]] = []
         while self.done < self._operations:
@@ -84,20 +88,20 @@ class Clients:
                 raise Violation(f"a client ended in {outcome!r}") from outcome
 
     async def _row(self, context: list[int]) -> None:
-        """Ask for a row, and write to it: it is the caller's own."""
+        """Request a row and write to it, since it belongs to the caller."""
         timeout = self._any([None, None, None, 0.0, 0.01])
         (await self._lm.next_token_logprobs(context, timeout=timeout)).fill_(5.0)
 
     async def _prompt_rows(self, text: list[int]) -> None:
-        """Read a text's rows, or leave them early, and write to them."""
+        """Read a text's rows, or stop early, and write to them."""
         async for rows in self._lm.prompt_rows([*text, 1, 2], chunk=self._any([None, 2])):
             rows.fill_(5.0)
             if self._random.random() < 0.2:
                 break
 
     async def _population(self, context: list[int]) -> None:
-        """Draw after several sequences, step by step, with drafts that are right, or wrong, and masks
-        that are there, or awaited."""
+        """Draw for several sequences step by step, with right or wrong drafts, and with plain or awaited
+        masks."""
         with self._lm.population([context, context, self._context()]) as population:
             for _ in range(self._random.randint(1, 5)):
                 drafts = [[self._token() for _ in range(self._any([0, 1, 3]))] for _ in range(3)]
@@ -114,12 +118,12 @@ class Clients:
                 population.resample([self._random.randrange(3) for _ in range(3)])
 
     async def _late(self, masks: Any) -> Any:
-        """Have masks be awaited."""
+        """Return masks after a while."""
         await asyncio.sleep(self._any([0.0, 0.01]))
         return masks
 
     async def _text(self, context: list[int]) -> None:
-        """Ask for a completion, and change it: what can be changed of it is the caller's own."""
+        """Request a completion and change its mutable parts, since they belong to the caller."""
         timeout, seed = self._any([None, None, None, 0.0, 0.01]), self._any([None, 1, 2])
         text = await self._lm.generate(
             context, max_tokens=5, logprobs=2, seed=seed, timeout=timeout
@@ -128,7 +132,7 @@ class Clients:
             place.clear()
 
     async def _stream(self, context: list[int]) -> None:
-        """Read a stream to its end, or leave it early, in one of the ways there are."""
+        """Read a stream to its end, or stop early, with or without closing it."""
         timeout, is_closed = self._any([None, None, None, 0.0, 0.01]), self._any([True, False])
         stream = self._lm.stream(context, max_tokens=9, logprobs=2, timeout=timeout)
         async with stream if is_closed else contextlib.nullcontext():
@@ -140,7 +144,7 @@ class Clients:
                 await asyncio.sleep(self._any([0.0, 0.01]))
 
     async def _update(self) -> None:
-        """Replace the weights, at once or in chunks, or try to."""
+        """Replace the weights, at once or in chunks, or fail to."""
         number = torch.tensor([self._random.randrange(1, 2**30)])
         what = self._any(["whole", "whole", "chunks", "slow", "broken", "lacking", "wrong"])
         tensors = {"number": number, "other": torch.tensor([0])}
@@ -173,7 +177,7 @@ class Clients:
             raise _Broken
 
     def _context(self) -> list[int]:
-        """Return a context that was asked before, or one that is longer by a token."""
+        """Return a context that was used before, or one that is longer by a token."""
         context = self._any(self._contexts)
         if self._random.random() < 0.4:
             context = [*context, self._token()][-20:]

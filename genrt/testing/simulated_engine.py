@@ -1,13 +1,13 @@
-"""An engine that keeps the protocol and is as inconvenient as the protocol allows, as one seed decides.
+"""An engine that implements the protocol as inconveniently as the protocol allows, decided by one seed.
 
 Rules:
-    It takes a part of what is in progress to a step, in chunks, and starts some over: but always the
-    oldest, so that everything ends.
-    Answers come in any order, some of them again when nobody asks any more. The rows of a step are views
-    of one tensor between others that mean nothing.
-    A fault is what its ``Faults`` say, at the moment that the seed decides; after a failing step it has
-    forgotten everything, as the protocol says.
-    Whoever calls it as the protocol forbids gets a ``Violation``, which is recorded.
+    Each step computes a part of the requests in progress, in chunks, and restarts some. It always
+    includes the oldest request, so all requests end.
+    Answers come in any order, and some come again after their request has ended. The rows of a step are
+    views of one tensor, between rows without meaning.
+    ``Faults`` define the faults, and the seed decides when they occur. After a failed step the engine has
+    forgotten all requests, as the protocol says.
+    A call that the protocol forbids raises a ``Violation``, which is recorded.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from genrt.testing.simulated_model import Model
 
 MOST_PREEMPTIONS = 3
 TAKEN = LogprobsRequest | SampleRequest | CompletionRequest | ScoreRequest
-"""What an engine takes that is ``Scoring``."""
+"""The requests that a ``Scoring`` engine accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Faults of a simulated engine; by default none.
+    """Faults of a simulated engine; there are no faults by default.
 
     Attributes:
         submit: the probability that a call of ``submit`` raises, for the requests of that flush.
         step: the probability that a call of ``step`` raises, for everything in progress.
         cancel: the probability that a call of ``cancel`` raises.
         remove: the probability that a call of ``remove_adapter`` raises.
-        load: the probability that loading new weights raises, and the engine is dead.
+        load: the probability that loading new weights raises and the engine is dead.
         death: the probability that the engine dies in a call of ``step``.
-        not_finite: the share of contexts whose row is not finite; which ones, their tokens decide.
-        out_of_memory_above: how many requests fit into a step; ``None`` is any number.
-        at_call: the calls, counted from 1, that raise, by the name of the method: ``{"step": 3}``.
+        not_finite: the share of contexts without a finite row; the tokens decide which contexts.
+        out_of_memory_above: the number of requests that fit into a step; ``None``: any number.
+        at_call: the calls that raise, counted from 1, by the name of the method: ``{"step": 3}``.
     """
 
     submit: float = 0.0
@@ -68,7 +68,7 @@ class Faults:
 
 
 class SuddenDeath(BaseException):
-    """Raised by an engine that dies without a word: no ``Exception``."""
+    """Raised by an engine that dies without a report; it is not an ``Exception``."""
 
 
 @dataclass(slots=True)
@@ -81,8 +81,8 @@ class _Progress:
 
 
 class SimulatedWeights:
-    """The weights of a simulated engine: a number that every answer depends on, and a second one that has
-    to be given too."""
+    """The weights of a simulated engine: a number that every answer depends on, and a second number that
+    updates must also contain."""
 
     def __init__(self, engine: SimulatedEngine, renewed: Callable[[int], None]) -> None:
         self.number = 0
@@ -91,34 +91,34 @@ class SimulatedWeights:
         self._renewed = renewed
 
     def layout(self) -> Layout:
-        """Return the two numbers."""
+        """Return the forms of the two numbers."""
         form = TensorForm((1,), (torch.int64,))
         return {"number": form, "other": form}
 
     def begin(self) -> None:
-        """Check that nothing is in progress."""
+        """Check that no request is in progress."""
         self._engine.check("weights are replaced", self.is_whole and not self._engine.in_progress)
 
     def load(self, tensors: NamedTensors) -> None:
-        """Load a part, after which no step may run."""
+        """Load a part of the weights; after that no step may run until ``finish``."""
         self.is_whole = False
         self._engine.load(dict(tensors).get("number"))
 
     def finish(self) -> None:
-        """Have steps run again."""
+        """End the update, so that steps may run again."""
         self._engine.check("an update ends that did not begin", not self.is_whole)
         self.is_whole = True
         self._renewed(self.number)
 
 
 class SimulatedEngine:
-    """An Engine over a model whose answers are known.
+    """An Engine over a model with known answers.
 
     Args:
-        random: decides everything that is left open.
-        meanwhile: called while a call is at work, so that others can do something in the middle of it.
-        spend: told how many seconds a step took.
-        renewed: told which weights have been loaded.
+        random: decides everything that is not specified.
+        meanwhile: called during each call, so that other code can run in the middle of it.
+        spend: called with the seconds that a step took.
+        renewed: called with the number of the loaded weights.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class SimulatedEngine:
             self.weights.number = int(number)
 
     def check(self, what: str, is_lawful: bool) -> None:
-        """Record a Violation unless this is lawful, and the engine is open."""
+        """Record a Violation unless ``is_lawful`` and the engine is open."""
         if self.closed or not is_lawful:
             self._record.violated(f"{what} with {len(self.in_progress)} in progress: {self}")
 
@@ -266,14 +266,14 @@ class SimulatedEngine:
         return [self._progress_of(request) for request in streamed]
 
     def _progress_of(self, request: CompletionRequest) -> Delta | None:
-        """Return as much of the completion as of its chunks has gone through the model."""
+        """Return the next part of the completion, in proportion to the request's computed chunks."""
         progress = self.in_progress.get(request)
         completion = None if progress is None else self._drawn(request).result
         if progress is None or not isinstance(completion, Completion):
             return None
         share = (progress.chunks - progress.left) / progress.chunks
         start, text_start = progress.told, progress.told_text
-        # What was told stays drawn where it is started over, as the tokens of a preempted request do.
+        # Delivered tokens stay drawn after a restart, as the tokens of a preempted request do.
         progress.told = end = max(start, int(len(completion.token_ids) * share))
         progress.told_text = text_end = max(text_start, int(len(completion.text) * share))
         if end == start:
@@ -326,13 +326,13 @@ class SimulatedEngine:
         self.unforgotten.clear()
 
     def _chosen(self) -> list[Request]:
-        """Return what is taken to this step: the oldest in progress, and others as far as they fit."""
+        """Return the requests of this step: the oldest in progress, and others as far as they fit."""
         oldest, others = [*self.in_progress][:1], [*self.in_progress][1:]
         taken = [each for each in others if self._random.random() >= self._passes_over]
         return oldest + taken[: self.max_batch_size - 1]
 
     def _is_done(self, request: Request) -> bool:
-        """Put one chunk of a request through the model, or start over; return whether it was the last."""
+        """Compute one chunk of a request, or restart it; return whether it was the last chunk."""
         progress = self.in_progress[request]
         if progress.preempted < MOST_PREEMPTIONS and self._random.random() < self._preempts:
             progress.preempted += 1
@@ -344,14 +344,14 @@ class SimulatedEngine:
         return progress.left == 0
 
     def _begin(self, request: LogprobsRequest) -> None:
-        """Put the first chunk of a request through the model."""
+        """Compute the first chunk of a request."""
 
     def _block(self, rows: int) -> Tensor:
-        """Return a tensor for rows of a step."""
+        """Return a tensor for the rows of a step."""
         return torch.full((rows, self.vocab_size), 7.0)
 
     def _ends(self, done: list[Request], partial: int) -> list[Finished]:
-        """Return the ends of these requests; their rows lie among others that are of no request."""
+        """Return the results of these requests; their rows lie between rows that belong to no request."""
         sound = [request for request in done if not self._is_poisoned(request)]
         ends = [
             Finished(request, error=NotFinite(f"{request} has no finite row"))
@@ -382,11 +382,11 @@ class SimulatedEngine:
     def _drawn(self, request: SampleRequest | CompletionRequest) -> Finished:
         try:
             return Finished(request, self.model.answer(request, self.weights.number))
-        except GenrtError as error:  # its own: its options leave no token to draw
+        except GenrtError as error:  # the request's own error: its options leave no token to draw
             return Finished(request, error=error)
 
     def _echo(self) -> list[Finished]:
-        """Return one that was answered before, once more, unless it is asked again."""
+        """Return the result of an answered request once more, unless the request is in progress again."""
         if not self._answered or self._random.random() >= self._echoes:
             return []
         request = self._random.choice(self._answered)

@@ -1,5 +1,5 @@
-"""The answers of a simulated engine: a function of the question alone, so that a result that went to the
-wrong caller is seen."""
+"""The answers of a simulated engine. Each is a function of the question alone, so a result that reaches
+the wrong caller is detected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ VOCAB_SIZE = 8
 
 
 class HashedModel:
-    """Rows, samples and completions of eight tokens, made of a hash of the whole question: no law."""
+    """Rows, samples and completions of eight tokens from a hash of the whole question; they follow no
+    law."""
 
     vocab_size = VOCAB_SIZE
     max_model_len = 256
@@ -39,8 +40,7 @@ class HashedModel:
     def answer(
         self, request: LogprobsRequest | SampleRequest | CompletionRequest, weights: int = 0
     ) -> Result:
-        """Return the row, not to be written to, the tokens of the sample, or the completion, by these
-        weights."""
+        """Return the row (read-only), the sample's tokens, or the completion, for these weights."""
         if isinstance(request, LogprobsRequest):
             return _hashed_row(request.packed, request.adapter, weights)
         if isinstance(request, CompletionRequest):
@@ -50,19 +50,19 @@ class HashedModel:
         return tuple((number + place) % VOCAB_SIZE for place in range(request.max_tokens))
 
     def unsupported(self, decoding: Decoding) -> str | None:
-        """Return the option that means nothing without a tokenizer."""
+        """Return the reason why an option of text is not supported without a tokenizer."""
         name = decoding.of_text
         return name and f"{name} needs a tokenizer, and a hashed model has none: give a model"
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        """Take questions that are bound to the adapter from now on, and for ever."""
+        """Accept questions with the adapter from now on, without end."""
 
     def close(self) -> None:
         """Do nothing: there is no engine."""
 
 
 class EngineModel:
-    """The answers of an engine that is asked one question at a time, and remembered."""
+    """The answers of a real engine, computed one question at a time and cached."""
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
         self._engine = open_engine()
@@ -74,8 +74,8 @@ class EngineModel:
     def answer(
         self, request: LogprobsRequest | SampleRequest | CompletionRequest, weights: int = 0
     ) -> Result:
-        """Return the row, not to be written to, the tokens of the sample, or the completion. There are no
-        weights but the engine's own."""
+        """Return the row (read-only), the sample's tokens, or the completion. The weights are always the
+        engine's own."""
         if request not in self._answers:
             self._engine.submit([request])
             while not (ends := self._engine.step()):
@@ -86,7 +86,7 @@ class EngineModel:
         return self._answers[request]
 
     def unsupported(self, decoding: Decoding) -> str | None:
-        """Return what the engine cannot do."""
+        """Return the reason why the engine does not support these options, or ``None``."""
         if isinstance(self._engine, Completing):
             return self._engine.unsupported(decoding)
         return "it draws no completions"
@@ -102,8 +102,8 @@ Model: TypeAlias = HashedModel | EngineModel
 
 
 def is_right(model: Model, request: Request, result: Result, weights: int = 0) -> bool:
-    """Return whether a result answers its request: what the engine computes exactly, a read as its kind
-    says."""
+    """Return whether a result answers its request: exactly for results that the engine computes, and by
+    ``is_answer`` for reads."""
     if getattr(result, "weights_version", request.weights_version) != request.weights_version:
         return False
     if isinstance(request, ReadRequest):
@@ -116,7 +116,7 @@ def is_right(model: Model, request: Request, result: Result, weights: int = 0) -
         )
     if isinstance(request, LogprobsRequest):
         return is_row(model.answer(request, weights), result)
-    if isinstance(request, NativeRequest | ProgramRequest):  # which no simulation asks
+    if isinstance(request, NativeRequest | ProgramRequest):  # not used in simulations
         return False
     return bool(result == model.answer(request, weights))
 
@@ -139,7 +139,7 @@ def _hashed_row(packed: bytes, adapter: Adapter | None, weights: int) -> Tensor:
 
 
 def _hashed_completion(request: CompletionRequest, weights: int) -> Completion:
-    """Return from as few to as many tokens as may be, with log-probabilities if they are asked for."""
+    """Return from ``min_tokens`` to ``max_tokens`` tokens, with log-probabilities if requested."""
     decoding, number = request.decoding, zlib.crc32(repr((request, request.nonce)).encode())
     number += weights
     least, most = max(decoding.min_tokens, 1), decoding.max_tokens

@@ -1,11 +1,13 @@
-"""A whole runtime without threads: the real batcher, cache, answers and rounds of the engine's thread,
-over a simulated engine, and the event loops that are opened on it, all taken on by one seeded scheduler.
+"""A whole runtime without threads, run by one seeded scheduler.
+
+It has the real batcher, cache, answers and rounds of the engine's thread, over a simulated engine, and
+the event loops that are opened on it.
 
 Rules:
-    One thing happens at a time: one callback of one loop, one round of the engine's thread, or time
-    passes. Which, the seed decides; so any order of these that threads could bring about can come about.
-    While the engine's thread is in ``submit`` or ``step``, caches rows or delivers, loops go on: in the
-    middle of the call, before and after the rows are cached, between one delivery and the next.
+    One event happens at a time: a callback of a loop, a round of the engine's thread, or time passes. The
+    seed decides which one, so every order that threads could produce can occur.
+    Loops also run while the engine's thread is in ``submit`` or ``step``, caches rows or delivers: in the
+    middle of the call, before and after caching, and between deliveries.
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ from genrt.testing.virtual_loop import VirtualClock, VirtualLoop
 T = TypeVar("T")
 
 IDLE_ROUNDS = 100_000
-"""How many things may happen in a row before a simulation counts as stuck."""
+"""The number of events in a row after which a simulation counts as stuck."""
 
 
 class SimulatedRuntime:
-    """One runtime and the loops that ask it.
+    """One runtime and the event loops that use it.
 
-    ``random`` decides everything that is left open. The options are those of ``genrt.load``; with
-    ``restarts`` another engine takes the place of one that died. Simulations that see more override
-    ``ask``, what is observed, and the types of the parts.
+    ``random`` decides everything that is not specified. The options are those of ``genrt.load``. With
+    ``restarts`` a new engine replaces one that died. Simulations that observe more override ``ask``, the
+    observer methods, and the types of the parts.
     """
 
     engine_type: type[SimulatedEngine] = SimulatedEngine
@@ -72,7 +74,7 @@ class SimulatedRuntime:
         self.loops: list[VirtualLoop] = []
         self.stopped: set[VirtualLoop] = set()
         self.unanswered: set[int] = set()
-        self.weights = {0: 0}  # the number of each version's
+        self.weights = {0: 0}  # the weights' number for each version
         self.numbers: Iterator[int] = itertools.count()
         self._engine_share = random.choice([0.05, 0.3, 0.7])
         self._is_meanwhile = False
@@ -89,7 +91,7 @@ class SimulatedRuntime:
         self.lm = AsyncLM(self.thread, self.cache, self.thread.engine, seed=seed)
         self._ask, self._stream = self.lm._ask, self.lm._stream
         self.lm._ask, self.lm._ask_sync = self.ask, self.ask_sync
-        self.lm._home.asker = cast("Asker", self)  # whose two methods these are
+        self.lm._home.asker = cast("Asker", self)  # it has the two methods of an Asker
         self.lm._stream, self.lm._stream_sync = self.stream, self.stream_sync
 
     def make_cache(self, max_bytes: int) -> RowCache:
@@ -125,13 +127,13 @@ class SimulatedRuntime:
     async def ask(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
-        """Ask as an AsyncLM does, and check the answers. Everything goes into the record."""
+        """Ask as an AsyncLM does, and check and record the answers."""
         number, asked_at = next(self.numbers), self.lm.weights_version
         self.unanswered.add(number)
         self.record.add("asked", number, *requests)
         try:
             results = await self._ask(requests, stacked=stacked, timeout=timeout)
-        except GeneratorExit:  # collected with its loop, at any moment
+        except GeneratorExit:  # garbage-collected with its loop, at any moment
             raise
         except BaseException as error:
             self.record.add(type(error).__name__, number)
@@ -146,7 +148,7 @@ class SimulatedRuntime:
         return results
 
     def is_right(self, request: Request, result: Result, version: int) -> bool:
-        """Return whether this is the answer by the weights of this version."""
+        """Return whether this is the answer for the weights of this version."""
         asked = request.of_weights(version) if version else request
         return is_right(self.model, asked, result, self.weights[version])
 
@@ -157,18 +159,18 @@ class SimulatedRuntime:
     def ask_sync(
         self, requests: Sequence[Request], *, stacked: bool = False, timeout: float | None = None
     ) -> list[Result]:
-        """Do as ``ask`` does: the loop that this is called on is held up, others are not."""
+        """Ask as ``ask`` does, for a blocking caller: only the calling loop is blocked."""
         return self.run_blocked(self.ask(requests, stacked=stacked, timeout=timeout))
 
     def stream(self, request: CompletionRequest, *, timeout: float | None = None) -> WatchedStream:
-        """Return the stream that an AsyncLM does, whose deltas are checked."""
+        """Return the stream of an AsyncLM, with checks of its deltas."""
         return self.stream_type(self._stream(request, timeout=timeout), self, timeout)
 
     def stream_sync(
         self, request: CompletionRequest, *, timeout: float | None = None
     ) -> SyncStream:
-        """Return all the deltas of a stream, once the first is asked for; its loop is held up, as by
-        ``ask_sync``."""
+        """Return a stream that reads all deltas when the first one is requested. It blocks its loop as
+        ``ask_sync`` does."""
         stream = self.stream(request, timeout=timeout)
 
         async def brought() -> list[Delta]:
@@ -182,13 +184,13 @@ class SimulatedRuntime:
     # -- as the batcher's observer ------------------------------------------------------------
 
     def registering(self, waiter: Waiter) -> None:
-        """Pass over it."""
+        """Ignore the event."""
 
     def leaving(self, waiter: Waiter) -> None:
-        """Pass over it."""
+        """Ignore the event."""
 
     def taken(self, flush: Sequence[Request], withdrawn: Sequence[Request]) -> None:
-        """Record a turn, in the rest of which loops go on."""
+        """Record a turn; loops run during the rest of it."""
         self.rounds.is_turning = True
         if withdrawn:
             self.record.add("withdrawn", *withdrawn)
@@ -198,7 +200,7 @@ class SimulatedRuntime:
     # -- loops --------------------------------------------------------------------------------
 
     def open_loop(self) -> VirtualLoop:
-        """Return another event loop, taken on with the others until it is stopped or closed."""
+        """Return a new event loop, which runs with the others until it is stopped or closed."""
         loop = VirtualLoop(self.clock, before_delivery=self.meanwhile)
         self.loops.append(loop)
         return loop
@@ -209,19 +211,19 @@ class SimulatedRuntime:
         self.forget_loop(loop)
 
     def forget_loop(self, loop: VirtualLoop) -> None:
-        """Close a loop without a look at what it was told."""
+        """Close a loop without checking its error reports."""
         for task in asyncio.all_tasks(loop):
             coroutine = coroutine_of(task)
             if not inspect.iscoroutine(coroutine):
-                coroutine.close()  # the end of an asynchronous generator that was collected
+                coroutine.close()  # the cleanup of an asynchronous generator that was collected
             elif inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # that it never ran is no mistake
+                coroutine.close()  # a coroutine that never ran is not an error
         loop.close()
         self.loops.remove(loop)
         self.stopped.discard(loop)
 
     def discard(self) -> None:
-        """Let go of everything, without a look at it."""
+        """Close all loops and the model without any check."""
         for loop in [*self.loops]:
             self.forget_loop(loop)
         self.model.close()
@@ -229,7 +231,7 @@ class SimulatedRuntime:
     # -- time ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Have one thing happen; return ``False`` if nothing can."""
+        """Let one event happen; return ``False`` if there is no possible event."""
         loops = self._busy_loops()
         is_due = self.rounds.is_due
         if is_due and (not loops or self.random.random() < self._engine_share):
@@ -247,8 +249,8 @@ class SimulatedRuntime:
         return True
 
     def run_until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Have things happen until this is true. Raise a Violation if nothing can happen any more, or too
-        much has; ``what`` says what was waited for."""
+        """Let events happen until ``is_done()``. Raise a Violation if no event is possible or after too
+        many events; ``what`` describes the wait."""
         for _ in range(IDLE_ROUNDS):
             if is_done():
                 return
@@ -257,15 +259,15 @@ class SimulatedRuntime:
         raise Violation(f"after {IDLE_ROUNDS} rounds still {what}: {self.batcher}")
 
     def settle(self) -> None:
-        """Have things happen until nothing can any more."""
+        """Let events happen until no event is possible."""
         for _ in range(IDLE_ROUNDS):
             if not self.step():
                 return
         raise Violation(f"something goes on happening after {IDLE_ROUNDS} rounds")
 
     def run_blocked(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine returns, for a caller that blocks: its loop is held up meanwhile, the
-        others are not."""
+        """Return a coroutine's result to a caller that blocks. Its own loop is stopped meanwhile; the
+        others run."""
         held = {loop for loop in self.loops if loop.is_running()} - self.stopped
         self.stopped |= held
         loop = self.open_loop()
@@ -278,7 +280,7 @@ class SimulatedRuntime:
             self.close_loop(loop)
 
     def meanwhile(self) -> None:
-        """Run a few callbacks of loops, in the middle of a turn."""
+        """Run a few callbacks of loops in the middle of a turn."""
         if self._is_meanwhile or not self.rounds.is_turning:
             return
         self._is_meanwhile = True
@@ -304,8 +306,8 @@ class SimulatedRuntime:
     # -- what must hold -----------------------------------------------------------------------
 
     def check_nothing_is_left(self) -> None:
-        """Raise a Violation unless everyone was told, and nothing is kept for anyone, once nothing can
-        happen any more."""
+        """Raise a Violation unless all callers have their answers and the batcher is empty. Call it when
+        no event is possible."""
         for loop in self.loops:
             self.check_reports(loop)
         if self.unanswered:
@@ -319,18 +321,18 @@ class SimulatedRuntime:
             raise Violation(f"nobody reads, but {streams} are still told of")
 
     def check_reports(self, loop: VirtualLoop) -> None:
-        """Check that all was well on this loop."""
+        """Raise a Violation if this loop's exception handler was called."""
         if loop.reports:
             raise Violation(f"an event loop's exception handler was told {loop.reports}")
 
 
 def coroutine_of(task: asyncio.Task[Any]) -> Coroutine[Any, Any, Any]:
-    """Return what a task runs."""
+    """Return the coroutine of a task."""
     return cast("Coroutine[Any, Any, Any]", task.get_coro())
 
 
 class BusyCache(RowCache):
-    """Rows by request. Loops go on before and after some are put; then their requests end."""
+    """A row cache that lets loops run before and after it stores rows."""
 
     def __init__(self, max_bytes: int, runtime: SimulatedRuntime) -> None:
         super().__init__(max_bytes)
@@ -346,8 +348,8 @@ class BusyCache(RowCache):
 
 
 class SimulatedRounds(Rounds):
-    """Rounds without a thread, each taken by ``go_round``. Between them it sleeps, as the thread does,
-    until it is woken or due: a wake that is forgotten is found out."""
+    """Rounds without a thread, each run by ``go_round``. Between rounds it sleeps until it is woken or
+    due, as the thread does, so a missing wake is detected."""
 
     def __init__(self, round: Callable[[], float | None], clock: VirtualClock) -> None:
         super().__init__(round, lambda **_: None)
@@ -372,14 +374,14 @@ class SimulatedRounds(Rounds):
 
     @property
     def is_due(self) -> bool:
-        """True if it is awake, or would be by now."""
+        """True if it is awake or its alarm has passed."""
         is_free = not self._is_over and not self.is_at_work
         return is_free and (self._is_awake or self.alarm <= self._clock.now)
 
     # -- as a thread --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the engine, as whoever starts a thread blocks until that is done, and go to sleep."""
+        """Run rounds until the engine is open and there is no work; a real start blocks as long."""
         self._is_awake = True
         while self._is_awake:
             self.go_round()
@@ -388,7 +390,7 @@ class SimulatedRounds(Rounds):
         self._is_awake = True
 
     def join(self, timeout: float | None = None) -> None:
-        """Take the last round, unless one is being taken, which can't be waited for."""
+        """Run the last round, unless a round is running, which cannot be waited for."""
         if not self.is_at_work and not self._is_over:
             self.go_round()
 

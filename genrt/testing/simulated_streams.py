@@ -1,4 +1,4 @@
-"""Streams of a simulated runtime, compared delta by delta with what they are of."""
+"""Streams of a simulated runtime that compare each delta with the expected completion."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Simulated(Protocol):
     """The part of a simulated runtime that its streams need.
 
     Attributes:
-        model: whose completions are right.
-        unanswered: the numbers of those who still wait for something.
+        model: has the correct completions.
+        unanswered: the numbers of callers that still wait.
     """
 
     model: Model
@@ -27,14 +27,14 @@ class Simulated(Protocol):
     unanswered: set[int]
 
     def is_right(self, request: Request, result: Result, version: int) -> bool:
-        """Return whether this is the answer by the weights of this version."""
+        """Return whether this is the answer for the weights of this version."""
         ...
 
 
 class WatchedStream(Stream):
-    """A stream that is compared, delta by delta, with the completion that it is of.
+    """A stream that compares each delta with the expected completion.
 
-    A simulation that sees more overrides ``began``, ``whole`` and ``left``.
+    A simulation that observes more overrides ``began``, ``whole`` and ``left``.
     """
 
     def __init__(self, stream: Stream, runtime: Simulated, timeout: float | None) -> None:
@@ -56,7 +56,7 @@ class WatchedStream(Stream):
         except StopAsyncIteration:
             self._end("read")
             raise
-        except GeneratorExit:  # collected with its loop, at any moment
+        except GeneratorExit:  # garbage-collected with its loop, at any moment
             raise
         except BaseException as error:
             self._end(type(error).__name__)
@@ -76,16 +76,16 @@ class WatchedStream(Stream):
         self._end("dropped")
 
     def began(self) -> None:
-        """Note that the question is about to be asked."""
+        """Note that the request is about to be sent."""
 
     def whole(self, completion: Completion) -> None:
         """Note that the last delta has come."""
 
     def left(self, error: BaseException) -> None:
-        """Note how it ended without its last delta."""
+        """Note the error that ended the stream before its last delta."""
 
     def _end(self, how: str) -> bool:
-        """Record how it ended; return whether it had not before, and had begun."""
+        """Record the end; return whether the stream had begun and had not ended before."""
         if self._number is None or self._is_over:
             return False
         self._is_over = True

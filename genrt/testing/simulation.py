@@ -1,4 +1,4 @@
-"""Whole runs of the runtime, decided by one seed: the same seed, the same run, callback by callback."""
+"""Runs the whole runtime deterministically: the same seed gives the same run, callback by callback."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["Report", "run_simulated", "simulate"]
 T = TypeVar("T")
 
 LAST_EVENTS = 40
-"""How much of a failed run its message shows."""
+"""The number of events that the message of a failed run shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A simulated run, and what became of it.
+    """The result of a simulated run.
 
     Attributes:
-        seed: what decided it.
-        operations: how many things its clients did: questions asked, cancellations, …
+        seed: the seed of the run.
+        operations: the number of client operations: questions, cancellations, …
         statistics: the runtime's counters at the end.
-        updates: how often the weights were replaced.
-        trace: what happened, in order.
+        updates: the number of weight updates.
+        trace: the events, in order.
     """
 
     seed: int
@@ -53,18 +53,20 @@ class Report:
 def simulate(
     seed: int, *, operations: int = 100, faults: Faults | None = None, updates: bool = False
 ) -> Report:
-    """Run the real batcher, cache and answers once, with clients on up to three event loops that ask,
-    time out and cancel, and an engine as inconvenient as the protocol allows.
+    """Run the real batcher, cache and answers once in a simulation.
+
+    Clients on up to three event loops ask, time out and cancel. The engine is as inconvenient as the
+    protocol allows.
 
     Args:
         seed: decides everything; the same seed gives the same run.
-        operations: how many things the clients do.
-        faults: what goes wrong with the engine; by default that, too, is for the seed to say.
-        updates: whether clients replace the weights, too, in every way that there is.
+        operations: the number of client operations.
+        faults: the engine's faults; by default the seed decides them too.
+        updates: whether clients also replace the weights, in every possible way.
 
     Raises:
-        AssertionError: something did not end, or not rightly, or was left over. The message names the
-            seed and shows what happened last.
+        AssertionError: a request did not end, ended wrongly, or left state behind. The message has the
+            seed and the last events.
     """
     chance = random.Random(seed)
     runtime = SimulatedRuntime(
@@ -101,30 +103,30 @@ def run_simulated(
     cache_bytes: int = 2**20,
     max_batch_size: int | None = None,
 ) -> T:
-    """Return what a sampler of your own returns on a simulated runtime.
+    """Return the result of your own sampler on a simulated runtime.
 
-    It gets a real ``AsyncLM``, over an engine that answers in whatever order, in as many steps and with
-    as many restarts as the seed decides, on an event loop whose time is virtual: ``asyncio.sleep`` takes
-    none. The seed fixes the whole run, with torch's global generator, as long as the sampler has no other
-    source of chance. The runtime is closed when the sampler has ended.
+    The sampler gets a real ``AsyncLM``. Its engine answers in any order, in as many steps and with as
+    many restarts as the seed decides. Time on its event loop is virtual: ``asyncio.sleep`` takes no time.
+    The seed fixes the whole run, including torch's global generator, if the sampler has no other source
+    of randomness. The runtime is closed when the sampler has ended.
 
     Args:
         sampler: an async function of the runtime.
-        seed: decides everything that is left open.
-        model: whose rows the answers are: an ``NGram``, a function that opens an engine, or ``None`` for
-            eight tokens and a row for every context that has nothing to do with any other.
-        faults: what goes wrong with the engine; nothing by default.
-        cancel_after: after how many events (callbacks, engine steps, …) the sampler is cancelled, if it
-            has not ended by then; ``None`` is never.
+        seed: decides everything that is not specified.
+        model: the source of the rows: an ``NGram``, a function that opens an engine, or ``None`` for
+            eight tokens and unrelated rows for all contexts.
+        faults: the engine's faults; no faults by default.
+        cancel_after: the number of events (callbacks, engine steps, …) after which the sampler is
+            cancelled if it has not ended; ``None``: never.
         cache_bytes: as for ``genrt.load``.
         max_batch_size: as for ``genrt.load``.
 
     Raises:
-        AssertionError: an answer was wrong, the sampler waits for something that never comes, or
-            left tasks or questions behind when it ended. The message names the seed.
-        CancelledError: it was cancelled.
+        AssertionError: an answer was wrong, the sampler waits forever, or it left tasks or questions
+            behind. The message has the seed.
+        CancelledError: the sampler was cancelled.
 
-    What the sampler itself raises comes out as it is.
+    The sampler's own exceptions pass through unchanged.
     """
     open_engine = partial(ExactEngine, model) if isinstance(model, NGram) else model
     runtime = SimulatedRuntime(
@@ -148,7 +150,7 @@ def run_simulated(
 
 
 def _finish(runtime: SimulatedRuntime, tasks: Sequence[asyncio.Task[Any]], what: str) -> None:
-    """Have these tasks end, and close the runtime; nothing may be left of them before and after that."""
+    """Run these tasks to their end and close the runtime; neither may leave work behind."""
     runtime.run_until(lambda: all(task.done() for task in tasks), what)
     runtime.settle()
     left = [each for loop in runtime.loops for each in asyncio.all_tasks(loop) if not each.done()]
@@ -158,7 +160,7 @@ def _finish(runtime: SimulatedRuntime, tasks: Sequence[asyncio.Task[Any]], what:
 
 
 def close(runtime: SimulatedRuntime) -> None:
-    """Close a runtime. Raises a Violation if anything is left of what was asked, before or after that."""
+    """Close a runtime. Raise a Violation if any work is left, before or after that."""
     runtime.check_nothing_is_left()
     runtime.lm.close()
     runtime.settle()
@@ -167,7 +169,7 @@ def close(runtime: SimulatedRuntime) -> None:
 
 @contextmanager
 def reporting(runtime: SimulatedRuntime, name: str, again: str = "") -> Iterator[None]:
-    """Raise AssertionError for a Violation, with what happened last; discard the runtime in the end."""
+    """Turn a Violation into an AssertionError with the last events; discard the runtime in the end."""
     try:
         yield
     except Violation as violation:
@@ -179,7 +181,7 @@ def reporting(runtime: SimulatedRuntime, name: str, again: str = "") -> Iterator
 
 
 def any_options(chance: random.Random) -> dict[str, Any]:
-    """Return options of a SimulatedRuntime, as chance decides."""
+    """Return random options of a SimulatedRuntime."""
     return {
         "cache_bytes": chance.choice([0, 3, 1000]) * 4 * VOCAB_SIZE,
         "max_batch_size": chance.choice([None, None, 1, 3]),
@@ -190,8 +192,8 @@ def any_options(chance: random.Random) -> dict[str, Any]:
 
 
 def any_faults(chance: random.Random, *, updates: bool = False) -> Faults:
-    """Return no faults in half of the runs, and otherwise some of every kind; with ``updates`` of those,
-    too."""
+    """Return no faults in half of the runs, and otherwise some of every kind; faults of weight updates
+    only with ``updates``."""
     if chance.random() < 0.5:
         return Faults()
     return Faults(

@@ -1,4 +1,4 @@
-"""Hypothesis strategies to test samplers with: small models, constraints, potentials, prompts, seeds."""
+"""Hypothesis strategies for testing samplers: small models, constraints, potentials, prompts, seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
 
     class _Strategies:
-        """``hypothesis.strategies``, imported when the first one is wanted."""
+        """``hypothesis.strategies``, imported on first use."""
 
         def __getattr__(self, name: str) -> Any:
             try:
@@ -39,7 +39,7 @@ else:
 __all__ = ["constraints", "potentials", "seeds", "small_lms", "token_sequences"]
 
 LETTERS = [b"a", b"b", b"ab", b"ba"] + [letter.encode() for letter in string.ascii_lowercase[2:]]
-"""Tokens in the order in which they are preferred: two letters, which are also spelled together."""
+"""Tokens in the order of preference: two letters, their combinations, and further letters."""
 
 SPLIT = [
     (b"\xc3", b"\xa9"),
@@ -50,14 +50,14 @@ SPLIT = [
 """Characters in two pieces."""
 
 NEAR_ZERO = (-75.0, -55.0)
-"""Log-weights of what hardly ever follows, about 1e-32 to 1e-24: float32 still has them."""
+"""Log-weights of very unlikely tokens, about 1e-32 to 1e-24, which float32 can still represent."""
 
 NOTHING, EVERYTHING = "[a&&[^a]]", "(?s:.*)"
-"""Patterns."""
+"""Patterns that match no text and every text."""
 
 
 def seeds() -> SearchStrategy[int]:
-    """Draw seeds from 0 up, which every source of random numbers takes."""
+    """Draw seeds from 0 up that every random generator accepts."""
     return st.integers(0, 2**32 - 1)
 
 
@@ -67,7 +67,7 @@ def token_sequences(
     """Draw token ids below ``vocab_size``: prompts, contexts. They shrink to few tokens, and to token 0.
 
     Raises:
-        InvalidRequest: sizes that leave nothing to draw.
+        InvalidRequest: there is no such sequence.
     """
     if vocab_size < 1 or not 0 <= min_size <= max_size:
         raise InvalidRequest(
@@ -89,24 +89,24 @@ def small_lms(
     duplicates: bool = False,
     split_characters: bool = False,
 ) -> SearchStrategy[NGram]:
-    """Draw exact models of any distribution: ``genrt.load(model, engine="exact")`` runs them, and
-    ``exact_posterior`` knows their every text.
+    """Draw exact models of any distribution.
 
-    Each row is uniform, arbitrary, or has one token alone. They shrink to two tokens, order 0 and uniform
-    rows. With few tokens and ``max_tokens`` enumeration takes milliseconds.
+    ``genrt.load(model, engine="exact")`` runs them, and ``exact_posterior`` enumerates their texts. Each
+    row is uniform, arbitrary, or has a single token. Models shrink to two tokens, order 0 and uniform
+    rows. With few tokens and a small ``max_tokens``, enumeration takes milliseconds.
 
     Args:
-        min_vocab_size: the end token counted; more if the other options take more.
-        max_order: how many tokens of context count at most; the model's table has so many dimensions,
-            and one more.
+        min_vocab_size: including the end token; more if the other options need more.
+        max_order: the largest number of context tokens that count. The model's table has one dimension
+            more.
         eos: whether there is an end token; it is the last one.
-        zeros: whether tokens may be impossible, and so whole texts, and prefixes with no end in sight.
-        near_zeros: whether they may be as good as impossible, with probabilities of about 1e-30.
+        zeros: whether tokens may be impossible, and so whole texts, and prefixes without a possible end.
+        near_zeros: whether tokens may be almost impossible, with probabilities of about 1e-30.
         duplicates: have two tokens of equal bytes.
-        split_characters: have two tokens that are a character only together.
+        split_characters: have two tokens that form a character only together.
 
     Raises:
-        InvalidRequest: sizes or orders out of range, or too few tokens for what is asked of them.
+        InvalidRequest: sizes or orders out of range, or too few tokens for the options.
         EngineNotInstalled: Hypothesis is missing.
     """
     least = max(1, 2 * split_characters) + duplicates + eos
@@ -142,16 +142,18 @@ def small_lms(
 def constraints(
     lm: AsyncLM, *, predicates: bool = True, max_length: int = 4
 ) -> SearchStrategy[Constraint]:
-    """Draw constraints over this runtime's texts: finite sets of strings, regular expressions,
-    predicates, and what satisfies two of them. Some are satisfied by nothing, some by everything,
-    some by texts alone that the model's tokens cannot spell. They shrink to few and short parts.
+    """Draw constraints over this runtime's texts.
 
-    The runtime must be open, so they are drawn in the body of a test: ``data.draw(constraints(lm))``,
-    with ``data=st.data()``.
+    They are finite sets of strings, regular expressions, predicates, and products of two constraints.
+    Some accept no text, some accept every text, and some accept only texts that the model's tokens cannot
+    spell. They shrink to few and short parts.
+
+    The runtime must be open, so draw them in the body of a test: ``data.draw(constraints(lm))``, with
+    ``data=st.data()``.
 
     Args:
-        predicates: whether there may be predicates, which are asked token by token.
-        max_length: how many characters a string of a finite set has at most.
+        predicates: whether there may be predicates, which are checked token by token.
+        max_length: the most characters in a string of a finite set.
 
     Raises:
         EngineNotInstalled: Hypothesis is missing.
@@ -174,9 +176,9 @@ def potentials(
     """Draw log-weights of texts, finished or not, by their bytes: plain and coroutine functions.
 
     Args:
-        lowest: of the finite ones.
-        highest: 0 keeps weights below 1, as ``assert_unbiased`` supposes.
-        zeros: whether a text may have -inf. A twist should not.
+        lowest: the lower bound of finite log-weights.
+        highest: their upper bound; 0 keeps weights at most 1, as ``assert_unbiased`` assumes.
+        zeros: whether a text may have -inf. Use False for a twist.
 
     Raises:
         InvalidRequest: bounds that are not finite, or out of order.
@@ -192,7 +194,7 @@ def potentials(
 
 
 def _rules(alphabet: list[str]) -> SearchStrategy[Judgement | Asynchronous]:
-    """Draw predicates. If one refuses a prefix, it refuses all that begins with it."""
+    """Draw predicates. A predicate that refuses a prefix refuses all texts that start with it."""
     characters = st.sampled_from(alphabet)
     rules: dict[str, list[SearchStrategy[Any]]] = {
         "always": [],
@@ -216,7 +218,7 @@ def _also_asynchronous(
 
 
 def _rows(size: int, *, zeros: bool, near_zeros: bool) -> SearchStrategy[list[float]]:
-    """Draw log-weights of one row: uniform, any, or one token alone."""
+    """Draw the log-weights of one row: uniform, arbitrary, or a single token."""
     entries = [st.just(0.0), st.floats(-8, 0, width=32)]
     if near_zeros:
         entries.append(st.floats(*NEAR_ZERO, width=32))
@@ -256,7 +258,7 @@ def _vocabularies(
 
 
 def _alphabet(vocabulary: list[bytes]) -> list[str]:
-    """Return the characters that a token or two spell, the first tokens' first, and one that is new."""
+    """Return up to eight characters spelled by one or two tokens, earlier tokens first, and a new one."""
     found: dict[str, None] = {}
     for first, second in product(vocabulary[:32], [b"", *vocabulary[:32]]):
         try:

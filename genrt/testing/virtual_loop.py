@@ -1,10 +1,10 @@
-"""An event loop without a thread, a selector or a clock of its own: whoever has it runs it, a callback at
-a time, and says what time it is.
+"""An event loop without a thread, selector or clock. Its owner runs one callback at a time and sets the
+time.
 
 Rules:
     Callbacks run in the order in which they were scheduled, as in asyncio's own loop.
-    Nothing here waits. Time passes when its ``VirtualClock`` is told so.
-    A closed loop refuses new callbacks, as asyncio's does, and so everything that is delivered to it.
+    The loop never waits. Time passes only when its ``VirtualClock`` is advanced.
+    A closed loop refuses new callbacks, as asyncio's loop does, and so refuses deliveries.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ T = TypeVar("T")
 
 
 class VirtualClock:
-    """Seconds that pass when they are told to."""
+    """A clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def time(self) -> float:
-        """Return the time, in seconds."""
+        """Return the time in seconds."""
         return self.now
 
     def pass_until(self, moment: float) -> None:
-        """Pass the time until a moment; one that is over changes nothing."""
+        """Advance the time to a moment; a past moment changes no time."""
         self.now = max(self.now, moment)
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop that is taken on by hand.
+    """An event loop that is advanced by hand.
 
-    It has callbacks, timers, futures, tasks and ``run_in_executor`` (which runs the function in a
-    callback of its own); no sockets, pipes, signals or subprocesses. ``reports`` are what asyncio's
-    exception handler was told: on a loop where all is well, nothing. ``before_delivery`` is called before
-    a callback of another thread is taken.
+    It has callbacks, timers, futures, tasks and ``run_in_executor``, which runs the function in a
+    callback of its own. It has no sockets, pipes, signals or subprocesses. ``reports`` collects the calls
+    of asyncio's exception handler and is empty if all is well. ``before_delivery`` is called before a
+    callback of another thread is accepted.
     """
 
-    # Private fields of asyncio's: the callbacks to run, a heap of timers, who runs them, and what it
-    # does with asynchronous generators that are begun, or collected before their end.
+    # asyncio's private fields: the callbacks to run, a heap of timers, the thread that runs them, and the
+    # hooks for asynchronous generators that start or are collected before their end.
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
     _thread_id: int | None
@@ -62,7 +62,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.reports: list[dict[str, Any]] = []
         self.set_exception_handler(lambda loop, context: self.reports.append(context))
 
-    # -- by hand ------------------------------------------------------------------------------
+    # -- control by hand ----------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -73,7 +73,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @property
     def next_timer(self) -> float | None:
-        """When the next timer is due."""
+        """The time of the next timer; ``None`` if there is no timer."""
         while self._scheduled and self._scheduled[0].cancelled():
             heapq.heappop(self._scheduled)
         return self._scheduled[0].when() if self._scheduled else None
@@ -82,8 +82,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Run the next callback, if there is one.
 
         Raises:
-            KeyboardInterrupt, SystemExit: out of the callback, as they come out of asyncio's loop; the
-                loop can be taken on afterwards.
+            KeyboardInterrupt, SystemExit: raised by the callback, as in asyncio's loop; the loop can
+                continue afterwards.
         """
         if not self.has_work:
             return
@@ -103,7 +103,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(outside)
             self._thread_id = None
 
-    # -- as asyncio asks ----------------------------------------------------------------------
+    # -- called by asyncio --------------------------------------------------------------------
 
     def time(self) -> float:
         return self._clock.now

@@ -1,4 +1,4 @@
-"""A witness of everything that passes between a conformance suite and an engine."""
+"""Records all calls between a conformance suite and an engine, and checks each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genrt.runtime.statistics import NO_COUNTERS
 from genrt.tokens.sampling import Draw, TopLogprobs
 
 _PATIENCE = 10_000
-"""Steps in a row that may finish nothing before a request counts as lost."""
+"""The steps in a row that may finish no request before a request counts as lost."""
 
 
 def expect(condition: bool, message: str) -> None:
@@ -33,10 +33,11 @@ def expect_normalised(row: Tensor, what: str) -> None:
 
 
 class Witness:
-    """Asks an engine, knows what is in progress, and so sees what is answered twice, late or unasked.
+    """Calls an engine and tracks the requests in progress, so it detects duplicate, late and unrequested
+    answers.
 
-    Every method raises AssertionError where the engine breaks the protocol. Contexts are made at
-    random from a fixed seed; few are used twice.
+    Every method raises AssertionError if the engine breaks the protocol. Contexts are random, from a
+    fixed seed, and are rarely used twice.
     """
 
     def __init__(self, engine: Engine, tolerance: float) -> None:
@@ -57,17 +58,18 @@ class Witness:
         self.many_tokens = min(40, engine.max_model_len - self.longest_prompt)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Submit a flush of requests, none of them in progress."""
+        """Submit a flush of requests that are not in progress."""
         self.in_progress |= set(requests)
         self.engine.submit(requests)
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Cancel these: from now on none of them may come back."""
+        """Cancel these requests; from now on they must not come back."""
         self.in_progress -= set(requests)
         self.engine.cancel(requests)
 
     def step(self) -> list[Finished]:
-        """Return the ends of one step: each must be due, and a result, and no counter may have shrunk."""
+        """Return the results of one step. Each must be due and without an error, and no counter may
+        shrink."""
         finished = self.engine.step()
         for end in finished:
             expect(
@@ -92,7 +94,7 @@ class Witness:
         return finished
 
     def drain(self) -> dict[Request, Result]:
-        """Step until nothing is left; return what was finished on the way."""
+        """Step until no request is in progress; return the results."""
         results: dict[Request, Result] = {}
         idle_steps = 0
         while self.in_progress:
@@ -117,7 +119,7 @@ class Witness:
         return [row_in(result) for result in self.ask(requests)]
 
     def sample(self, request: SampleRequest) -> tuple[int, ...]:
-        """Return the tokens of one sample, asked alone."""
+        """Return the tokens of one sample, computed alone."""
         return tokens_in(self.ask([request])[0])
 
     def context(self, length: int | None = None) -> tuple[int, ...]:
@@ -138,7 +140,7 @@ class Witness:
         return list(dict.fromkeys(made))
 
     def expect_equal(self, row: Tensor, other: Tensor, what: str) -> None:
-        """Expect the two to be apart by rounding only."""
+        """Expect the two rows to differ by rounding only."""
         apart = distance(row, other)
         expect(
             apart <= self.tolerance, f"{what}: rows are {apart:.2g} apart, not ≤ {self.tolerance}"
@@ -151,7 +153,7 @@ class Witness:
         what: str,
         adapter: Adapter | None = None,
     ) -> None:
-        """Expect each token to be as likely as the likeliest of its row, up to rounding."""
+        """Expect each token to be as likely as the likeliest token of its row, up to rounding."""
         contexts = [prompt + tokens[:index] for index in range(len(tokens))]
         for row, token in zip(self.rows_of(bound_to(contexts, adapter)), tokens, strict=True):
             gap = float(row.max() - row[token])
@@ -173,7 +175,7 @@ def distance(row: Tensor, other: Tensor) -> float:
 
 
 def row_in(result: Result | None) -> Tensor:
-    """Return the row that a logprobs request must have ended in."""
+    """Return the result of a logprobs request; raise AssertionError if it is not a row."""
     if not isinstance(result, Tensor):
         raise AssertionError(
             f"a logprobs request must end in a tensor, not {type(result).__name__}"
@@ -182,7 +184,7 @@ def row_in(result: Result | None) -> Tensor:
 
 
 def tokens_in(result: Result | None) -> tuple[int, ...]:
-    """Return the token ids that a sample request must have ended in."""
+    """Return the result of a sample request; raise AssertionError if it is not a tuple of token ids."""
     if not isinstance(result, tuple) or isinstance(result, Draw | TopLogprobs):
         raise AssertionError(f"a sample must end in a tuple of ids, not {type(result).__name__}")
     return result

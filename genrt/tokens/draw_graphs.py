@@ -1,7 +1,8 @@
-"""Draws from a step's rows as one launch: what they need goes to the device, two kernels draw, and the
-draws come back, all of it one CUDA graph. Where it can't be, the same is launched piece by piece.
+"""Draws from a step's rows with one launch, a CUDA graph.
 
-The kernels find the rows by an address that goes with the masks: a step's rows lie elsewhere each time.
+The graph copies the inputs to the device, draws with two kernels and copies the draws back. Where capture
+fails, the same work is launched piece by piece. The address of the rows is copied with the masks, because
+each step's rows have another address.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from genrt.tokens.sampling import BLOCK, GREEDY_BELOW, LARGEST, has_kernels
 __all__ = ["DrawGraphs", "Draws", "fill"]
 
 MOST_KINDS = 4
-"""How many kinds of draws, by their number and masks, have their memory at once."""
+"""The most kinds of draws, by number and mask size, with allocated memory."""
 
 MOST_DRAWS = 4096
-"""How many draws are one launch at most: the memory for their masks stays."""
+"""The most draws in one launch; the memory for their masks stays allocated."""
 
 MANY_BYTES = 2**18
-"""Masks of so many bytes are copied by all of torch's threads."""
+"""Masks with more bytes are copied by all of torch's threads."""
 
 
 class Draws(NamedTuple):
@@ -35,7 +36,7 @@ class Draws(NamedTuple):
 
     Attributes:
         seeds: uint64 ``[n]``.
-        masks: packed, uint8 ``[n, size]``; of all in a launch, or of none.
+        masks: packed, uint8 ``[n, size]``; in a launch, either all draws have masks or no draw has one.
         places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; ``None``: from row ``i``.
     """
 
@@ -45,7 +46,7 @@ class Draws(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The draws that one graph can make: so many, and the shapes of their rows and masks."""
+    """The draws that one graph can make: their number, and the shapes of their rows and masks."""
 
     draws: int
     mask_bytes: int
@@ -54,15 +55,18 @@ class _Kind(NamedTuple):
 
 
 class DrawGraphs:
-    """Draws from rows on one GPU, for one thread: each batch once the one before has arrived."""
+    """Draws from rows on one GPU, for one thread. A batch must arrive before the next one starts."""
 
     def __init__(self) -> None:
         self._kinds: LRUCache[_Kind, _Graph] = LRUCache(MOST_KINDS)
 
     def drawn(self, rows: Tensor, several: Sequence[Draws]) -> tuple[Tensor, Leaving] | None:
-        """Return what ``sampling.drawn`` does, by ``sampling.seeded_uniforms``, of several draws one
-        after the other, and the same on its way to the host: valid until the next call. Return ``None``
-        where there are no kernels for these rows, float32 ``[m, V]``, or only some have masks."""
+        """Return the result of ``sampling.drawn`` for several groups of draws, and its copy to the host.
+
+        Both are valid until the next call. The random numbers are ``sampling.seeded_uniforms``. Return
+        ``None`` where there are no kernels for these rows, float32 ``[m, V]``, or if only some of the
+        draws have masks.
+        """
         count = sum(len(each.seeds) for each in several)
         first, *others = [0 if each.masks is None else each.masks.shape[1] for each in several]
         if not has_kernels(rows) or count > MOST_DRAWS or rows.data_ptr() % 16:
@@ -76,7 +80,7 @@ class DrawGraphs:
 
 
 class _Graph:
-    """Draws of one kind. They stand in one piece of memory: the address of the rows and a word of
+    """Draws of one kind. Their inputs are in one piece of memory: the address of the rows with a word of
     padding, the rows' places, the seeds, the masks."""
 
     def __init__(self, kind: _Kind, device: torch.device) -> None:
@@ -121,7 +125,7 @@ class _Graph:
 
     def drawn(self, rows: Tensor, several: Sequence[Draws]) -> tuple[Tensor, Leaving]:
         if self._last is not None:
-            self._last.arrived()  # or an interrupt has left its copy under way
+            self._last.arrived()  # an interrupt may have skipped the wait for the last copy
         self._numbers[0] = rows.data_ptr()
         count = 0
         for seeds, masks, places in several:
@@ -138,7 +142,7 @@ class _Graph:
 
 
 def fill(target: Tensor, masks: np.ndarray) -> None:
-    """Copy packed masks on the host: many of them on several cores."""
+    """Copy packed masks on the host; large ones use several cores."""
     if masks.flags.writeable and masks.nbytes > MANY_BYTES:
         target.copy_(torch.from_numpy(masks))
     else:
@@ -146,6 +150,6 @@ def fill(target: Tensor, masks: np.ndarray) -> None:
 
 
 def _rounded(count: int) -> int:
-    """Return for how many draws memory is taken: as texts end they become fewer, step by step."""
+    """Return the number of draws to allocate for; rounding limits the sizes as texts end one by one."""
     step = 16 if count <= 256 else 64
     return -(-count // step) * step

@@ -1,16 +1,17 @@
-"""Draws as two fused Triton kernels: one pass over the rows, then one over what is left of each.
+"""Draws tokens with two fused Triton kernels: a pass over the rows, then a pass over the block sums.
 
-``sampling.drawn`` imports this where it can, for its answer in fewer launches; importing it needs Triton.
-The first kernel reduces every block of tokens to its greatest entry and the sum of its weights relative
-to that. The second, with one program per draw, chooses a block, loads it again, and chooses a token of
-it. A program sees one row, cut into tiles of one size, so no draw depends on how many there are.
+``sampling.drawn`` uses this module where it can, for the same result in fewer launches. Importing it
+needs Triton. The first kernel reduces every block of tokens to its maximum entry and the sum of its
+weights relative to that maximum. The second kernel, with one program per draw, chooses a block, loads it
+again and chooses one of its tokens. A program reads one row in tiles of one size, so no draw depends on
+the number of draws.
 
-Sums over a block are float32, sums over blocks and cumulative sums float64. A maximum may or may not pass
-NaN on, so none is taken over one: what is NaN is seen in the sums.
+Sums over a block are float32; sums over blocks and cumulative sums are float64. A maximum may or may not
+propagate NaN, so NaN is excluded from maxima and detected in the sums.
 
-Numbers in comparisons are float32 to some versions of Triton, so float64 ones are made by ``tl.full``.
-Annotations of kernels are evaluated, and may name nothing but ``tl``; a ``tl.tensor`` of a kernel itself
-is a tensor's address, an int, or None.
+Some versions of Triton treat literals in comparisons as float32, so ``tl.full`` makes float64 ones.
+Kernel annotations are evaluated and may name only ``tl``. A kernel's ``tl.tensor`` is a tensor's address,
+an int, or None.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 32
-"""Blocks that one program of the first kernel reduces."""
+"""Blocks per program of the first kernel."""
 
 
 def works() -> bool:
-    """Return whether Triton finds a device, and the compiler that it needs to launch anything there."""
+    """Return whether Triton finds a device and the compiler that it needs for launches."""
     try:
         triton.runtime.driver.active.get_current_target()
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError):
@@ -47,10 +48,10 @@ def drawn(
     largest: float,
     greedy_below: float,
 ) -> Tensor:
-    """Return what ``sampling.drawn`` does, without waiting for the device.
+    """Return the result of ``sampling.drawn`` without waiting for the device.
 
-    ``batch`` is float32 ``[m, V]``, each row unbroken; ``mask`` is packed. The last three are that
-    module's constants. There has to be at least one draw.
+    ``batch`` is float32 ``[m, V]`` with contiguous rows; ``mask`` is packed. The last three arguments are
+    constants of ``sampling``. There must be at least one draw.
     """
     count, width = len(numbers), batch.shape[-1]
     blocks = triton.cdiv(width, block)
@@ -89,9 +90,11 @@ def launch(
     largest: float,
     greedy_below: float,
 ) -> None:
-    """Write what ``drawn`` returns, without temperatures, to ``found``, so that it can be launched again
-    and again: ``address``, int64 ``[2]`` of which the first counts, is where the rows are then, at a
-    multiple of 16 bytes; ``seeds``, int64 ``[n]``, are the bits of those that ``seeded_uniforms`` takes.
+    """Write the result of ``drawn``, without temperatures, to ``found``; it can be launched repeatedly.
+
+    Args:
+        address: int64 ``[2]``; its first entry is the current address of the rows, a multiple of 16.
+        seeds: int64 ``[n]``, the bits of the seeds of ``seeded_uniforms``.
     """
     count, blocks = len(seeds), triton.cdiv(width, block)
     mask_stride = 0 if mask is None else mask.stride(0)
@@ -101,8 +104,8 @@ def launch(
     _choose[(count,)](*rows, reduced, blocks, seeds, found, greedy_below, largest, padded, block)
 
 
-# Arguments are None, known to the compiler, where there is no mask, temperature or place. None depends on
-# the number of draws; scalars are loaded wherever they lie, so their alignment makes no other variant.
+# A missing mask, temperature or place is None, which the compiler knows. No variant depends on the number
+# of draws. Scalars are loaded from any address, so their alignment makes no further variants.
 _ANY_ALIGNMENT = ["mask", "heat", "places", "numbers"]
 
 
@@ -121,8 +124,10 @@ def _reduce(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write each block's greatest entry and sums of weights, untempered and tempered: ``reduced``
-    float32 ``[n, 2 or 3, blocks]``."""
+    """Write each block's maximum entry and its sums of weights, untempered and tempered.
+
+    ``reduced`` is float32 ``[n, 2 or 3, blocks]``.
+    """
     draw = tl.program_id(0).to(tl.int64)
     batch = _rows(batch)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -221,7 +226,7 @@ def _choose(
 
 @triton.jit
 def _rows(batch: tl.tensor) -> tl.tensor:
-    """Return where the rows begin, which an address may say."""
+    """Return the start of the rows; ``batch`` may be a tensor that holds their address."""
     if batch.dtype.element_ty == tl.int64:
         batch = tl.multiple_of(tl.load(batch).to(tl.pointer_type(tl.float32)), 16)
     return batch
@@ -237,7 +242,7 @@ def _finalised(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _uniform(state: tl.tensor) -> tl.tensor:
-    """Return the number in [0, 1) that a state gives."""
+    """Return a state's number in [0, 1)."""
     bits = _finalised(state) >> 11
     return bits.to(tl.float64) * tl.full([], 1.1102230246251565e-16, tl.float64)  # 2**-53
 
@@ -253,7 +258,7 @@ def _entries(
     draw: tl.tensor,
     tokens: tl.tensor,
 ) -> tl.tensor:
-    """Load the entries of these tokens, -inf where there is no such token or the mask forbids it."""
+    """Load the entries of these tokens; -inf beyond the vocabulary and where the mask forbids a token."""
     row = draw if places is None else tl.load(places + draw)
     exists = tokens < width
     entries = tl.load(batch + row * stride + tokens, mask=exists, other=float("-inf"))
@@ -266,22 +271,21 @@ def _entries(
 
 @triton.jit
 def _highest(entries: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """Return the greatest of the entries that are numbers."""
+    """Return the greatest entry, ignoring NaN."""
     return tl.max(tl.where(entries == entries, entries, float("-inf")), AXIS)
 
 
 @triton.jit
 def _finite(highest: tl.tensor) -> tl.tensor:
-    """Return what is subtracted to move ``highest`` to 0, or -inf to -inf."""
+    """Return ``highest``, or 0 for -inf: subtracting it moves ``highest`` to 0 and keeps -inf."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
 def _divisor(temperature: tl.tensor, GREEDY_BELOW: tl.constexpr) -> tl.tensor:
-    """Return a float64 temperature as the float32 number that divides, as ``sampling._divisor`` has it;
-    1 where it is greedy."""
+    """Return a float64 temperature as the float32 divisor, as ``sampling._divisor`` does; 1 if greedy."""
     temperature = tl.where(_is_greedy(temperature, GREEDY_BELOW), 1.0, temperature)
-    most = tl.full([], 3.4028234663852886e38, tl.float64)  # float32's greatest
+    most = tl.full([], 3.4028234663852886e38, tl.float64)  # the greatest float32
     return tl.where(temperature > most, most, temperature).to(tl.float32)
 
 
@@ -295,7 +299,7 @@ def _is_greedy(temperature: tl.tensor, GREEDY_BELOW: tl.constexpr) -> tl.tensor:
 def _inverse(
     weights: tl.tensor, uniform: tl.tensor, indices: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """Return the index that ``sampling._inverse`` does, of one row."""
+    """Return the result of ``sampling._inverse`` for one row."""
     sums = tl.where(weights > 0, tl.cumsum(weights, 0), 0.0)
     passed = sums > tl.max(sums, 0) * uniform
     first = tl.min(tl.where(passed, indices, SIZE), 0)

@@ -1,4 +1,4 @@
-"""Texts and chats -> token ids, and back; a text that would not come back is refused."""
+"""Converts texts and chats to token ids and back; refuses texts that would not come back unchanged."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHOWN = 5
 """The most lost characters that a message names."""
 
 MOST_ASKED = 2000
-"""The most distinct characters of a lost text that are tried one by one."""
+"""The most distinct characters of a lost text that are tested one by one."""
 
 WHITE = r"[^\S\x1c-\x1f]*"
-"""White space to the tokenizers library, in a regular expression."""
+"""A regular expression for white space as the tokenizers library defines it."""
 
 FOLLOWING = ("a", "1")
-"""Texts that begin with tokens of different kinds: what follows a prefix may be either."""
+"""Continuations that start with tokens of different kinds, to find the tokens that a prefix shares."""
 
 OURS = frozenset(
     (
@@ -30,15 +30,15 @@ OURS = frozenset(
         *("return_tensors", "padding", "truncation", "max_length"),
     )
 )
-"""The options of ``apply_chat_template`` that ``encode_chat`` decides."""
+"""The options of ``apply_chat_template`` that ``encode_chat`` sets itself."""
 
 
 class ChatOptions(TypedDict, total=False):
     """The options of ``AsyncLM.encode_chat``.
 
     Attributes:
-        add_generation_prompt: whether the assistant's turn is begun, so that its answer comes next.
-        tools: what the model may call, as transformers' ``apply_chat_template`` takes it.
+        add_generation_prompt: whether to start the assistant's turn, so that the answer comes next.
+        tools: the tools that the model may call, as in transformers' ``apply_chat_template``.
         chat_template_kwargs: other options of the template, such as ``enable_thinking``.
         lossy: whether the tokenizer may lose or change some of the text.
     """
@@ -50,15 +50,15 @@ class ChatOptions(TypedDict, total=False):
 
 
 def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
-    """Return the token ids of a text, with nothing put around it.
+    """Return the token ids of a text, without added special tokens.
 
     Special tokens that the text spells become their ids, except with BytesTokenizer. ``lossy`` accepts
     the tokenizer's ids even if some of the text is lost.
 
     Raises:
-        InvalidRequest: the text has lone surrogates, or the tokenizer loses or changes some of it. One
-            space in front of the text does not count, nor does white space beside added tokens, which
-            tokenizers add or take away.
+        InvalidRequest: the text has lone surrogates, or the tokenizer loses or changes some of the text.
+            One space in front of the text is ignored, and so is white space next to added tokens, which
+            tokenizers add or remove.
     """
     check_bool("lossy", lossy)
     if not isinstance(text, str):
@@ -73,8 +73,8 @@ def encode(tokenizer: Any, text: str, *, lossy: bool = False) -> list[int]:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text with the special tokens that the tokenizer puts around it, such as
-    one that begins every text. Raises InvalidRequest as ``encode``."""
+    """Return the token ids of a text with the tokenizer's special tokens around it, such as a
+    beginning-of-sequence token. Raises InvalidRequest as ``encode``."""
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: give the prompt as token ids")
     token_ids = encode(tokenizer, text)
@@ -84,10 +84,10 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Return the text of token ids as the tokenizer has it: with special tokens, spaces left alone.
+    """Return the text of token ids, with special tokens and without cleaning up spaces.
 
-    The space that a tokenizer puts in front of every text is taken away again, and invalid UTF-8 becomes
-    U+FFFD; for the exact bytes join those of ``byte_vocab``.
+    The space that some tokenizers put in front of every text is removed again, and invalid UTF-8 becomes
+    U+FFFD. For the exact bytes, join the tokens' bytes from ``byte_vocab``.
     """
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.decode(token_ids)
@@ -109,8 +109,8 @@ def encode_chat(
     """Return the token ids of a conversation, by the tokenizer's own chat template.
 
     Raises:
-        InvalidRequest: there is no template, it does not take these messages or options, or the tokenizer
-            loses some of the text that it makes of them.
+        InvalidRequest: there is no template, the template refuses these messages or options, or the
+            tokenizer loses some of the rendered text.
     """
     check_bool("lossy", lossy)
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -131,7 +131,7 @@ def encode_chat(
     def applied(**kind: bool) -> Any:
         try:
             return tokenizer.apply_chat_template(list(messages), **options, **kind)
-        except Exception as error:  # a template is a program and may raise anything
+        except Exception as error:  # a template is a program and may raise any exception
             if "chat_template" not in options and not getattr(tokenizer, "chat_template", None):
                 raise InvalidRequest(
                     "the model has no chat template, so it was hardly made for chats: write the "
@@ -156,8 +156,8 @@ def encode_turn(
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> list[int]:
-    """Return the token ids of a conversation after which the assistant's next message comes; or the rest
-    of the last message, if that is the assistant's. Raises InvalidRequest as ``encode_chat``."""
+    """Return the token ids of a conversation up to the assistant's next message. If the last message is
+    the assistant's, the model continues that message. Raises InvalidRequest as ``encode_chat``."""
     check_messages(messages)
     continues = messages[-1]["role"] == "assistant"
     if continues and isinstance(chat_template_kwargs, Mapping | None):
@@ -172,14 +172,18 @@ def encode_turn(
 
 
 def encode_shared(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids that prompts share that begin with a text: those of the text, less any at its
-    end that depend on what follows. Raises InvalidRequest as ``encode_prompt``, and for an empty text."""
+    """Return the token ids shared by all prompts that start with a text: the text's tokens, without final
+    tokens that depend on the continuation.
+
+    Raises:
+        InvalidRequest: as ``encode_prompt``, or the text is empty.
+    """
     if not text:
         raise InvalidRequest("a prefix must not be empty")
     token_ids = encode_prompt(tokenizer, text)
     longer = []
     for more in FOLLOWING:
-        with contextlib.suppress(InvalidRequest):  # a tokenizer may not know these letters
+        with contextlib.suppress(InvalidRequest):  # a tokenizer may lack these characters
             longer.append(encode_prompt(tokenizer, f"{text}{more}"))
     return _common([token_ids, *longer]) or token_ids
 
@@ -190,18 +194,20 @@ def encode_shared_turns(
     tools: Sequence[Any] | None,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> list[int]:
-    """Return the token ids that chats share that begin with these messages: if the last one is a user's
-    or a tool's, up to the assistant's answer, and otherwise up to what the user says next.
+    """Return the token ids shared by all chats that start with these messages.
+
+    They reach up to the assistant's answer if the last message is a user's or a tool's, and otherwise up
+    to the user's next message.
 
     Raises:
-        InvalidRequest: as ``encode_chat``, also for a template that takes no such message next; or the
-            chats share nothing.
+        InvalidRequest: as ``encode_chat``; the template accepts no such next message; or the chats share
+            no tokens.
     """
     check_messages(messages)
     answers = messages[-1]["role"] in ("user", "tool", "function")
     role = "assistant" if answers else "user"
     turns = [[*messages, {"role": role, "content": each}] for each in FOLLOWING]
-    turns += [list(messages)] if answers else []  # with the answer only begun
+    turns += [list(messages)] if answers else []  # ends with the start of the answer
     shared = _common(
         [
             encode_chat(
@@ -223,7 +229,7 @@ def encode_shared_turns(
 
 
 def _common(sequences: Sequence[list[int]]) -> list[int]:
-    """Return the longest prefix of all of these."""
+    """Return the longest common prefix of these sequences."""
     first, *others = sequences
     length = min(map(len, sequences))
     for other in others:
@@ -247,7 +253,7 @@ def check_messages(messages: object) -> None:
 
 
 def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
-    """Raise InvalidRequest if the tokenizer has lost or changed some of the text, and say what."""
+    """Raise InvalidRequest, with the difference, if the tokenizer loses or changes some of the text."""
     if not _is_kept(tokenizer, text, token_ids):
         what = _lost_characters(tokenizer, text) or _difference(text, decode(tokenizer, token_ids))
         raise InvalidRequest(
@@ -257,20 +263,20 @@ def _check_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> None:
 
 
 def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
-    """Tell whether the text comes back, up to the white space that ``encode`` does not count."""
+    """Return whether the text comes back, ignoring the white space that ``encode`` ignores."""
     if _is_same(text, decode(tokenizer, token_ids)):
         return True
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:  # slow tokenizers decode bytes as they are written
+    if fast is None:  # slow tokenizers decode byte pieces literally, so compare the bytes
         with contextlib.suppress(EngineUnsupported):
             tokens = all_tokens(tokenizer)
             return _is_same(text, b"".join(tokens[i] for i in token_ids).decode(errors="replace"))
         return False
-    if fast.decoder is None:  # without a decoder a loss cannot be seen
+    if fast.decoder is None:  # without a decoder, a loss cannot be detected
         return True
     known = tokenizer.added_tokens_decoder.items()
     added = {i: token for i, token in known if token.content in text}
-    # Decoders garble some added tokens, and put spaces after them: each part is decoded by itself.
+    # Decoders garble some added tokens and put spaces after them, so decode each part by itself.
     came = "".join(
         "".join(added[i].content for i in part) if is_added else decode(tokenizer, list(part))
         for is_added, part in itertools.groupby(token_ids, added.__contains__)
@@ -283,12 +289,13 @@ def _is_kept(tokenizer: Any, text: str, token_ids: Sequence[int]) -> bool:
 
 
 def _is_same(text: str, came: str) -> bool:
-    """Tell whether two texts are the same up to one space in front."""
+    """Return whether two texts are equal up to one space in front."""
     return came == text or came == f" {text}" or text == f" {came}"
 
 
 def _lost_characters(tokenizer: Any, text: str) -> str:
-    """Return which characters come back neither alone nor between letters, and as what, if any."""
+    """Return a message about characters that come back neither alone nor between letters, or an empty
+    string."""
 
     def comes_back(part: str) -> bool:
         return _is_kept(tokenizer, part, encode(tokenizer, part, lossy=True))
@@ -307,7 +314,7 @@ def _lost_characters(tokenizer: Any, text: str) -> str:
 
 
 def _difference(text: str, came: str) -> str:
-    """Return where a text and the one that came back begin to differ."""
+    """Return a message about the first difference between a text and its decoded form."""
     pairs = enumerate(zip(text, came, strict=False))
     at = next((i for i, (one, other) in pairs if one != other), min(len(text), len(came)))
     return f"from character {at} on {text[at : at + 10]!a} comes back as {came[at : at + 10]!a}"

@@ -1,8 +1,8 @@
-"""Draws on the CPU, by numpy on one thread. torch's threads sleep between two kernels, and to wake them
-for each of a dozen takes longer than they save.
+"""Draws on the CPU with numpy on one thread: waking torch's threads for a dozen kernels takes longer than
+they save.
 
-Rule: rows are *ordinary* if they have some mass, and float32 holds their tokens' weights as they are. All
-others are left to ``sampling.drawn``, where every block has a scale of its own.
+Rule: a row is *ordinary* if it has some mass and float32 holds its tokens' weights without scaling. All
+other rows go to ``sampling.drawn``, where every block has its own scale.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 __all__ = ["drawn", "inverse"]
 
 LEAST = 1e-15
-"""The least mass of an ordinary row: weights that float32 has as 0 are together less than 2^-53 of it."""
+"""The least mass of an ordinary row: its weights that underflow in float32 are less than 2^-53 of it."""
 
 
 def drawn(rows: Tensor, numbers: Tensor, block: int, otherwise: Callable[..., Tensor]) -> Tensor:
-    """Return what ``sampling.drawn`` does, of masked float32 rows at temperature 1. ``otherwise`` is that
-    function: rows that are not ordinary go there, with a temperature."""
+    """Return the result of ``sampling.drawn`` for masked float32 rows at temperature 1.
+
+    ``otherwise`` is that function. Rows that are not ordinary go to it, with a temperature.
+    """
     logarithms, (first, second) = rows.detach().numpy(), numbers.numpy().T
     (count, width), places = rows.shape, np.arange(len(rows))
     weights = np.empty((count, width + -width % block), np.float32)
@@ -42,7 +44,7 @@ def drawn(rows: Tensor, numbers: Tensor, block: int, otherwise: Callable[..., Te
 
 
 def inverse(weights: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first place of each row whose cumulative weight exceeds its number's share of the total,
+    """Return the first index in each row with a cumulative weight above its number's share of the total,
     and the total."""
     sums = weights.cumsum(axis=1, dtype=np.float64)
     return (sums > (sums[:, -1] * numbers)[:, None]).argmax(axis=1), sums[:, -1]

@@ -1,4 +1,4 @@
-"""Row(s) -> token(s): temperature, truncations, masks and draws, batched, on the rows' device."""
+"""Draws tokens from rows: temperature, truncation, masks and draws, batched, on the rows' device."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
 BLOCK = 128
-"""Tokens in a block of a draw. It divides the width of nearly every model's rows, so that they need no
-padding, and is near enough to the square root of it that both stages are short."""
+"""Tokens in a block of a draw. It divides the width of nearly every model's rows, so they need no
+padding. It is close enough to the square root of the width that both stages are short."""
 
 LARGEST = 1.0 - 2.0**-52
 """The largest uniform number in use: its share of any total is less than the total."""
 
 CPU_CHUNK, CHUNK = 2**20, 2**25
-"""How many entries of the rows are processed at once: as many as a CPU's caches hold, or as leave room in
-a GPU's memory."""
+"""The entries of rows that are processed at a time: as many as a CPU's caches hold, or few enough to
+leave room in a GPU's memory."""
 
 ADDING = ("cpu",)
-"""Devices where numpy draws, and adding to a row is much faster than choosing between its entries; on
-others choosing by bools moves less."""
+"""Devices where numpy draws, and where adding to a row is much faster than selecting its entries. On
+other devices selecting by bools moves less memory."""
 
 
 def truncate(
@@ -47,23 +47,25 @@ def truncate(
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
 ) -> Tensor:
-    """Return the rows that sampling with these parameters draws from, normalised again.
+    """Return the normalized rows that sampling with these parameters draws from.
 
-    The order is vLLM's (``v1/sample/sampler.py``, ``ops/topk_topp_sampler.py``): rows are divided
-    by the temperature; min-p drops what is less likely than ``min_p`` times the likeliest token; top-k
-    drops what is less likely than the k-th likeliest, so that tokens tied with it all stay; top-p,
-    on what is left and renormalised, drops the least likely tokens while their joint mass is at
-    most ``1 - top_p``, and among equally likely ones those with lower ids first. The likeliest stays.
+    The order is vLLM's (``v1/sample/sampler.py``, ``ops/topk_topp_sampler.py``):
+
+    - Rows are divided by the temperature.
+    - min-p drops tokens less likely than ``min_p`` times the likeliest token.
+    - top-k drops tokens less likely than the k-th likeliest; tokens tied with that one stay.
+    - top-p renormalizes the remaining tokens. It drops the least likely ones while their joint mass is at
+      most ``1 - top_p``; among equally likely tokens, lower ids go first. The likeliest token stays.
 
     Args:
         rows: ``[V]`` or ``[n, V]`` log-probabilities, finite or -inf; not changed.
         temperature: at least 0; 0 puts all mass on the likeliest token, the lowest id among equals.
-        top_k: 0 and anything from ``V`` up are off.
-        top_p: in (0, 1]; 1 is off.
-        min_p: in [0, 1]; 0 is off.
+        top_k: 0 and values from ``V`` up turn it off.
+        top_p: in (0, 1]; 1 turns it off.
+        min_p: in [0, 1]; 0 turns it off.
 
-    Each parameter is one number for all rows or a tensor ``[n]`` with one per row. A row that is
-    -inf throughout stays so.
+    Each parameter is one number for all rows or a tensor ``[n]`` with one per row. A row of -inf alone
+    stays as it is.
 
     Raises:
         InvalidRequest: a parameter is out of its range, or shapes don't fit.
@@ -76,8 +78,8 @@ def truncate(
     ranks = column("top_k", top_k, batch)
     ranks = ranks.masked_fill((ranks == 0) | (ranks >= width), width)
 
-    # The likeliest token is moved to 0 first, so that no temperature, however small, overflows. Tokens
-    # are compared before they are divided by it, which would make some of them equal.
+    # Move the likeliest token to 0 first, so that no temperature, however small, overflows. Compare
+    # tokens before dividing them by the temperature, because the division could make some equal.
     peak = batch.max(dim=-1, keepdim=True).values
     kept = batch - peak.masked_fill(peak == -math.inf, 0.0)
     greedy = heat < GREEDY_BELOW
@@ -110,13 +112,14 @@ class _Draw(NamedTuple):
 
 
 class Draw(_Draw):
-    """One token with its weight: ``BatchDraw``'s fields, of one row, and ``weights_version``."""
+    """One token with its importance weight: ``BatchDraw``'s fields for one row, and
+    ``weights_version``."""
 
     weights_version: int = 0
 
     @classmethod
     def of(cls, fields: Iterable[Any], weights_version: int) -> Self:
-        """Return a draw by this version of the weights."""
+        """Return a draw with this version of the weights."""
         draw = cls._make(fields)
         if weights_version:
             draw.weights_version = weights_version
@@ -130,17 +133,17 @@ class _BatchDraw(NamedTuple):
 
 
 class BatchDraw(_BatchDraw):
-    """One token per row, with its importance weight: three tensors.
+    """One token per row with its importance weight: three tensors.
 
     Attributes:
         token_ids: int64 ``[n]``; -1 where the mask leaves no mass.
-        logprobs: float32 ``[n]``, the log-probability with which the token was drawn: under the masked,
-            tempered row, renormalised; -inf where there is no token.
-        log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. If the row is the model's
-            own, neither tempered nor truncated, this is the incremental log importance weight of
-            drawing from the masked model in place of the model.
-        weights_version: ``AsyncLM.weights_version`` of the rows; not one of the three.
-        rows_ahead: of draws with drafts, the rows after these; nor is this.
+        logprobs: float32 ``[n]``, the log-probability of drawing the token from the masked, tempered and
+            renormalized row; -inf where there is no token.
+        log_mass: float32 ``[n]``, ``logsumexp`` of the row over its mask. For the model's own row,
+            neither tempered nor truncated, it is the incremental log importance weight of drawing from
+            the masked model in place of the model.
+        weights_version: ``AsyncLM.weights_version`` of the rows; not an item of the tuple.
+        rows_ahead: for draws with drafts, the rows after these; not an item of the tuple.
     """
 
     weights_version: int = 0
@@ -148,7 +151,7 @@ class BatchDraw(_BatchDraw):
 
     @classmethod
     def of(cls, fields: Iterable[Tensor], weights_version: int) -> Self:
-        """Return draws by this version of the weights."""
+        """Return draws with this version of the weights."""
         draws = cls._make(fields)
         draws.weights_version = weights_version
         return draws
@@ -176,10 +179,11 @@ def draw(
 ) -> BatchDraw:
     """Draw one token per row, in proportion to the row's tempered probabilities under the mask.
 
-    The cumulative law is inverted in two stages, with two random numbers: a block of tokens in proportion
-    to its mass, then a token of that block. Probabilities are exact to float32, however small, because no
-    sum runs over more than a block in float32, and every block has its own scale. A token of probability
-    zero is never drawn; a row with no mass under its mask is a dead end (token -1), not an error.
+    The cumulative distribution is inverted in two stages with two random numbers. They choose a block of
+    tokens in proportion to its mass, then a token of that block. Probabilities are exact to float32,
+    however small: a float32 sum covers at most one block, and every block has its own scale. A token of
+    probability zero is never drawn. A row with no mass under its mask is a dead end (token -1), not an
+    error.
 
     Args:
         rows: ``[n, V]`` log-probabilities (``[V]`` counts as ``[1, V]``), finite or -inf,
@@ -188,9 +192,9 @@ def draw(
             ``DrawToken``, uint8 ``[n, 4 * ceil(V / 32)]``.
         temperature: at least 0, for all rows or ``[n]``; 0 takes the likeliest token, the lowest id among
             equals. ``log_mass`` is the untempered row's in any case.
-        generators: one for the whole batch, or one per row: then a row's draw depends on nothing but
-            that row and its generator. The numbers are made on a generator's own device. By default
-            torch's global generator is used.
+        generators: one for the whole batch, or one per row, so that a row's draw depends only on that row
+            and its generator. The numbers are made on the generator's device. The default is torch's
+            global generator.
         uniforms: the random numbers themselves, float64 ``[n, 2]`` in [0, 1), in place of generators.
 
     Raises:
@@ -206,7 +210,7 @@ def draw(
     size = rows_at_once(batch)
     given = (batch, numbers, masks, heat)
     split = [itertools.repeat(None) if x is None else torch.split(x, size) for x in given]
-    chunks = zip(*split, strict=False)  # what is not given has no end
+    chunks = zip(*split, strict=False)  # missing arguments repeat None forever
     parts = [drawn(rows, pairs, mask=mask, heat=heat) for rows, pairs, mask, heat in chunks]
     token_ids, logprobs, log_mass = torch.cat(parts).unbind(dim=-1)
     return BatchDraw(token_ids.long(), logprobs.float(), log_mass.float())
@@ -220,15 +224,15 @@ def drawn(
     heat: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Draw for a chunk of rows, unchecked, all on one device, without waiting for that.
+    """Draw for a chunk of rows on one device, without checks and without waiting for the device.
 
-    On a GPU with Triton, two kernels of ``draw_kernels`` do what is spelled out here in a dozen; so does
-    ``host_draws`` on a CPU, without temperatures.
+    On a GPU with Triton, two kernels of ``draw_kernels`` replace the dozen operations below. On a CPU,
+    ``host_draws`` replaces them for draws without temperatures.
 
     Args:
         batch: float32 or float64 ``[n, V]``; not changed.
         numbers: float64 ``[n, 2]`` in [0, 1).
-        mask: bool ``[n, V]`` or packed, as ``draw`` takes it; ``None`` allows everything.
+        mask: bool ``[n, V]`` or packed, as in ``draw``; ``None`` allows every token.
         heat: the temperatures, float64 ``[n, 1]``; ``None`` is 1 for all.
         places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, and the batch may have any
             number of rows.
@@ -262,7 +266,7 @@ def drawn(
         greedy = heat < GREEDY_BELOW
         heat = _divisor(heat.masked_fill(greedy, 1.0), batch.dtype)
         numbers = numbers.masked_fill(greedy, 0.0)
-        # The likeliest token is moved to 0 first, so that no temperature, however small, overflows.
+        # Move the likeliest token to 0 first, so that no temperature, however small, overflows.
         within = blocks.sub(highest[:, :, None]).div_(heat[:, :, None]).softmax(dim=-1)
         masses = _masses((highest - peak) / heat, within)
         log_total = masses.sum(dim=-1, keepdim=True).log()
@@ -271,20 +275,20 @@ def drawn(
     token_ids = torch.add(_inverse(tokens, numbers[:, 1:]), block, alpha=BLOCK)
     logprobs = logarithms.gather(-1, token_ids) - peak
     if heat is not None:
-        logprobs = (logprobs / heat).masked_fill_(greedy, math.inf)  # certain, when clamped
+        logprobs = (logprobs / heat).masked_fill_(greedy, math.inf)  # the clamp below makes it 0
     dead = ~(peak > -math.inf)
     logprobs = logprobs.sub_(log_total).clamp_(max=0.0).masked_fill_(dead, -math.inf)
     return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
 
 
 def has_kernels(batch: Tensor) -> bool:
-    """Return whether the kernels take rows like these, and are there."""
+    """Return whether the kernels are available and support these rows."""
     is_theirs = batch.is_cuda and batch.dtype == torch.float32 and batch.stride(-1) == 1
     return is_theirs and _fused() is not None
 
 
 def _is_for_kernels(batch: Tensor, numbers: Tensor, mask: Tensor | None) -> bool:
-    """Return whether these are what the kernels take."""
+    """Return whether the kernels are available and support these arguments."""
     return (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0 and has_kernels(batch)
 
 
@@ -299,25 +303,27 @@ def _fused() -> Callable[..., Tensor] | None:
 
 
 def _masses(highest: Tensor, within: Tensor) -> Tensor:
-    """Return the mass of each block, float64 ``[n, blocks]``, from the logarithm of its likeliest token's
-    weight and its tokens' shares ``[n, blocks, BLOCK]``, the greatest of which is that token's. A block
-    without mass, whose shares are 0 / 0, has mass 0."""
+    """Return the mass of each block, float64 ``[n, blocks]``.
+
+    ``highest`` is the log weight of each block's likeliest token, and ``within`` has the tokens' shares
+    ``[n, blocks, BLOCK]``. The greatest share is the likeliest token's. A block without mass has shares
+    0 / 0 and mass 0.
+    """
     return highest.exp().div_(within.amax(dim=-1)).nan_to_num_(nan=0.0)
 
 
 def _of_block(blocks: Tensor, block: Tensor) -> Tensor:
-    """Return of each row of ``[n, blocks, BLOCK]`` the block with its number in ``[n, 1]``."""
+    """Return one block of each row of ``[n, blocks, BLOCK]``, by the numbers ``[n, 1]``."""
     return blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
 
 
 def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index whose cumulative weight exceeds the uniform's share of the total, ``[n,
-    1]``.
+    """Return the first index with a cumulative weight above the uniform's share of the total, ``[n, 1]``.
 
-    It has a positive weight if its row has one; else it is 0. Weights are ``[n, m]``, uniforms float64
-    ``[n, 1]``, at most ``LARGEST``. Parallel sums may fall by a rounding where they should stay equal: so
-    an index needs a weight of its own, and the total is the greatest sum at such an index, which exceeds
-    every share of it.
+    That index has a positive weight if its row has one; otherwise it is 0. Weights are ``[n, m]``, and
+    uniforms float64 ``[n, 1]``, at most ``LARGEST``. Parallel sums may fall by a rounding error where
+    they should stay equal. So only indices with a positive weight count, and the total is the greatest
+    sum at such an index, which exceeds every share of the total.
     """
     sums = weights.cumsum(dim=-1, dtype=torch.float64).mul_(weights > 0)
     passed = sums > sums.amax(dim=-1, keepdim=True) * uniforms
@@ -325,12 +331,12 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first(found: Tensor) -> Tensor:
-    """Return the index of the first True of each row, ``[n, 1]``; 0 if there is none."""
+    """Return the index of the first True of each row, ``[n, 1]``; 0 if there is no True."""
     return found.view(torch.uint8).argmax(dim=-1, keepdim=True)
 
 
 def _row_masks(mask: Tensor, batch: Tensor) -> Tensor:
-    """Return a mask given to ``draw`` with one row for each of the batch's, on its device."""
+    """Return the mask of ``draw`` with one row for each row of the batch, on its device."""
     if mask.dtype == torch.bool and mask.shape in (batch.shape, batch.shape[1:]):
         return mask.to(batch.device).expand(batch.shape)
     packed = (len(batch), 4 * -(-batch.shape[-1] // 32))
@@ -343,10 +349,10 @@ def _row_masks(mask: Tensor, batch: Tensor) -> Tensor:
 
 
 def _masked(batch: Tensor, mask: Tensor) -> Tensor:
-    """Return the rows with -inf where the mask, bool or packed, allows nothing.
+    """Return the rows with -inf where the mask, bool or packed, forbids a token.
 
-    A packed mask is looked up byte by byte, eight tokens at a time: as numbers that are added to the row,
-    or as bools that choose.
+    A packed mask is looked up byte by byte, eight tokens at a time: as numbers to add to the row, or as
+    bools that select.
     """
     if mask.dtype == torch.bool:
         return torch.where(mask, batch, -math.inf)
@@ -362,7 +368,7 @@ _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bit
 """The bits of each byte, lowest first."""
 
 _EIGHT_BIASES = np.where(_EIGHT_BITS, np.float32(0), np.float32(-np.inf))
-"""What is added to the eight tokens of each byte of a packed mask."""
+"""The numbers to add to the eight tokens of each byte of a packed mask."""
 
 
 @functools.lru_cache
@@ -372,15 +378,15 @@ def _eight_bools(device: torch.device) -> Tensor:
 
 
 def rows_at_once(rows: Tensor) -> int:
-    """Return how many rows like these, ``[V]`` or ``[n, V]``, are best worked on at a time."""
+    """Return the best number of rows like these, ``[V]`` or ``[n, V]``, to process at a time."""
     return max(1, (CPU_CHUNK if rows.device.type == "cpu" else CHUNK) // rows.shape[-1])
 
 
 def seeded_uniforms(seeds: Sequence[int] | np.ndarray) -> Tensor:
     """Return two numbers in [0, 1) for each seed in ``0 .. 2**64 - 1``: float64 ``[n, 2]``, for ``draw``.
 
-    They depend on the seed alone, and those of different seeds, neighbours included, are unrelated:
-    two steps of SplitMix64 (Steele, Lea & Flood 2014) from a state that the seed has been mixed into.
+    They depend on the seed alone, and numbers of different seeds, even of neighbors, are unrelated. They
+    are two steps of SplitMix64 (Steele, Lea & Flood 2014) from a state mixed from the seed.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
     states = _finalised(np.array(seeds, dtype=np.uint64).reshape(-1, 1) + golden)
@@ -389,13 +395,16 @@ def seeded_uniforms(seeds: Sequence[int] | np.ndarray) -> Tensor:
 
 
 def mixed(seed: int, step: int) -> int:
-    """Return 32 well-mixed bits of a pair, as many as torch's CPU generator takes of a seed: the
-    finaliser of SplitMix64 (Steele, Lea & Flood 2014) at the ``step + 1``-th state from ``seed``."""
+    """Return 32 well-mixed bits of a pair; torch's CPU generator uses 32 bits of a seed.
+
+    They are the output of SplitMix64's finalizer (Steele, Lea & Flood 2014) at the ``step + 1``-th state
+    from ``seed``.
+    """
     return _finalised((seed * 0xD1342543DE82EF95 + (step + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 32
 
 
 def _finalised(bits: Bits) -> Bits:
-    """Apply SplitMix64's finaliser to an array, or to one int, which is ten times as fast."""
+    """Apply SplitMix64's finalizer to an array or an int; an int is ten times as fast."""
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     bits ^= bits >> 31
@@ -445,6 +454,6 @@ def _batch(rows: Tensor) -> Tensor:
 
 
 def _divisor(heat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return temperatures in the rows' type, where they divide. One beyond that type becomes its greatest
-    number: a law so close to uniform is uniform."""
+    """Return temperatures in the rows' dtype, as divisors. A temperature beyond that dtype becomes its
+    greatest number: the law is uniform either way."""
     return heat.clamp(max=torch.finfo(dtype).max).to(dtype)

@@ -1,4 +1,4 @@
-"""The byte trie of a vocabulary: a row's mass under every prefix, all at once."""
+"""The byte trie of a vocabulary: sums a row's mass under every prefix at once."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 from genrt.errors import InvalidRequest
 from genrt.tokens.vocabulary import checked_vocabulary
 
-# How many numbers a sum over rows works on at once: what stays in a CPU's caches, and elsewhere what
-# keeps launches few (256 MiB of float32).
+# The numbers that a sum over rows processes at a time: few enough for a CPU's caches; on other devices
+# enough to keep launches few (256 MiB of float32).
 _CPU_CHUNK = 1 << 21
 _DEVICE_CHUNK = 1 << 26
 
 
 class ByteTrie:
-    """The trie of the bytes of all tokens, which sums a row over the tokens that share a prefix.
+    """The trie of all tokens' bytes; it sums rows over the tokens that share a prefix.
 
     Node 0 is the root. Nodes are numbered in the lexicographic order of their prefixes, so a node's
-    descendants are the numbers that follow it. Tokens with equal bytes share a node; a token without
-    bytes has none: give ``b""`` to those that are not text, and no sum counts them.
+    descendants are the numbers that follow it. Tokens with equal bytes share a node. A token without
+    bytes has no node and is in no sum; use ``b""`` for tokens that are not text.
 
-    Reading it is safe from any thread.
+    Reading the trie is safe from any thread.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], *, device: torch.device | str = "cpu") -> None:
-        """Build the trie for rows on ``device``; the first rows on another build the sums' index there.
+        """Build the trie for rows on ``device``. The first rows on another device build its index there.
 
         Raises:
             InvalidRequest: an entry is not bytes.
@@ -44,7 +44,7 @@ class ByteTrie:
         self._prefixes = sorted({b"", *begun})
         nodes = {prefix: node for node, prefix in enumerate(self._prefixes)}
         token_nodes = np.array([nodes[token] for token in spelt], dtype=np.int64)
-        # Where a node's tokens begin, with one more for the end of the last, and where they all end.
+        # Where each node's own tokens begin, plus the end of the last; and where its descendants' end.
         self._starts = np.searchsorted(token_nodes, np.arange(self.num_nodes + 1)).tolist()
         self._stops = [
             start + begun[x] for start, x in zip(self._starts, self._prefixes, strict=False)
@@ -59,7 +59,7 @@ class ByteTrie:
 
     @property
     def num_nodes(self) -> int:
-        """The number of distinct prefixes of the tokens, the empty one included."""
+        """The number of distinct prefixes of the tokens, including the empty one."""
         return len(self._prefixes)
 
     @property
@@ -70,16 +70,16 @@ class ByteTrie:
         return f"ByteTrie({self.vocab_size} tokens, {self.num_nodes} nodes)"
 
     def node(self, prefix: bytes) -> int | None:
-        """Return the node of a prefix; ``None`` if no token begins with it."""
+        """Return the node of a prefix; ``None`` if no token starts with it."""
         node = bisect_left(self._prefixes, prefix)
         return node if self._prefixes[node : node + 1] == [prefix] else None
 
     def prefix(self, node: int) -> bytes:
-        """Return the bytes on the way from the root. Raises InvalidRequest if there is no such node."""
+        """Return the bytes on the path from the root. Raises InvalidRequest if there is no such node."""
         return self._prefixes[self._checked(node)]
 
     def children(self, node: int) -> dict[int, int]:
-        """Return the next nodes by their byte, in the order of the bytes. Raises as ``prefix`` does."""
+        """Return the child nodes by their byte, in the order of the bytes. Raises as ``prefix``."""
         depth = len(self.prefix(node))
         children, child, end = {}, int(node) + 1, self._end(node)
         while child < end:
@@ -88,24 +88,24 @@ class ByteTrie:
         return children
 
     def _end(self, node: int) -> int:
-        """Return the first node after a node's descendants: its tokens are not among the node's."""
+        """Return the first node after a node's descendants."""
         return bisect_left(self._starts, self._stops[node])
 
     def tokens(self, node: int) -> tuple[int, ...]:
-        """Return the ids of the tokens that spell the prefix, rising. Raises as ``prefix`` does."""
+        """Return the ids of the tokens that spell the prefix, ascending. Raises as ``prefix``."""
         node = self._checked(node)
         return tuple(self._token_ids[self._starts[node] : self._starts[node + 1]])
 
     def mass(self, rows: Tensor) -> Tensor:
-        """Return the total probability of the tokens that begin with each node's prefix.
+        """Return the total probability of the tokens that start with each node's prefix.
 
-        Each total is a sum of the tokens' probabilities in pairs of pairs, never a difference, so that
-        its relative error stays within a few dozen roundings down to the smallest normal number (1e-38 in
-        float32); below that, use ``log_mass``. A row's result does not depend on the rows beside it, nor
-        on chance. Gradients do not flow.
+        Each total is a pairwise sum of the tokens' probabilities, never a difference. Its relative error
+        stays within a few dozen roundings down to the smallest normal number (1e-38 in float32); below
+        that, use ``log_mass``. A row's result is deterministic and does not depend on other rows.
+        Gradients do not flow.
 
         Args:
-            rows: log-probabilities ``[vocab_size]`` or ``[n, vocab_size]``, normalised or not, on any
+            rows: log-probabilities ``[vocab_size]`` or ``[n, vocab_size]``, normalized or not, on any
                 device; half precision is computed and returned as float32.
 
         Returns:
@@ -117,14 +117,14 @@ class ByteTrie:
         return self._summed(rows, torch.exp, torch.add, 0.0)
 
     def log_mass(self, rows: Tensor) -> Tensor:
-        """Return the logarithm of ``mass``, right also where that underflows; -inf for 0."""
+        """Return the logarithm of ``mass``, also correct where ``mass`` underflows; -inf for 0."""
         return self._summed(rows, torch.clone, torch.logaddexp, -torch.inf)
 
     def weight_max(self, weights: Tensor) -> Tensor:
-        """Return the largest weight among the tokens that begin with each node's prefix.
+        """Return the largest weight among the tokens that start with each node's prefix.
 
-        Weights may be probabilities or their logarithms: the same token has the largest. -inf where no
-        token has bytes. Gradients do not flow.
+        Weights may be probabilities or their logarithms: the same token has the largest. The result is
+        -inf for the root if no token has bytes. Gradients do not flow.
 
         Args:
             weights: ``[vocab_size]`` or ``[n, vocab_size]``, on any device; half precision is returned as
@@ -175,26 +175,26 @@ class ByteTrie:
 
 
 class _RangeSums:
-    """Sums of many ranges of columns at once, in about ``2 log2(columns)`` vectorised additions.
+    """Sums many ranges of columns at once, in about ``2 log2(columns)`` vectorized additions.
 
-    A segment tree: level 0 holds the columns, in the given order, and each further level adds the
-    complete pairs of the one below. A range is the union of at most two tree nodes a level. The levels
-    lie side by side, followed by a zero. ``_rounds[k]`` holds each range's k-th tree node, the ranges
-    with most nodes first, so that later rounds concern a shrinking front part; equal ranges are summed
-    once.
+    It is a segment tree. Level 0 holds the columns in the order given to it, and each further level adds
+    the complete pairs of the level below. A range is the union of at most two tree nodes per level. The
+    levels lie side by side, followed by a zero. ``_rounds[k]`` holds the k-th tree node of each range.
+    Ranges with the most nodes come first, so later rounds process a shrinking front part. Equal ranges
+    are summed once.
     """
 
     def __init__(
         self, columns: list[int], starts: list[int], stops: list[int], device: torch.device
     ) -> None:
-        """Prepare the sums of ranges ``starts[i] .. stops[i] - 1`` of places in ``columns``."""
+        """Prepare the sums of the ranges ``starts[i] .. stops[i] - 1`` of places in ``columns``."""
         sizes = [len(columns)]
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
         begins = [0, *np.cumsum(sizes).tolist()]
         zero = begins.pop()
         ends, ranges = np.unique(np.array([starts, stops]), axis=1, return_inverse=True)
-        # A column for each range, of the tree nodes whose union it is.
+        # One column per range: the tree nodes that make up the range.
         table = np.full((2 * len(begins), ends.shape[1]), zero)
         counts = np.zeros(ends.shape[1], dtype=np.int64)
         for begin in begins:
@@ -203,7 +203,7 @@ class _RangeSums:
                 table[counts[odd], odd] = begin + ends[side, odd] - side
                 counts[odd] += 1
             ends = (ends + np.array([[1], [0]])) // 2
-        counts = np.maximum(counts, 1)  # an empty range has the zero
+        counts = np.maximum(counts, 1)  # an empty range sums the zero
         order = np.argsort(-counts, kind="stable")
 
         self.width = zero + 1
@@ -224,7 +224,8 @@ class _RangeSums:
         *,
         out: Tensor,
     ) -> None:
-        """Fill ``out [n, ranges]`` with ``add``-sums of ``leaf(rows)``; ``zero`` adds nothing."""
+        """Fill ``out [n, ranges]`` with ``add``-sums of ``leaf(rows)``; ``zero`` is neutral for
+        ``add``."""
         tree = rows.new_full((rows.shape[0], self.width), zero)
         tree[:, : len(self._columns)] = leaf(rows.index_select(1, self._columns))
         for (begin, _), (above, half) in pairwise(self._levels):

@@ -1,4 +1,4 @@
-"""Token ids and their bytes: the bytes that each token adds to a text."""
+"""Maps token ids to bytes: the bytes that each token adds to a text."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """Return the bytes that each of the ids ``0 .. vocab_size - 1`` adds to a text.
 
-    Supported are BytesTokenizer and, of transformers' tokenizers, byte-level BPE and SentencePiece-style
-    ones, told apart by the tokenizer's own description, not by its name. A token may be part of a
-    character, and several may have equal bytes. Added tokens are their literal text, and so are special
-    ones: a text that spells one encodes to it, though a model does not mean text by it (see
-    ``special_token_ids``). An id without a token, as in the rows beyond the tokenizer's end, has ``b""``;
-    tokens from ``vocab_size`` on are cut.
+    It supports BytesTokenizer, and transformers' byte-level BPE and SentencePiece-style tokenizers. It
+    recognizes them by the tokenizer's own description, not by its name. A token may be part of a
+    character, and several tokens may have equal bytes. Added tokens, including special ones, have their
+    literal text: a text that spells one encodes to it, although a model does not treat it as text (see
+    ``special_token_ids``). An id without a token, as beyond the tokenizer's end, has ``b""``. Tokens from
+    ``vocab_size`` on are cut.
 
     The law, with ``token_ids = tokenizer.encode(text, add_special_tokens=False)``::
 
         b"".join(byte_vocab[token_id] for token_id in token_ids) == text.encode()
 
-    It holds up to the one space that some tokenizers put in front of a text (some of them also after each
-    added token in it): the bytes of the first token include that space. Outside the law are texts that a
-    tokenizer changes before it looks at them (NFC, lower case, added tokens that swallow the spaces
-    beside them, U+2581 where it stands for a space) or that hold characters it has no tokens for.
+    It holds up to the one space that some tokenizers put in front of a text (and some also after each
+    added token in the text): the bytes of the first token include that space. The law excludes texts with
+    characters that the tokenizer has no tokens for. It also excludes texts that a tokenizer changes first
+    (NFC, lower case, added tokens that swallow adjacent spaces, U+2581 where it stands for a space).
 
-    Every token is compared with the text that the tokenizer itself decodes it to; a RuntimeWarning names
-    those that remain in doubt.
+    Every token is compared with the text that the tokenizer decodes it to. A RuntimeWarning names tokens
+    that remain in doubt.
 
     Raises:
-        EngineUnsupported: a tokenizer of another kind, whose tokens' bytes could only be guessed.
+        EngineUnsupported: another kind of tokenizer, with tokens whose bytes could only be guessed.
         InvalidRequest: ``vocab_size`` is not a size.
     """
     vocab_size = check_int("vocab_size", vocab_size, 0)
@@ -49,11 +49,13 @@ def byte_vocab(tokenizer: Any, vocab_size: int) -> list[bytes]:
 
 
 def all_tokens(tokenizer: Any) -> list[bytes]:
-    """Return ``byte_vocab`` up to the largest id that the tokenizer has. A model's rows may be longer,
-    where its matrices are padded, or shorter, where tokens were added that the model does not have.
+    """Return ``byte_vocab`` up to the largest id that the tokenizer has.
+
+    A model's rows may be longer, if its matrices are padded. They may be shorter, if tokens were added
+    that the model does not have.
 
     Raises:
-        EngineUnsupported: a tokenizer of another kind, whose tokens' bytes could only be guessed.
+        EngineUnsupported: another kind of tokenizer, with tokens whose bytes could only be guessed.
     """
     if isinstance(tokenizer, BytesTokenizer):
         return tokenizer.byte_vocab
@@ -61,17 +63,17 @@ def all_tokens(tokenizer: Any) -> list[bytes]:
 
 
 def str_vocab(tokenizer: Any, vocab_size: int) -> list[str]:
-    """Return ``byte_vocab`` decoded for reading: incomplete characters become U+FFFD."""
+    """Return ``byte_vocab`` decoded for display: incomplete characters become U+FFFD."""
     return [token.decode(errors="replace") for token in byte_vocab(tokenizer, vocab_size)]
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that mark something and do not stand for text: ends, roles, padding, the unknown.
+    """Return the tokens that mark something and are not text: ends, roles, padding, the unknown token.
 
     Constraints keep them out of generated text, except the end token where a text may end.
 
     Raises:
-        EngineUnsupported: a tokenizer that does not tell them.
+        EngineUnsupported: the tokenizer does not list its special tokens.
     """
     if isinstance(tokenizer, BytesTokenizer):
         return frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
@@ -96,9 +98,9 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
 
 
 class BytesTokenizer:
-    """The simplest tokenizer: a list of byte strings, where the index is the token id.
+    """The simplest tokenizer: a list of byte strings indexed by token id.
 
-    Any bytes may be a token, also pieces of a UTF-8 character, the same bytes twice, or none.
+    Any bytes may be a token, including pieces of a UTF-8 character, repeated bytes, and no bytes at all.
     The end-of-sequence token never stands for text, whatever its bytes are.
     """
 
@@ -116,12 +118,12 @@ class BytesTokenizer:
 
     @property
     def byte_vocab(self) -> list[bytes]:
-        """The vocabulary as it was given, in a list of the caller's own."""
+        """A copy of the vocabulary."""
         return list(self._vocabulary)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, if there is one."""
+        """The token that ends a text, or ``None``."""
         return self._eos_token_id
 
     def __len__(self) -> int:
@@ -131,15 +133,16 @@ class BytesTokenizer:
         return f"BytesTokenizer({len(self)} tokens, eos_token_id={self._eos_token_id})"
 
     def encode(self, text: str) -> list[int]:
-        """Return the longest match, from the left, among those that let the rest of the text be covered.
+        """Return the token ids of a text by longest match from the left.
 
-        Of tokens with equal bytes the one with the smallest id is used; the end token never is.
+        A match must leave a rest that tokens can cover. Of tokens with equal bytes, the smallest id is
+        used. The end token is never used.
 
         Raises:
             InvalidRequest: no sequence of tokens spells the text's UTF-8.
         """
         data = checked_utf8(text)
-        # lengths[i]: how long a token to take at byte i so that the rest can be covered; 0 for none.
+        # lengths[i]: the token length to take at byte i so that tokens can cover the rest; 0: impossible.
         lengths = [0] * len(data) + [1]
         for start in range(len(data) - 1, -1, -1):
             for length in self._lengths:
@@ -174,10 +177,10 @@ class BytesTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The way in which the pieces of a tokenizer's model, which are strings, spell bytes.
+    """How the pieces of a tokenizer's model, which are strings, spell bytes.
 
-    Either ``byte_level``, one character for one byte, or text: with ``replacements`` to make in it and,
-    with ``byte_fallback``, a piece like ``<0x0A>`` for that byte.
+    With ``byte_level``, one character stands for one byte. Otherwise a piece is text with
+    ``replacements`` to make. With ``byte_fallback``, a piece like ``<0x0A>`` stands for that byte.
     """
 
     byte_level: bool = False
@@ -188,7 +191,7 @@ class _Reading:
         if self.byte_level:
             try:
                 return bytes(map(_BYTE_OF_CHARACTER.__getitem__, piece))
-            except KeyError:  # not a mapping of bytes: the piece is text
+            except KeyError:  # a character outside the byte alphabet: the piece is text
                 return piece.encode()
         for old, new in self.replacements:
             piece = piece.replace(old, new)
@@ -198,8 +201,8 @@ class _Reading:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each of GPT-2's printable characters: Latin-1's own where printable, or from
-    U+0100 on."""
+    """Return the byte of each of GPT-2's printable characters: Latin-1's own characters where they are
+    printable, otherwise characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printable))
     characters = {chr(byte): byte for byte in printable}
@@ -235,8 +238,8 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
     for token_id, piece in pieces.items():
         vocabulary[token_id] = reading.bytes_of(piece)
     for token_id, token in added.items():
-        # Gemma lists runs of spaces, written as its model writes them, as added tokens too: these are the
-        # model's pieces, and no text spells their literal content. So do others with the bytes.
+        # Gemma lists runs of spaces, in its model's spelling, as added tokens too. They are the model's
+        # pieces, and no text spells their literal content. Other tokenizers list byte pieces this way.
         is_byte = reading.byte_fallback and _BYTE_PIECE.fullmatch(token.content)
         is_literal = token.special or reading.byte_level or token.content not in own
         vocabulary[token_id] = (
@@ -251,7 +254,7 @@ def _transformers_bytes(tokenizer: Any) -> list[bytes]:
 
 def _specification(fast: Any) -> dict[str, Any]:
     """Return the JSON form of a tokenizer of the ``tokenizers`` library: the steps of each component,
-    and the model without its vocabulary, since writing and reading a large one takes long."""
+    and the model without its vocabulary, because serializing a large vocabulary is slow."""
     specification: dict[str, Any] = {}
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         component = getattr(fast, name)
@@ -266,7 +269,7 @@ def _specification(fast: Any) -> dict[str, Any]:
 
 
 def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
-    """Read the JSON form of a tokenizer of the ``tokenizers`` library."""
+    """Return the ``_Reading`` for the JSON form of a tokenizer of the ``tokenizers`` library."""
     model = specification["model"]
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _unknown_kind(tokenizer, f"its {model['type']} model marks the pieces within a word")
@@ -294,7 +297,7 @@ def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
             case {"type": "ByteFallback" | "Fuse"}:
                 pass
             case {"type": "Strip"} if "Fuse" in names[:index]:
-                pass  # takes the space before a whole text away again; no token's bytes change
+                pass  # it strips the space before a whole text; no token's bytes change
             case _:
                 raise _unknown_kind(tokenizer, f"its decoder has the step {step['type']}")
     if not decoders:
@@ -304,7 +307,7 @@ def _fast_reading(tokenizer: Any, specification: dict[str, Any]) -> _Reading:
 
 
 def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
-    """Tell whether pieces like ``<0x0A>`` stand for bytes."""
+    """Return whether pieces like ``<0x0A>`` stand for bytes."""
     names = [step["type"] for step in specification["decoder"]]
     return "ByteFallback" in names or (
         bool(specification["model"].get("byte_fallback")) and "ByteLevel" not in names
@@ -312,7 +315,7 @@ def _falls_back_to_bytes(specification: dict[str, Any]) -> bool:
 
 
 def _flat(component: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps of a component of a tokenizer, in order, sequences flattened."""
+    """Return the steps of a tokenizer's component in order, with sequences flattened."""
     if component["type"] != "Sequence":
         return [component]
     sequences = (value for value in component.values() if isinstance(value, list))
@@ -320,7 +323,7 @@ def _flat(component: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:
-    """Refuse a tokenizer that breaks ``byte_vocab``'s law on a text that no normalizer changes."""
+    """Refuse a tokenizer that breaks ``byte_vocab``'s law on a text that normalizers do not change."""
     text = b"a b"
     if not {b"a", b" ", b"b"} <= set(vocabulary):
         return
@@ -332,7 +335,8 @@ def _check_law(tokenizer: Any, vocabulary: list[bytes]) -> None:
 
 def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
     """Compare each token's bytes with the text that the tokenizer decodes it to, between two letters.
-    Where they differ, take the reading that encodes to the token, the decoded one first; warn where
+
+    Where they differ, use the reading that encodes to the token; try the decoded text first. Warn where
     neither does.
 
     Raises:
@@ -368,11 +372,13 @@ def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
 
 
 def _contradicted(tokenizer: Any, vocabulary: list[bytes]) -> dict[int, str]:
-    """Return the tokens that the tokenizer decodes to other characters, with these. Incomplete characters
-    are all compared as one U+FFFD: decoders put one for them, or several."""
+    """Return the tokens that the tokenizer decodes to other characters, with these characters.
+
+    Incomplete characters all compare as one U+FFFD, because decoders emit one or several for them.
+    """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or fast.decoder is None:
-        return {}  # SentencePiece said what is a byte; without a decoder there is nothing to compare with
+        return {}  # SentencePiece reports byte pieces itself; without a decoder no comparison is possible
     spell = partial(fast.decode, skip_special_tokens=False)  # decode_batch would start threads
     known = ((letter, fast.token_to_id(letter)) for letter in _LETTERS)
     anchors = [(x, i) for x, i in known if i is not None and spell([i, i]) == 2 * x]
@@ -400,7 +406,7 @@ def _unknown_kind(tokenizer: Any, reason: str) -> EngineUnsupported:
 
 
 def checked_token_id(token_id: SupportsIndex, vocab_size: int) -> int:
-    """Return the id. Raises InvalidRequest if it is no integer, or out of range."""
+    """Return the id as an int. Raises InvalidRequest if it is not an integer or is out of range."""
     try:
         index = operator.index(token_id)
     except TypeError as error:
@@ -421,7 +427,7 @@ def checked_utf8(text: str) -> bytes:
 
 
 def checked_vocabulary(vocabulary: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Return the tokens. Raises InvalidRequest if an entry is not bytes."""
+    """Return the tokens as a tuple. Raises InvalidRequest if an entry is not bytes."""
     tokens = tuple(vocabulary)
     for token_id, token in enumerate(tokens):
         if not isinstance(token, bytes):

@@ -1,5 +1,5 @@
-"""vLLM in this process; nothing else of genrt imports it.
+"""Runs vLLM in this process; no other part of genrt imports vLLM.
 
-What these files touch of vLLM's own objects is listed in ``docs/new_vllm.md``, which tests hold to the
-installed vLLM and to these files, and which says how to support a new vLLM.
+``docs/new_vllm.md`` lists the parts of vLLM that these files use and says how to support a new version.
+Tests compare that list with the installed vLLM and with these files.
 """

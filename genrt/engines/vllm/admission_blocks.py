@@ -1,8 +1,9 @@
-"""How many KV blocks the next step takes from the pool, which decides whether sequences are evicted.
+"""Counts the KV blocks that the next step takes from the pool, to decide whether sequences are evicted.
 
-Prompts that begin alike share blocks, so their lengths alone are far too many: 256 contexts of 2,048
-tokens, 1,920 of them common, take a tenth of what 256 unlike ones do. To count what is shared is a
-look-up for each full block of a prompt, which is why it is done only where the lengths don't fit.
+Prompts with a common prefix share blocks, so their lengths alone count far too many. For example, 256
+contexts of 2,048 tokens with 1,920 tokens in common take a tenth of the blocks of 256 distinct ones.
+Counting shared blocks needs a look-up for each full block of a prompt, so it is done only where the
+lengths do not fit.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from vllm.v1.request import Request
 
 
 def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
-    """Return an upper bound: as if nothing were shared but kept prefixes."""
-    # Two more than a waiting request has full blocks: for its last tokens, and for a copied block.
+    """Return an upper bound of the blocks, as if requests shared only kept prefixes."""
+    # Two blocks more than a waiting request's full ones: one for its last tokens, one for a copied block.
     size, prefixes = scheduler.block_size, scheduler.prefixes
     blocks: int = len(scheduler.running)
     for request in waiting:
@@ -28,8 +29,11 @@ def most_blocks(scheduler: Any, waiting: Iterable[Request]) -> int:
 def needed_blocks(
     scheduler: Any, waiting: Iterable[Request], donors: Mapping[str, tuple[str, int]]
 ) -> int:
-    """Return how many blocks the requests take that one step has tokens for, less those that they
-    share with others who hold them. Blocks that are cached but held by nobody are taken as well."""
+    """Return the number of blocks for the requests that fit into one step's tokens.
+
+    Blocks that they share with a holder are not counted. Cached blocks without a holder are counted,
+    because they are taken from the pool too.
+    """
     size, prefixes = scheduler.block_size, scheduler.prefixes
     blocks, tokens_left = 0, int(scheduler.max_num_scheduled_tokens)
     for request in scheduler.running:  # the rest of a prompt, or the next token

@@ -1,9 +1,9 @@
-"""Copies of KV blocks, of all layers at once.
+"""Copies KV blocks in all layers at once.
 
-vLLM copies layer by layer, two kernels each. On a GPU one kernel does for all layers here, where a block
-of each layer is one stretch of memory, as it is for models with attention alone.
+vLLM copies layer by layer, with two kernels each. On a GPU this file uses one kernel for all layers. It
+needs each block of a layer to be one stretch of memory, as in models with attention alone.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ WORD = 8
 """The bytes in a word."""
 
 NOTHING = 0
-"""vLLM's null block, which no request has, and which may be copied onto itself."""
+"""vLLM's null block: no request has it, and it may be copied onto itself."""
 
 
 class _Stretches(NamedTuple):
-    """Where the blocks of a cache are, in words: how long each is, and how far the next one begins after
-    it."""
+    """Where a cache's blocks are, in words: the length of a block, and the distance between the starts of
+    two blocks."""
 
     words: int
     stride: int
 
 
 class BlockCopies:
-    """Copies blocks of the KV caches of one runner. It does not hold them.
+    """Copies blocks of the KV caches of one runner. It does not own the caches.
 
     Args:
-        runner: vLLM's, with its caches; layers may share theirs.
+        runner: vLLM's, with its caches; layers may share a cache.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._stretches: _Stretches | None = None  # of every cache, on a GPU
-        self._bases: torch.Tensor | None = None  # where the different caches begin, on the device
+        self._bases: torch.Tensor | None = None  # addresses of the distinct caches, on the device
         self._staged: dict[int, Staged] = {}
         caches = runner.kv_caches
         if caches[0].is_cuda:
@@ -70,7 +70,7 @@ class BlockCopies:
         elif self._bases is not None:
             copy_kv_cache_blocks_inplace(caches, count, pairs)
         else:
-            # On a CPU, to gather blocks and scatter them takes five times as long as to copy each.
+            # On a CPU, gathering and scattering blocks takes five times as long as copying each block.
             for cache in {cache.data_ptr(): cache for cache in caches}.values():
                 blocks = cache.view(count, -1, *cache.shape[1:])
                 for source, copy in pairs:
@@ -78,8 +78,8 @@ class BlockCopies:
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Return these in groups, each of which may be copied at once: no block that one pair of it writes is
-    another's."""
+    """Split the pairs into groups that can each be copied at once: within a group, no pair writes a block
+    that another pair reads or writes."""
     groups: list[list[tuple[int, int]]] = []
     read: set[int] = set()
     written: set[int] = set()
@@ -94,22 +94,24 @@ def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]
 
 
 def _staged(most: int, bases: torch.Tensor, stretches: _Stretches) -> Staged:
-    """Return copies of up to so many blocks, as one launch, for caches that begin at these addresses,
-    int64 ``[layers]`` on the device."""
+    """Return one launch that copies up to ``most`` blocks, for caches at the addresses ``bases``, int64
+    ``[layers]`` on the device."""
     from genrt.engines.block_kernels import copy_words
 
     return Staged((most, 2), bases.device, lambda pairs: copy_words(bases, pairs, *stretches))
 
 
 def _alike(caches: Sequence[torch.Tensor], count: int) -> _Stretches | None:
-    """Return where the ``count`` blocks of every cache are, if that is the same for all."""
+    """Return where the ``count`` blocks of every cache are; ``None`` if the caches differ."""
     found = {_stretches(cache, count) for cache in caches}
     return found.pop() if len(found) == 1 else None
 
 
 def _stretches(cache: torch.Tensor, count: int) -> _Stretches | None:
-    """Return where the ``count`` blocks of a cache are, if each is one stretch of whole words. The cache
-    may have each in several parts, one after the other; and those of other layers in between."""
+    """Return where the ``count`` blocks of a cache are; ``None`` unless each is a stretch of whole words.
+
+    A block may consist of several parts, one after the other. Blocks of other layers may lie in between.
+    """
     parts, rest = divmod(cache.shape[0], count)
     dense = 1
     for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):

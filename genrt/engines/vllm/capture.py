@@ -1,17 +1,17 @@
-"""vLLM's rows by request: the injected global logits processor, for its runners V1 and V2.
+"""Captures vLLM's rows by request, with a global logits processor for its runners V1 and V2.
 
 Rules:
-    A row is matched to its request by the ticket that travels in ``SamplingParams.extra_args``, never
-    by its position in the batch: V1 tells where a request's row is by ``update_state``, V2 by slot.
-    A prompt that is prefilled in several steps yields a row in each; the last one is the right one.
-    Steps without a logprobs request compute nothing here.
+    A row is matched to its request by the ticket in ``SamplingParams.extra_args``, never by its position
+    in the batch. V1 reports where a request's row is by ``update_state``, V2 by slot.
+    A prompt that is prefilled in several steps yields a row in each; the last row is the right one.
+    Steps without a logprobs request compute no rows here.
 
-On a CPU, the V1 runner's samples are drawn here too: every token from ``(seed, how many came before)``.
-vLLM's own sampler draws from the process's generator there, whether or not a request has a seed, and a
-seeded request's generator moves on with every step, also with the discarded draws of a chunked prompt.
+On a CPU, the V1 runner's samples are drawn here too: each token from ``(seed, tokens before it)``. vLLM's
+own CPU sampler draws from the process's generator, whether or not a request has a seed. A seeded
+request's generator would also advance with the discarded draws of a chunked prompt.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` runs at start
-and fails when any of them has changed.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` runs at start
+and fails if any part has changed.
 """
 
 from __future__ import annotations
@@ -53,18 +53,22 @@ __all__ = [
 ]
 
 TICKET = "genrt_ticket"
-"""The key in ``extra_args`` under which a logprobs request carries its ticket, an int."""
+"""The key in ``extra_args`` of a logprobs request's ticket, an int."""
 
 SEED, TEXT_SEED = "genrt_seed", "genrt_text_seed"
-"""The keys under which a sample, and a completion, carry their seeds where their tokens are drawn here.
-vLLM is given no seed then: its runner V1 takes back the draws of a prompt that is computed in parts. A
-generator on a CPU cannot, and the whole step would fail."""
+"""The keys in ``extra_args`` of the seeds of samples and completions that draw their tokens here.
+
+vLLM gets no seed then. For a prompt that is computed in parts, its runner V1 rewinds the request's
+generator; a CPU generator cannot do that, and the whole step would fail."""
 
 
 @torch.inference_mode()
 def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> torch.Tensor:
-    """Return the rows ``[n, vocab_size]`` of ``logits``. With ``may_overwrite`` they take the place of
-    float32 logits, or of the one float32 copy of others: no second tensor of this size is made."""
+    """Return the rows ``[n, vocab_size]`` of ``logits``.
+
+    With ``may_overwrite``, rows overwrite float32 logits, or the float32 copy of other logits, so no
+    second tensor of this size is allocated.
+    """
     if not may_overwrite:
         return logits.log_softmax(dim=-1, dtype=torch.float32)
     wide = logits.float()
@@ -72,40 +76,41 @@ def log_probabilities(logits: torch.Tensor, *, may_overwrite: bool = False) -> t
 
 
 class FiniteCheck:
-    """Which of the rows ``[n, vocab_size]`` come from logits that are not finite. The device finds it out
-    while the host goes on."""
+    """Finds the rows ``[n, vocab_size]`` with logits that are not finite. The device checks them while
+    the host continues."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        # NaN, +inf or nothing but -inf among the logits makes every entry of the row NaN
+        # One NaN, one +inf, or -inf alone among the logits makes every entry of the row NaN.
         self._first = rows[:, 0]
         self._sum = Leaving(self._first.sum())
 
     def wait(self) -> set[int]:
-        """Wait until the device has computed all rows, and return the positions of such ones."""
+        """Wait for the device; return the positions of rows that are not finite."""
         if not math.isnan(self._sum.arrived().item()):
             return set()
         return set(self._first.isnan().nonzero()[:, 0].tolist())
 
 
 class RowStore:
-    """The rows that have been computed and not yet taken, by ticket; each one ``[vocab_size]``."""
+    """Holds the rows ``[vocab_size]`` that have been computed and not yet taken, by ticket."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[torch.Tensor, int]] = {}
 
     def put(self, tickets: Sequence[int], logits: torch.Tensor) -> None:
-        """Keep the rows of ``logits`` ``[len(tickets), vocab_size]``; a ticket's later row replaces its
-        earlier one."""
+        """Store the rows of ``logits`` ``[len(tickets), vocab_size]``. A later row of a ticket replaces
+        the earlier one."""
         rows = log_probabilities(logits)
         for position, ticket in enumerate(tickets):
             self._rows[ticket] = (rows, position)
 
     def take(self, tickets: Iterable[int]) -> list[torch.Tensor | None]:
-        """Return each ticket's row, a view of its step's, for use on the current stream; ``None`` where
-        the logits were not finite. A ticket is taken once.
+        """Return each ticket's row, a view of its step's rows, for use on the current stream.
+
+        A row is ``None`` where the logits were not finite. A ticket is taken once.
 
         Raises:
-            EngineUnsupported: a request finished without a row: vLLM skipped the processor.
+            EngineUnsupported: a request finished without a row, because vLLM skipped the processor.
         """
         not_finite: dict[int, set[int]] = {}
         taken: list[torch.Tensor | None] = []
@@ -137,15 +142,15 @@ T = TypeVar("T")
 
 
 class _Places(Generic[T]):
-    """Facts about requests, by their places in the V1 runner's persistent batch."""
+    """Values of requests by their places in the V1 runner's persistent batch."""
 
     def __init__(self) -> None:
         self.at: dict[int, T] = {}
 
     def follow(self, update: BatchUpdate, added: dict[int, T | None]) -> None:
-        """Move everything with its request; ``added`` has the new ones' by place."""
+        """Move every value with its request; ``added`` has the values of new requests by place."""
         at = self.at
-        # The order is vLLM's: removed, added (also to places that were not removed), moved.
+        # vLLM's order: removed, added (also to places that were not removed), moved.
         for index in update.removed:
             at.pop(index, None)
         for index, new in added.items():
@@ -163,28 +168,28 @@ class _Places(Generic[T]):
 
 @dataclass(slots=True)
 class _SeededRequest:
-    """A sample request with its seed; ``output_token_ids`` is vLLM's own list, which vLLM appends to."""
+    """A sample with its seed; ``output_token_ids`` is the list that vLLM itself appends to."""
 
     seed: int
     output_token_ids: list[int]
 
     def number(self) -> int:
-        """Return what the request's next token is drawn from: 31 bits."""
+        """Return the 31-bit number that seeds the draw of the request's next token."""
         generator = torch.Generator().manual_seed(mixed(self.seed, len(self.output_token_ids)))
         return int(torch.randint(0, 2**31, (1,), generator=generator))
 
 
 @dataclass(slots=True)
 class _SeededText:
-    """A completion, whose tokens are drawn from one generator as vLLM draws them; but a draw that vLLM
-    discards, as while a prompt is computed in parts, does not move it on."""
+    """A completion that draws its tokens from one generator, as vLLM does. Draws that vLLM discards, as
+    for a chunked prompt, do not advance it."""
 
     generator: torch.Generator
     output_token_ids: list[int]
     numbers: list[int] = field(default_factory=list)
 
     def number(self) -> int:
-        """Return what the request's next token is drawn from: 31 bits."""
+        """Return the 31-bit number that seeds the draw of the request's next token."""
         place = len(self.output_token_ids)
         while place >= len(self.numbers):
             drawn = torch.randint(0, 2**31, (32,), generator=self.generator)
@@ -193,19 +198,19 @@ class _SeededText:
 
 
 class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
-    """For the V1 runner: rows are tracked through the moves of its persistent batch."""
+    """The capture for the V1 runner: it tracks rows through the moves of the persistent batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.store = RowStore()
         self._tickets: _Places[int] = _Places()
         self._seeded: _Places[_SeededRequest | _SeededText] = _Places()
         self._laws: _Places[bool] = _Places()
-        # The tickets of the batch in order, and their rows (``None``: all); kept until the batch changes.
+        # The batch's tickets in order and their rows (``None``: all); valid until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
 
     def is_argmax_invariant(self) -> bool:
-        """Return False, although nothing is changed: vLLM skips the invariant ones for greedy batches,
-        and shows them logits that are divided by the temperature."""
+        """Return False, although this processor changes no logits. vLLM skips invariant processors for
+        greedy batches, and gives them logits divided by the temperature."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -218,7 +223,7 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         self._laws.follow(batch_update, {i: wants_law(params) or None for i, params, _, _ in added})
 
     def law_rows(self) -> list[int]:
-        """Return which rows of the batch are of requests that want the law's log-probabilities."""
+        """Return the batch rows of requests that want the log-probabilities of their law."""
         return [*self._laws.at]
 
     def draw(
@@ -228,8 +233,11 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, None]:
-        """Draw token ids ``[n]``, as the ``forward`` of vLLM's sampler on a CPU does, with each request's
-        own randomness. Those of requests that are not sampled are not read."""
+        """Draw token ids ``[n]`` with each request's own randomness.
+
+        It replaces the ``forward`` of vLLM's CPU sampler. The draws of requests that are not sampled are
+        ignored.
+        """
         seeds = [0] * len(logits)
         for index, request in self._seeded.at.items():
             seeds[index] = request.number()
@@ -255,17 +263,17 @@ def _seeded(params: Any, output_token_ids: list[int]) -> _SeededRequest | _Seede
     seed = extra.get(SEED, extra.get(TEXT_SEED))
     if seed is None:
         return None
-    if SEED in extra or seed >= 2**32:  # of which a CPU's generator takes 32 bits
+    if SEED in extra or seed >= 2**32:  # a CPU generator uses only 32 bits of its seed
         return _SeededRequest(seed, output_token_ids)
     return _SeededText(torch.Generator().manual_seed(seed), output_token_ids)
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
-    """For the V2 runner: rows are re-sorted every step, requests keep their slot."""
+    """The capture for the V2 runner: rows are re-sorted every step, but requests keep their slot."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.store = RowStore()
-        # By slot, -1 for what is no logprobs request: most steps of texts have none of those.
+        # By slot; -1 for other requests. Most steps of texts have no logprobs request.
         self._tickets = np.full(vllm_config.scheduler_config.max_num_seqs, -1, dtype=np.int64)
         self._laws = np.zeros(len(self._tickets), dtype=bool)
 
@@ -276,8 +284,11 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
         return ticket is not None
 
     def law_rows(self, slots: np.ndarray) -> np.ndarray:
-        """Return which rows of a step want the law's log-probabilities, int64 ``[n]``, given the slots of
-        its requests."""
+        """Return the rows of a step that want the log-probabilities of their law, int64 ``[n]``.
+
+        Args:
+            slots: of the step's requests.
+        """
         return np.flatnonzero(self._laws[slots])
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -300,14 +311,17 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
 
 
 def install(model_runner: Any, own_processors: bool) -> RowStore:
-    """Return the store of a runner's capture; raise EngineUnsupported if the runner has none.
+    """Return the row store of a runner's capture.
 
-    On a CPU, have the capture draw the V1 runner's samples. On both runners, have the sampler give
-    log-probabilities of the law to the requests that want these.
+    On a CPU, the capture also draws the V1 runner's samples. On both runners, the sampler then returns
+    log-probabilities of the law to requests that want them.
 
     Args:
-        own_processors: whether the user has logits processors too. If not, the V1 runner is told that it
-            need not list the output tokens for them, which it would do every step.
+        own_processors: whether the user has logits processors too. If not, the V1 runner need not list
+            the output tokens for processors in every step.
+
+    Raises:
+        EngineUnsupported: the runner has no capture.
     """
     capture = _find(model_runner)
     if isinstance(capture, CaptureV1):
@@ -322,24 +336,27 @@ def install(model_runner: Any, own_processors: bool) -> RowStore:
 
 
 class WorkerRows:
-    """vLLM's ``worker_extension_cls``: its methods become a worker's own, for engines whose workers are
-    other processes."""
+    """vLLM's ``worker_extension_cls`` for engines with workers in other processes. vLLM adds its methods
+    to the worker."""
 
     model_runner: Any
 
     def genrt_install(self, own_processors: bool) -> None:
-        """Do what ``install`` does; the store stays here."""
+        """Install the capture, as ``install`` does; the store stays in the worker."""
         runner = self.model_runner
         install(runner, own_processors)
-        # On a CPU vLLM forgets where a later stage of a pipeline receives, unless it compiles the model.
+        # On a CPU, vLLM allocates a later pipeline stage's input buffers only if it compiles the model.
         if runner.device.type == "cpu" and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
 
     def genrt_take(self, tickets: list[int]) -> tuple[np.ndarray, list[bool]] | None:
-        """Take rows: return the finite ones, ``[n, vocab_size]`` on the host, and which are finite. Only
-        one worker answers; those with the same rows, or none, forget theirs."""
+        """Take rows from the worker's store.
+
+        Return the finite rows ``[n, vocab_size]`` on the host, and a flag for each row that says whether
+        it is finite. Only one worker answers; workers with the same rows, or without rows, forget theirs.
+        """
         store = _find(self.model_runner).store
         if get_tensor_model_parallel_rank() != 0 or not len(store):
             store.forget(tickets)
@@ -350,14 +367,14 @@ class WorkerRows:
         return stacked, [row is not None for row in rows]
 
     def genrt_forget(self, tickets: list[int]) -> None:
-        """Forget rows that nobody will take."""
+        """Forget rows that will not be taken."""
         _find(self.model_runner).store.forget(tickets)
 
 
 class RemoteStore:
-    """``RowStore``'s ``take`` and ``forget`` where the workers are processes of their own.
+    """``RowStore``'s ``take`` and ``forget`` for workers in other processes.
 
-    ``call`` is the engine's ``collective_rpc``; rows come over the host to ``device``.
+    ``call`` is the engine's ``collective_rpc``. Rows travel over the host to ``device``.
     """
 
     def __init__(
@@ -400,7 +417,7 @@ def _find(runner: Any) -> CaptureV1 | CaptureV2:
 
 
 def _take_draws(sampler: Any, capture: CaptureV1) -> None:
-    """Have ``capture`` draw in place of vLLM's sampler for CPUs."""
+    """Let ``capture`` draw in place of vLLM's CPU sampler."""
     if not hasattr(torch.ops._C, "fused_gumbel_argmax") or not hasattr(
         sampler, "topk_topp_sampler"
     ):

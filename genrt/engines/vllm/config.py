@@ -1,4 +1,4 @@
-"""Options, versions, requests and their parameters as vLLM takes them; its errors as genrt's."""
+"""Builds vLLM's configuration, requests and parameters, and translates its errors to genrt's."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ __all__ = [
 ]
 
 SUPPORTED = ((0, 32), (0, 34))
-"""From the first version of vLLM that is known to work to the first that is not known."""
+"""The supported versions of vLLM: from the first version up to, but without, the second."""
 
 GLOO = "GLOO_SOCKET_IFNAME"
 
 CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
-"""On a CPU, compiling takes longer than it saves, and vLLM would take most of the memory."""
+"""On a CPU, compiling costs more time than it saves, and vLLM would take most of the memory."""
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Have torch's gloo, of which vLLM makes groups of one process, listen on the loopback interface.
-    gloo reads it from the environment; a value that the user has set stays."""
+    """Make torch's gloo listen on the loopback interface; vLLM uses gloo for groups of one process.
+    gloo reads the interface from the environment. A value that the user has set stays."""
     if GLOO in os.environ:
         yield
         return
@@ -66,7 +66,7 @@ def on_loopback() -> Iterator[None]:
 
 
 def check_version(version: str) -> None:
-    """Raise EngineUnsupported for a vLLM that genrt has not been tried with."""
+    """Raise EngineUnsupported for a version of vLLM that genrt has not been tested with."""
     low, high = SUPPORTED
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not low <= found < high:
@@ -79,7 +79,7 @@ def check_version(version: str) -> None:
 def configure(
     checkpoint: str, options: dict[str, Any], reserve_bytes: int, *, residency: bool = True
 ) -> VllmConfig:
-    """Return ``EngineArgs``' configuration with genrt's processor in it; raise as ``open_vllm`` says."""
+    """Return vLLM's configuration with genrt's processor in it; raise the errors of ``open_vllm``."""
     options = {"disable_log_stats": True, **options, "model": checkpoint}
     options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))
     level = os.environ.get("VLLM_LOGGING_LEVEL")
@@ -105,7 +105,7 @@ def configure(
     taken = options.get("scheduler_cls") or options.get("async_scheduling")
     is_here = options.get("distributed_executor_backend") in (UniProcExecutor, LAUNCHED)
     if residency and not taken and is_here:
-        # A step's tokens come from the callers, who choose them after the step before has ended.
+        # The callers choose a step's tokens after the previous step has ended.
         options |= {"scheduler_cls": OpenScheduler, "async_scheduling": False}
     options["worker_extension_cls"] = f"{WorkerRows.__module__}.{WorkerRows.__qualname__}"
     if not torch.cuda.is_available():
@@ -113,12 +113,13 @@ def configure(
         if options.get("enable_lora"):  # the base model's twin takes a slot: see lora.py
             options["max_loras"] = options.get("max_loras", EngineArgs.max_loras) + 1
     mistakes: tuple[type[Exception], ...] = (TypeError, ValueError)
-    if options.get("reasoning_parser"):  # there is none, or its marks are no tokens of the model
+    if options.get("reasoning_parser"):  # unknown parser, or its marks are not tokens of the model
         mistakes += (KeyError, RuntimeError)
         if options.get("skip_tokenizer_init"):
             raise InvalidRequest(NO_TOKENIZER)
     try:
-        if plugin := options.get("reasoning_parser_plugin"):  # vLLM looks for the name before
+        # vLLM looks up the parser's name before it loads the plugin.
+        if plugin := options.get("reasoning_parser_plugin"):
             ReasoningParserManager.import_reasoning_parser(plugin)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
     except mistakes as error:
@@ -126,7 +127,7 @@ def configure(
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
     ReasoningParsers(config)  # raises before weights are loaded
-    # Beside as many texts as are to run at once, an eighth for rows, which would wait for one to end.
+    # Add an eighth for rows, which would otherwise wait for a text to end.
     texts = config.scheduler_config.max_num_seqs
     config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)
     if torch.cuda.is_available():
@@ -137,9 +138,7 @@ def configure(
             max_num_seqs=config.scheduler_config.max_num_seqs,
             vocab_size=config.model_config.get_vocab_size(),
         )
-    config.model_config.seed = (
-        None  # the workers read it here: with None they leave all generators alone
-    )
+    config.model_config.seed = None  # the workers read it: None leaves all random generators alone
     if config.scheduler_config.scheduler_cls is OpenScheduler:
         config.scheduler_config.async_scheduling = can_be_ahead(config)
     config.model_config.logits_processors = [
@@ -150,13 +149,13 @@ def configure(
 
 
 def can_be_ahead(config: VllmConfig) -> bool:
-    """Return whether steps of texts may be scheduled ahead: runner V2 reads every next token on the
-    device, whoever chose it; V1 could not be told a caller's."""
+    """Return whether steps of texts may be scheduled ahead. Runner V2 reads every next token from the
+    device, so callers can choose tokens too; V1 cannot receive a caller's token then."""
     return bool(config.use_v2_model_runner)
 
 
 def _load_format(checkpoint: str, given: str) -> str:
-    """Return the load format that is asked for; refuse those with which vLLM may unpickle weights."""
+    """Return the requested load format; refuse formats with which vLLM may unpickle weights."""
     if given in ("pt", "npcache"):
         raise InvalidRequest(
             f"load_format={given!r} unpickles weights, which can run code: convert them to safetensors"
@@ -172,14 +171,14 @@ def _load_format(checkpoint: str, given: str) -> str:
 
 
 def reserved_share(total: int, *, cache_bytes: int, max_num_seqs: int, vocab_size: int) -> float:
-    """Return the share of a device's ``total`` bytes that vLLM must leave: for the row cache, and for
-    three copies of a full step's rows (as computed, as cached, as handed to their callers)."""
+    """Return the share of a device's ``total`` bytes that vLLM must leave free: for the row cache, and
+    for three copies of a full step's rows (as computed, as cached, as returned to callers)."""
     return (cache_bytes + 3 * 4 * max_num_seqs * vocab_size) / total
 
 
 def rounding(config: VllmConfig) -> float:
-    """Return the relative error of what the network computes with: its type's; bfloat16's at least where
-    weights or the KV cache are quantized."""
+    """Return the relative rounding error of the model's dtype, or at least bfloat16's where weights or
+    the KV cache are quantized."""
     plain = ("auto", "float32", "float16", "bfloat16")
     quantized = config.model_config.quantization or config.cache_config.cache_dtype not in plain
     return float(torch.finfo(torch.bfloat16 if quantized else config.model_config.dtype).eps)
@@ -188,17 +187,17 @@ def rounding(config: VllmConfig) -> float:
 LOGPROBS = SamplingParams(
     max_tokens=1,
     temperature=0.0,
-    seed=0,  # or the V2 runner would draw an unused one from numpy's own generator
+    seed=0,  # without a seed the V2 runner would draw one from numpy's global generator
     ignore_eos=True,
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
 )
-"""How vLLM is asked for a row: for one greedy token, which nobody reads."""
+"""The parameters of a request for a row: one greedy token, which is not read."""
 
 
 def without_layers(config: VllmConfig) -> VllmConfig:
-    """Return a configuration as front ends read it: vLLM hangs the layers of an open model into it, with
-    weights and KV cache, and it may travel to another process."""
+    """Return a copy of the configuration without the model's layers. vLLM stores the layers of an open
+    model in it, with weights and KV cache, and front ends may send it to another process."""
     found = copy(config)
     found.compilation_config = copy(config.compilation_config)
     found.compilation_config.static_forward_context = {}
@@ -206,9 +205,12 @@ def without_layers(config: VllmConfig) -> VllmConfig:
 
 
 def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -> SamplingParams:
-    """Return how vLLM is asked for the row of this ticket, by a request that stays open for at most so
-    many tokens, or that ends with the row if ``open_for`` is ``None``; and for all positions from
-    ``first`` on, if it is a score."""
+    """Return the sampling parameters of a request for the row with this ticket.
+
+    Args:
+        open_for: the most tokens for which the request stays open; ``None`` if it ends with the row.
+        first: the first wanted position of a score.
+    """
     params = copy(LOGPROBS)
     params.extra_args = {TICKET: ticket}
     if first is not None:
@@ -220,7 +222,7 @@ def row_params(ticket: int, *, open_for: int | None, first: int | None = None) -
 
 
 def translated(error: Exception, what: str) -> GenrtError:
-    """Return vLLM's or torch's error as one of genrt's, with theirs as the cause."""
+    """Return an error of vLLM or torch as one of genrt's, with the original as its cause."""
     if isinstance(error, GenrtError):
         return error
     kind: type[GenrtError]
@@ -240,7 +242,7 @@ def translated(error: Exception, what: str) -> GenrtError:
 def core_request(
     request_id: str, token_ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None
 ) -> EngineCoreRequest:
-    """Return a request as vLLM's core takes it."""
+    """Return a request in the form that vLLM's core takes."""
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(token_ids),

@@ -1,16 +1,15 @@
-"""vLLM's own steps: one after the other, or, of nothing but texts, each scheduled while the one before
-it is still under way.
+"""Runs vLLM's own steps, and schedules steps of texts before the previous step has ended.
 
-A text's next token is drawn on the device, where the step after it reads it. So the host can schedule
-that step, and see what the one before brought, while the device computes: vLLM's asynchronous scheduling.
-A row's next token comes from a caller, who chooses it after the step has ended.
+A text's next token is drawn on the device, and the next step reads it there. So the host can schedule
+that step and process the previous outputs while the device computes. This is vLLM's asynchronous
+scheduling. A row's next token comes from a caller, who chooses it after the step has ended.
 
 Rules:
-    Nothing but texts is scheduled ahead. Whoever asks for a row waits until what is under way has ended:
-    one step, which ends first, in a turn of its own.
-    After a row, ``PATIENCE`` steps end before any is scheduled ahead: more rows are likely to be asked.
+    Only steps of texts alone are scheduled ahead. A request for a row waits until the step under way has
+    ended, in a turn of its own.
+    After a row, the next ``PATIENCE`` steps are not scheduled ahead, because more rows are likely.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from genrt.engines.vllm.open_scheduler import OpenScheduler
 __all__ = ["CoreSteps", "shut_down"]
 
 PATIENCE = 4
-"""How many steps after a row none is scheduled ahead."""
+"""The number of steps after a row that are not scheduled ahead."""
 
 
 def shut_down(llm_engine: Any) -> None:
-    """Do what ``EngineCore.shutdown`` does but for what other engines of this process use."""
-    llm_engine.engine_core._finalizer.detach()  # it would shut all of that down
-    # While the model is there, hooks of torch's compiler have to go: they would keep its weights.
+    """Shut an engine core down as ``EngineCore.shutdown`` does, except for state that other engines of
+    this process use."""
+    llm_engine.engine_core._finalizer.detach()  # it would shut down the shared state too
+    # Remove hooks of torch's compiler while the model exists: they would keep its weights in memory.
     getattr(llm_engine, "_finalizer", lambda: None)()
     core = llm_engine.engine_core.engine_core
     core.structured_output_manager.clear_backend()
@@ -44,8 +44,8 @@ class CoreSteps:
     """The steps of one engine's core.
 
     Args:
-        client: vLLM's, of the core.
-        scheduler: the core's, if it is genrt's: only that one can be told when to schedule ahead.
+        client: vLLM's client of the core.
+        scheduler: the core's if it is genrt's; only that one can be switched to scheduling ahead.
         runner: the model runner, if it is in this process.
     """
 
@@ -60,7 +60,7 @@ class CoreSteps:
         self._without_rows = 0
 
     def run(self, *, only_texts: bool) -> Sequence[EngineCoreOutput]:
-        """Return the outputs of a step: of the next one, or, while one is under way, of that."""
+        """Return the outputs of the step under way, or, if there is no such step, of the next one."""
         if self._scheduler is None:
             outputs: Sequence[EngineCoreOutput] = self._client.get_output().outputs
             return outputs
@@ -74,26 +74,26 @@ class CoreSteps:
 
     @property
     def is_ahead(self) -> bool:
-        """True while a step is under way whose outputs nobody has seen."""
+        """True while a step is under way with unread outputs."""
         return self._can_be_ahead and bool(self._core.batch_queue)
 
     def settle(self) -> None:
-        """Wait for what is under way; nobody waits for its outputs."""
+        """Wait for the steps under way and drop their outputs."""
         while self._scheduler is not None and self.is_ahead:
             self._finished(self._scheduler)
 
     def forget(self) -> None:
-        """Forget what is under way, after a step that failed."""
+        """Forget the steps under way, after a step that failed."""
         if self._can_be_ahead:
             self._core.batch_queue.clear()
         if self._runner is not None:
-            # Of a forward whose tokens were not drawn, as where no mask could be made for them. With it,
+            # The state of a forward with undrawn tokens, for example because a mask failed. With it,
             # runner V1 refuses every later step.
             self._runner.execute_model_state = None
 
     def _ahead(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
-        """Schedule a step, and return the outputs of the one before it; of the first of many none are
-        there yet."""
+        """Schedule a step and return the outputs of the previous one. The first of many such steps has
+        no outputs yet."""
         scheduler.ahead = True
         try:
             outputs, _ = self._core.step_with_batch_queue()
@@ -104,8 +104,8 @@ class CoreSteps:
         return _first(outputs)
 
     def _finished(self, scheduler: OpenScheduler) -> Sequence[EngineCoreOutput]:
-        """Wait for the step that is under way, and return its outputs: what ``step_with_batch_queue``
-        does, less the scheduling of another."""
+        """Wait for the step under way and return its outputs. This is ``step_with_batch_queue`` without
+        the scheduling of another step."""
         future, output, _ = self._core.batch_queue.pop()
         return _first(scheduler.update_from_output(output, future.result()))
 

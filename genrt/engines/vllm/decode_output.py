@@ -1,6 +1,6 @@
-"""A step that gives one more token to requests that vLLM knows, as its scheduler says it.
+"""Builds vLLM's ``SchedulerOutput`` for a step of one more token for each of some known requests.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ def decode_output(
     preempted: set[str],
     blocks_to_zero: Any,
 ) -> SchedulerOutput:
-    """Return the step of one token for each of these requests, which get these blocks for it; the others
-    are what has changed since the last step."""
+    """Return the step of one token for each of these requests.
+
+    Args:
+        new_blocks: the new blocks of each request, or ``None``.
+        finished, preempted, blocks_to_zero: the changes since the last step.
+    """
     request_ids = [request.request_id for request in requests]
     return SchedulerOutput(
         scheduled_new_reqs=[],

@@ -1,12 +1,13 @@
-"""One vLLM engine in this process: submit, step, cancel, errors, shutdown.
+"""Runs one vLLM engine in this process: submit, step, cancel, errors, shutdown.
 
 Rules:
-    Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream; rows
-    leave on the default stream, where every other thread reads them.
-    A request gets a new id each time it is submitted: a late output of a cancelled one matches nothing.
-    After a failed step the prefix cache is emptied: its blocks may never have been written.
+    Every vLLM call happens on the thread that opened the engine, and on vLLM's own CUDA stream. Rows are
+    handed over on the default stream, where all other threads read them.
+    A request gets a new id each time it is submitted, so a late output of a cancelled one has no match.
+    After a failed step the prefix cache is emptied, because its blocks may never have been written.
 
-It touches what ``docs/new_vllm.md`` lists; ``self_check.py`` refuses, at start, a vLLM that is otherwise.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` refuses, at
+start, a vLLM in which they differ.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ __all__ = ["VLLMEngine"]
 
 
 class VLLMEngine:
-    """The Engine protocol over an ``LLMEngine`` whose scheduler runs in this process."""
+    """Implements the Engine protocol over an ``LLMEngine`` with its scheduler in this process."""
 
     def __init__(
         self, llm_engine: LLMEngine, own: Globals, *, own_processors: bool = False
@@ -71,7 +72,7 @@ class VLLMEngine:
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_batch_size = int(config.scheduler_config.max_num_seqs)
-        # One less than vLLM's: its scheduler keeps a place for the token that follows.
+        # One less than vLLM's: its scheduler reserves a place for the following token.
         self.max_model_len = int(config.model_config.max_model_len) - 1
         self.device = own.take_stream(torch.device(config.device_config.device))
         core, model_runner = self._core.engine_core, None
@@ -95,18 +96,18 @@ class VLLMEngine:
             self._open = open_requests(core, model_runner, config, own_processors, self.device)
             self._populations = SeatedPopulations(self._open, self._adapters)
             core.scheduler.prefixes, self.prefixes.request_of = self.prefixes, self._open.request_of
-        self._decoded: list[tuple[Purpose, str]] = []  # what the last decode step computed
+        self._decoded: list[tuple[Purpose, str]] = []  # requests of the last decode step
         drawn_here = self.runner == "V1" and on_cpu
         self._samples = Samples(llm_engine, self.max_batch_size, drawn_here=drawn_here)
         self._in_progress = InProgress(*(kept := (self._adapters, self._samples, self._positions)))
         self._sending = Sending(self._core, own, *kept, self.max_model_len + 1 if is_open else None)
-        self._ended: list[Finished] = []  # without a forward; ``step`` returns it
+        self._ended: list[Finished] = []  # ended without a forward; ``step`` returns them
         self.tell: Callable[[Sequence[Finished]], object] | None = None
         self._counted: dict[str, Any] = asdict(EngineStatistics())
 
     @property
     def keeps_residents(self) -> bool:
-        """True if answered sequences stay resident, to be extended and forked."""
+        """True if answered sequences stay resident, so that they can be extended and forked."""
         return self._open is not None
 
     @property
@@ -148,8 +149,8 @@ class VLLMEngine:
         self._count(requests=len(requests))
 
     def _add(self, request: Sent) -> str | None:
-        """Give one request to vLLM and return its id. Where vLLM refuses it, the next step ends it with
-        its error."""
+        """Send one request to vLLM and return its id. If vLLM refuses it, the next step returns the
+        error."""
         try:
             request_id = self._sending.send(request)
         except GenrtError as refused:
@@ -164,7 +165,7 @@ class VLLMEngine:
     def go_on(self, population: PopulationDraw) -> bool:
         try:
             found = self._populations.go_on(population, self._sending.send_all)
-        except GenrtError:  # which the rows, asked for one by one, are told
+        except GenrtError:  # the caller then asks for rows one by one, and these get the error
             return False
         if found is None:
             return False
@@ -181,12 +182,12 @@ class VLLMEngine:
     def step(self) -> list[Finished]:
         for sample in self._samples.admitted():
             self._add(sample)
-        # These ends are handed on before any forward: one that failed would replace them by its error.
+        # Return these before any forward: a failing forward would replace them by its error.
         if self._ended or not self._in_progress:
             ended, self._ended = self._ended, []
             return ended
         started = time.perf_counter()
-        self._count(steps=1)  # before anybody is told of what it ends
+        self._count(steps=1)  # before the step's results are delivered
         in_progress = len(self._in_progress) + len(self._samples)
         try:
             with self._globals:
@@ -205,21 +206,24 @@ class VLLMEngine:
         return finished
 
     def _decode(self) -> list[Finished] | None:
-        """Run the next step if it is a decode step, and return what it ends, all of it rows. Return
-        ``None`` where the step is vLLM's own."""
+        """Run the next step if it is a decode step and return its results, which are all rows.
+
+        Return ``None`` where the step is vLLM's own.
+        """
         step = self._open.steps.run() if self._open is not None else None
         if self._open is None or step is None:
             return None
-        if isinstance(self._store, RowStore) and len(self._store):  # of prompts that came in parts
+        if isinstance(self._store, RowStore) and len(self._store):  # rows of chunked prompts
             self._store.forget(map(int, step.request_ids))
         if populations := self._populations.whole(step.request_ids):
             return self._drawn(populations, step)
         step = step.own()
         check = FiniteCheck(step.rows)
-        # The device computes from here on, until it is waited for: all else is done meanwhile.
+        # The device computes until ``check.wait`` below; do all other work meanwhile.
         self._open.steps.prepare_next()
         rows: list[Tensor | None] = [*step.rows.unbind()]
-        if self._populations:  # which fails with one of its rows
+        # A population fails with one of its rows, so wait for the check first.
+        if self._populations:
             self._decoded = []
             for position in check.wait():
                 rows[position] = None
@@ -233,7 +237,7 @@ class VLLMEngine:
         return finished
 
     def _drawn(self, asked: Sequence[PopulationDraw], step: DecodedStep) -> list[Finished]:
-        """Draw for populations from a step of their own, and begin the next."""
+        """Draw for populations from a step of their own, and start the next step."""
         tell = self.tell if self._populations.told_first.is_due(self.device) else None
         drawn = self._populations.drawn(asked, step.request_ids, step.rows, step.places)
         self._count(rows=self._in_progress.leave(step.request_ids))
@@ -248,7 +252,7 @@ class VLLMEngine:
     def _answered(
         self, request_ids: Sequence[str], rows: Sequence[Tensor | None]
     ) -> list[Finished]:
-        """Return what these rows, or scores, end, ``None`` where one is not finite."""
+        """Return the results for these rows or scores; ``None`` stands for one that is not finite."""
         finished, kept, over = self._in_progress.answered(request_ids, rows, self._populations)
         if self._open is not None:
             self._open.keep(kept)
@@ -264,7 +268,7 @@ class VLLMEngine:
         token_ids: Tensor,
         told: Callable[[list[str]], Share] = lambda _: no_share,
     ) -> None:
-        """Run the prepared step with these tokens if it is of these rows, which is ``told`` first."""
+        """Run the prepared step with these tokens if it has these rows; call ``told`` on its ids."""
         if self._open is not None and self._open.steps.can_speculate(len(rows)):
             ids = dict(self._decoded)
             if len(found := [ids[row] for row in rows if row in ids]) == len(rows):
@@ -277,7 +281,8 @@ class VLLMEngine:
         on_host: Leaving | None = None,
         share: Share = no_share,
     ) -> None:
-        """Run the prepared step with these tokens, ``on_host`` soon, if it is of these requests."""
+        """Run the prepared step with these tokens, which are on their way to the host, if it has these
+        requests."""
         if self._open is None or not self._open.steps.can_speculate(len(request_ids)):
             return
         try:
@@ -286,12 +291,12 @@ class VLLMEngine:
                     self._globals.follow_default(tokens)
                 share(tokens)
                 self._open.steps.speculate(request_ids, tokens, on_host)
-        except Exception:  # whoever asks runs the step again, and is told what is wrong
+        except Exception:  # the caller's next request runs the step again and gets the error
             self._open.steps.discard()
 
     def _collect(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
-        """Return what a step's outputs end, with rows on the default stream."""
-        # Rows of open requests are not in the outputs: their scheduler drops the token that ends a step.
+        """Return the results of a step's outputs, with rows on the default stream."""
+        # The outputs lack open requests, because their scheduler drops the token that ends a step.
         answered = self._open.take_answered() if self._open is not None else []
         computed, new = computed_tokens(outputs), new_tokens(outputs)
         ended, over, others = self._samples.take(outputs)
@@ -301,7 +306,7 @@ class VLLMEngine:
             error = result if isinstance(result, GenrtError) else None
             request = self._in_progress.end(request_id)
             finished.append(Finished(request, None if error else result, error))
-        if scores := self._positions.take(answered):  # of each there is the row after its text too
+        if scores := self._positions.take(answered):  # each also has an unused row after its text
             self._store.forget(map(int, scores))
             answered = [each for each in answered if each not in scores]
         rows = self._store.take(map(int, answered)) if answered else []
@@ -326,7 +331,7 @@ class VLLMEngine:
         self._give_up(here)
 
     def _give_up(self, request_ids: Sequence[str]) -> None:
-        """Have vLLM and this engine forget these requests in progress."""
+        """Forget these requests in progress, in vLLM and in this engine."""
         if not request_ids:
             return
         self._abort(request_ids)
@@ -337,7 +342,7 @@ class VLLMEngine:
         self._store.forget(map(int, request_ids))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """Have vLLM forget these requests; ids that it does not know are ignored."""
+        """Abort these requests in vLLM; ignore unknown ids."""
         if not request_ids:
             return
         with self._globals:
@@ -346,10 +351,10 @@ class VLLMEngine:
             self._open.forget(request_ids)
 
     def _recover(self) -> None:
-        """Have vLLM and this engine forget everything after a failed step.
+        """Forget everything in vLLM and in this engine after a failed step.
 
         Raises:
-            EngineDied: vLLM still has some of it.
+            EngineDied: vLLM still holds requests or blocks.
         """
         self._samples.clear()
         self._steps.forget()
@@ -368,7 +373,7 @@ class VLLMEngine:
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
         self._adapters.check_enabled()
-        self._abort_idle(None)  # from now on base sequences may be computed with the twin
+        self._abort_idle(None)  # base sequences may be computed with the twin from now on
         try:
             with self._globals:
                 self._adapters.add(adapter, path)
@@ -392,55 +397,55 @@ class VLLMEngine:
 
     @property
     def probe(self) -> Probe:
-        """Asks this engine for rows."""
+        """Returns rows and scores that the engine itself needs."""
         in_progress = lambda: [*self._in_progress.values(), *self._samples.waiting]
         return Probe(self.submit, self.step, in_progress, lambda ends: self._ended.extend(ends))
 
     def start_counting(self) -> None:
-        """Set the counters to 0: the self-test's requests are not the caller's."""
+        """Reset the counters: the self-test's requests are not the caller's."""
         self._counted = dict.fromkeys(self._counted, 0)
         self._positions.start_counting()
         if self._open is not None:
             self._open.start_counting()
 
     def forget_residents(self) -> bool:
-        """Have vLLM forget every sequence that nothing extends, and every block; return if it has."""
+        """Forget every sequence that no request extends, and every block; return whether vLLM did."""
         if not self._in_progress:
             with self._globals:
                 self._steps.settle()
             self._populations.clear()
         if self._open is not None:
-            kept = self._open.request_ids()  # in order, which every rank has to keep
+            kept = self._open.request_ids()  # in order, which must be the same in every rank
             self._abort([each for each in kept if each not in self._in_progress])
         self.prefixes.give_up()
         return bool(self._core.reset_prefix_cache()) and not self._in_progress
 
     def stop_keeping(self) -> None:
-        """Open a request for every question from now on; nothing may be in progress."""
+        """Open a new vLLM request for every question from now on. No request may be in progress."""
         self.forget_residents()
         self._open, self._populations = None, SeatedPopulations(None, self._adapters)
         self._sending.room = None
 
     def stop_scoring(self) -> None:
-        """Have rows be asked for in place of scores from now on."""
+        """Support no scores from now on, so that callers ask for rows."""
         self._positions.stop()
 
     def close(self) -> None:
-        """Shut vLLM's core down, and leave the process-wide state that other engines use."""
+        """Shut down vLLM's core, except for process-wide state that other engines use."""
         if self._llm_engine is None:
             return
         if self._open is not None:
             self._open.steps.close()
         with heap_kept(), self._globals:
             shut_down(self._llm_engine)
-        del self._steps, self._sending, self.weights  # which hold the core
+        del self._steps, self._sending, self.weights  # they refer to the core
         self._adapters.close()
         self._samples.forget([*self._in_progress])
         self._in_progress.clear()
         self._positions.stop()
         self._store = RowStore()
         self._llm_engine = self._core = None
-        self._globals = Globals()  # the old ones hold device memory: graphs, a workspace
+        self._globals = Globals()  # the old globals hold device memory: graphs, a workspace
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -1,15 +1,15 @@
-"""Globals of vLLM, kept apart for each engine: graphs, their memory, workspaces. The engines of a process
-take turns with them.
+"""Keeps vLLM's globals apart for each engine: graphs, their memory, workspaces. A process's engines take
+turns with them.
 
 Rules:
     Every call into vLLM happens with its engine's ``Globals`` in place, one engine at a time.
-    What one engine opens, clears or shuts down is never another's.
+    An engine opens, clears and shuts down only its own globals.
 
-Without this, an engine that is opened clears the piecewise CUDA graphs of all others (vLLM measures
-their memory, and then clears every wrapper that the process has), captures its own into memory that
-theirs use on another stream, and replaces the workspace that their graphs write to.
+Without this, opening an engine breaks the others: vLLM measures the memory of piecewise CUDA graphs and
+then clears every graph wrapper of the process. The new engine also captures its graphs into memory that
+other engines' graphs use on another stream, and replaces the workspace that these graphs write to.
 
-Each is looked up when an engine is opened, so a vLLM that has them elsewhere is refused.
+All globals are looked up when an engine is opened. A vLLM that has them elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ F32 = "TRITON_F32_DEFAULT"
 
 
 class Turns:
-    """A context manager that one thread at a time is in, and may enter again inside itself.
+    """A reentrant context manager that admits one thread at a time.
 
-    A thread that leaves lets in the first one waiting, even if it comes back at once. So an engine that
-    steps all the time, as in its self-test, leaves every other engine a step in between.
+    A leaving thread admits the first waiting thread, even if it comes back at once. So an engine that
+    steps all the time, as in its self-test, gives every other engine a step in between.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._holder: int | None = None
         self._depth = 0
-        self._waiting: list[int] = []  # thread idents; the first is let in next
+        self._waiting: list[int] = []  # thread idents; the first one enters next
 
     def __enter__(self) -> None:
         own = threading.get_ident()
@@ -67,27 +67,27 @@ class Turns:
         self._waiting.append(own)
         try:
             self._changed.wait_for(lambda: not self._depth and self._waiting[0] == own)
-        finally:  # also of an interrupt: then it may be the next one's turn
+        finally:  # also after an interrupt: then it may be the next thread's turn
             self._waiting.remove(own)
             self._changed.notify_all()
 
 
 _TURNS = Turns()
-"""Whose engine's globals are in place: that of the thread inside."""
+"""The turns with the globals: the thread inside has its engine's globals in place."""
 
 
 class Globals:
-    """One engine's values of vLLM's globals; a context manager that waits for the engine's turn and puts
-    them in their places, and the engine's CUDA stream. It may be entered again inside itself.
+    """One engine's values of vLLM's globals. As a context manager, it waits for the engine's turn and
+    puts them, and the engine's CUDA stream, in place. It is reentrant.
 
     ``stream`` is the engine's, once it has one.
     """
 
     def __init__(self) -> None:
-        """Begin with what a process has that has opened no engine yet.
+        """Start with the values of a process that has opened no engine yet.
 
         Raises:
-            EngineUnsupported: this vLLM keeps them somewhere else.
+            EngineUnsupported: this vLLM has its globals somewhere else.
         """
         self._places: list[tuple[Any, str]] = [
             (CUDAGraphWrapper, "_all_instances"),
@@ -115,14 +115,17 @@ class Globals:
         self._depth = 0
 
     def multiply_in_float32(self) -> None:
-        """Have Triton's kernels multiply float32 numbers as such, from within. It would take TF32, by
-        which a token's row depends on what else was computed with it. A choice of the user's stays."""
+        """Make Triton's kernels multiply float32 numbers in float32 while the globals are in place.
+
+        With TF32, their default, a token's row depends on the rest of the batch. The user's own setting
+        of the environment variable wins.
+        """
         if F32 not in os.environ:
             self._variables[F32], os.environ[F32] = None, "ieee"
 
     def take_stream(self, device: torch.device) -> torch.device:
-        """Take the device's present stream for the engine's, and leave others the default one; return
-        the device by its number."""
+        """Take the device's current stream for the engine, and set the default stream for other code.
+        Return the device with its index."""
         if device.type != "cuda":
             return device
         self.stream = torch.cuda.current_stream()
@@ -130,7 +133,7 @@ class Globals:
         return torch.device("cuda", torch.cuda.current_device())
 
     def follow_default(self, tensor: torch.Tensor) -> None:
-        """Have the engine's stream wait for the default one, which makes this tensor."""
+        """Make the engine's stream wait for the default stream, which computes this tensor."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
             tensor.record_stream(self.stream)
@@ -160,7 +163,7 @@ class Globals:
             _TURNS.__exit__()
 
     def _exchange(self) -> None:
-        """Swap what is kept here with what is in place."""
+        """Swap the stored values with the values in place."""
         for index, (owner, name) in enumerate(self._places):
             before = getattr(owner, name)
             setattr(owner, name, self._values[index])

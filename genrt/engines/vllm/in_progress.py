@@ -1,4 +1,4 @@
-"""vLLM requests in progress: the purpose of each, and which questions their rows end."""
+"""Tracks the vLLM requests in progress: the purpose of each, and the questions that their rows answer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from genrt.questions.scores import ScoreRequest
 __all__ = ["Answered", "InProgress", "Purpose", "Sent"]
 
 Sent: TypeAlias = LogprobsRequest | ScoreRequest | Generated
-"""What vLLM is given one by one."""
+"""A question that is sent to vLLM as one request."""
 
 Purpose: TypeAlias = Sent | PopulationDraw
-"""A question of its own, or a population that the vLLM request serves with others."""
+"""A question with its own vLLM request, or a population that shares out several requests."""
 
 
 class Answered(NamedTuple):
-    """The ends that the rows of a step make.
+    """The results of a step's rows.
 
     Attributes:
-        kept: the vLLM requests that are resident now with the context of a question.
-        over: those that vLLM has to forget.
+        kept: the vLLM requests that are now resident, each with the question of its context.
+        over: the requests that vLLM must forget.
     """
 
     finished: list[Finished]
@@ -41,8 +41,8 @@ class Answered(NamedTuple):
 
 
 class InProgress(dict[str, Purpose]):
-    """The purposes of vLLM requests, by id. Adapters, samples and positions are held until these have
-    ended."""
+    """Maps vLLM request ids to their purposes. Each request holds its adapter, sample and positions until
+    it ends."""
 
     def __init__(self, adapters: VLLMAdapters, samples: Samples, positions: Positions) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class InProgress(dict[str, Purpose]):
         self._samples = samples
 
     def begin(self, request_id: str, request: Sent) -> None:
-        """Add what was given to vLLM."""
+        """Add a request that was sent to vLLM."""
         if request.adapter is not None:
             self._adapters.hold(request.adapter)
         self[request_id] = request
 
     def end(self, request_id: str) -> Purpose:
-        """Remove and return it. A population lets go of its adapter by itself."""
+        """Remove a request and return its purpose. A population releases its adapter itself."""
         request = self.pop(request_id)
         if isinstance(request, PopulationDraw):
             return request
@@ -70,7 +70,7 @@ class InProgress(dict[str, Purpose]):
         return request
 
     def leave(self, request_ids: Sequence[str]) -> int:
-        """Remove those of a population that was drawn; return how many they are."""
+        """Remove the requests of a population that was drawn; return their number."""
         for request_id in request_ids:
             del self[request_id]
         return len(request_ids)
@@ -81,7 +81,7 @@ class InProgress(dict[str, Purpose]):
         rows: Sequence[torch.Tensor | None],
         populations: SeatedPopulations,
     ) -> Answered:
-        """End the vLLM requests whose rows, or scores, these are, ``None`` where one is not finite."""
+        """End the vLLM requests with these rows or scores; ``None`` stands for one that is not finite."""
         finished: list[Finished] = []
         kept: list[tuple[str, LogprobsRequest]] = []
         over: list[str] = []
@@ -91,7 +91,7 @@ class InProgress(dict[str, Purpose]):
             if isinstance(request, PopulationDraw):
                 end = populations.put(request, request_id, row)
                 if end is None and request not in populations:
-                    over.append(request_id)  # a row before this one has failed it
+                    over.append(request_id)  # an earlier row has failed the population
                     continue
             elif row is None:
                 end = Finished(request, error=not_finite())
@@ -110,7 +110,7 @@ class InProgress(dict[str, Purpose]):
     def ended(
         self, outputs: Sequence[EngineCoreOutput], populations: SeatedPopulations
     ) -> tuple[list[Finished], list[str]]:
-        """Return what these outputs of vLLM's end, and the requests whose last row this step was."""
+        """Return the questions that vLLM's outputs end, and the requests that finished with a row."""
         finished: list[Finished] = []
         last: list[str] = []
         for output in outputs:
@@ -127,7 +127,7 @@ class InProgress(dict[str, Purpose]):
         return finished, last
 
     def left_by(self, finished: Sequence[Finished]) -> list[str]:
-        """Return the other vLLM requests of populations that have failed with one of theirs."""
+        """Return the remaining vLLM requests of populations that failed by one of their rows."""
         failed = [
             end.request
             for end in finished

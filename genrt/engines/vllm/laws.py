@@ -1,8 +1,8 @@
-"""Log-probabilities of drawn tokens in the law that they were drawn from, for requests that want these.
+"""Gives requests the log-probabilities of drawn tokens under the law that the tokens were drawn from.
 
-vLLM decides once an engine whether log-probabilities are the model's or that law's. Here its samplers are
-followed, and each row of a step has those that its request wants; vLLM brings both to the host alike.
-Greedy requests are none of these: their law is known without a row.
+vLLM decides once per engine whether log-probabilities are the model's or the sampling law's. Here each
+row of a step gets the kind that its request wants; vLLM copies both kinds to the host alike. Greedy
+requests are not included, because their law is known without a row.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from genrt.errors import EngineUnsupported
 __all__ = ["LAW", "LawsV1", "LawsV2", "wants_law"]
 
 LAW = "genrt_law"
-"""The key in ``extra_args`` under which a request says that it wants the law's log-probabilities."""
+"""The key in ``extra_args`` by which a request asks for the law's log-probabilities."""
 
 
 def wants_law(params: Any) -> bool:
-    """Tell whether a request with these ``SamplingParams`` wants the law's log-probabilities."""
+    """Return whether a request with these ``SamplingParams`` wants the law's log-probabilities."""
     return bool((params.extra_args or {}).get(LAW))
 
 
 class LawsV1:
-    """For runner V1's sampler: the law is computed where the sampler draws, and read where it gathers.
+    """Wraps runner V1's sampler: computes the law when the sampler draws, and reads it when it gathers.
 
     Args:
-        sampler: vLLM's; it calls ``draw`` and then ``gather`` from now on.
-        rows: returns which rows of the step under way want the law's.
+        sampler: vLLM's; from now on it calls ``draw`` and then ``gather``.
+        rows: returns the rows of the current step that want the law's log-probabilities.
 
     Raises:
-        EngineUnsupported: this sampler works otherwise.
+        EngineUnsupported: this vLLM's sampler works differently.
     """
 
     def __init__(self, sampler: Any, rows: Callable[[], list[int]]) -> None:
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "gather_logprobs"):
             raise EngineUnsupported("this vLLM's sampler gathers log-probabilities otherwise")
         self._rows = rows
-        self._laws: tuple[Tensor, Tensor] | None = (
-            None  # of the step: which rows, and the law of each
-        )
+        # Of the current step: the row indices, and the law of each row.
+        self._laws: tuple[Tensor, Tensor] | None = None
         self._draw, self._gather = sampler.topk_topp_sampler.forward, sampler.gather_logprobs
         sampler.topk_topp_sampler.forward, sampler.gather_logprobs = self.draw, self.gather
 
@@ -54,7 +53,7 @@ class LawsV1:
         self._laws = None
         if rows := self._rows():
             index = torch.tensor(rows, device=logits.device)
-            # It may be truncated in place: this indexing copies.
+            # ``apply_top_k_top_p`` may truncate in place; this indexing copies.
             kept = apply_top_k_top_p(
                 logits[index], None if k is None else k[index], None if p is None else p[index]
             )
@@ -62,7 +61,7 @@ class LawsV1:
         return self._draw(logits, generators, k, p)
 
     def gather(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        """Gather as the sampler does, from the law's log-probabilities where these are wanted."""
+        """Gather as the sampler does, with the law's log-probabilities in the rows that want them."""
         laws, self._laws = self._laws, None
         if laws is not None:
             logprobs = logprobs.index_copy(0, *laws)
@@ -70,15 +69,15 @@ class LawsV1:
 
 
 class LawsV2:
-    """For runner V2's sampler, which takes log-probabilities from the logits that ``sample`` returns
-    if its mode is to.
+    """Wraps runner V2's sampler, which takes log-probabilities from the logits that ``sample`` returns if
+    its ``logprobs_mode`` says so.
 
     Args:
-        sampler: vLLM's; it calls ``sample`` from now on.
-        rows: returns which rows of a step want the law's, given the slots of its requests.
+        sampler: vLLM's; from now on it calls ``sample``.
+        rows: returns the rows of a step that want the law's log-probabilities, from its requests' slots.
 
     Raises:
-        EngineUnsupported: this sampler works otherwise.
+        EngineUnsupported: this vLLM's sampler works differently.
     """
 
     def __init__(self, sampler: Any, rows: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -97,10 +96,12 @@ class LawsV2:
         *rest: Any,
         **named: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Sample as the sampler does; return the tokens, and the logits of the law where that is wanted,
-        of the model elsewhere."""
+        """Sample as the sampler does.
+
+        Return the tokens, and the logits: the law's in the rows that want them, the model's elsewhere.
+        """
         rows = self._rows(slots)
-        # With the first of these, the sampler takes no kernel that keeps the law to itself.
+        # With "processed_logprobs" the sampler uses no kernel that hides the processed logits.
         self._sampler.logprobs_mode = "processed_logprobs" if len(rows) else "raw_logprobs"
         sampled, processed = self._sample(logits, expanded, mapping, slots, *rest, **named)
         if not len(rows) or processed is logits:

@@ -1,10 +1,10 @@
-"""Logprobs requests as open vLLM requests: which sequences are resident, and what starts from which.
+"""Serves logprobs requests as open vLLM requests: tracks resident sequences, extends and forks them.
 
-A question whose context is a resident sequence and one token more *extends* it. If several questions
-extend the same sequence, the others *fork* it. After resampling there are sequences of the last flush
-that nobody asks about any more: a fork takes over the *seat* of one, its vLLM request and its place in
-the batch. A question without such a seat opens a new vLLM request, which shares the blocks of the
-sequence that it extends. Any other context opens one that starts from vLLM's prefix cache.
+A question whose context is a resident sequence plus one token *extends* it. If several questions extend
+the same sequence, the others *fork* it. After resampling, some sequences of the last flush have no
+further questions. A fork takes over the *seat* of such a sequence: its vLLM request and its place in the
+batch. A question without such a seat opens a new vLLM request, which shares the blocks of the sequence
+that it extends. Any other context opens a request that starts from vLLM's prefix cache.
 
 Rule:
     A sequence that this flush extends or forks keeps its seat.
@@ -33,11 +33,11 @@ from genrt.questions.scores import ScoreRequest
 __all__ = ["OpenRequests", "open_requests", "repeated"]
 
 POPULATIONS = 64
-"""How many flushes are remembered: the sequences of one flush are taken for one population."""
+"""How many flushes are remembered. The sequences of one flush form a population."""
 
 
 class OpenRequests:
-    """The open requests of an engine whose scheduler runs in this process; ``steps`` computes them."""
+    """The open requests of an engine with its scheduler in this process; ``steps`` computes them."""
 
     def __init__(self, scheduler: OpenScheduler, steps: DecodeSteps) -> None:
         self.steps = steps
@@ -45,23 +45,23 @@ class OpenRequests:
         self._residents = Residents()
         self._flush = self._matched_in = 0
         self._asked_in: dict[str, int] = {}
-        self._order: list[str] = []  # of the last population that went on
+        self._order: list[str] = []  # of the last population that was extended
         self._populations: OrderedDict[int, list[str]] = OrderedDict()
         self._extended = 0
         self._evicted = 0
 
     def match(self, requests: Sequence[LogprobsRequest | ScoreRequest]) -> list[str | None]:
-        """Extend or fork resident sequences to these contexts where one token is all that is missing.
+        """Extend or fork resident sequences that lack only the last token of these contexts.
 
-        Return the id of the vLLM request that now goes on as each question; ``None`` for a question that
-        needs a vLLM request of its own.
+        Return, for each question, the id of the vLLM request that continues with it, or ``None`` if the
+        question needs a new vLLM request.
         """
         self._flush += 1
         matched: list[str | None] = []
         forks: list[tuple[int, str, LogprobsRequest]] = []
         extended: dict[str, int] = {}
         parked, residents = self._scheduler.parked, self._residents
-        # Sequences that go on step after step mostly come in the same order.
+        # Sequences that are extended step after step mostly come in the same order.
         guesses = self._populations.get(self._matched_in, ())[: len(requests)]
         self._matched_in = self._flush
         for request, guess in zip_longest(requests, guesses):
@@ -93,7 +93,7 @@ class OpenRequests:
         self.steps.extend(self._scheduler.wake(request_ids, token_ids))
 
     def _fork(self, forks: Sequence[tuple[int, str, LogprobsRequest]]) -> dict[int, str]:
-        """Give seats to forks of these parents while there are any; return these by place in the
+        """Give seats to forks of these parents while seats last; return the request ids by place in the
         flush."""
         passed_over: dict[int, list[str]] = {}
         parents = {parent for _, parent, _ in forks}
@@ -113,7 +113,7 @@ class OpenRequests:
         return seated
 
     def _reseat(self, forks: Sequence[Fork]) -> None:
-        """Have parked requests go on as forks, for which there is room."""
+        """Make parked requests continue as forks. There must be room for them."""
         for fork in forks:
             self._residents.remove(fork.request.request_id)
         self.steps.reseat(self._scheduler.reseat(forks))
@@ -125,12 +125,14 @@ class OpenRequests:
         free: Iterable[str],
         begin: Callable[[Sequence[int]], list[str]],
     ) -> list[str] | None:
-        """Extend each of these parked sequences by a token; where one comes again, fork it: into a seat
-        of ``free``, which are parked too, or into a vLLM request that ``begin`` makes for its place.
-        Return the vLLM request of each; ``None``, and change nothing, if seats lack blocks.
+        """Extend each of these parked sequences by one token, and fork the sequences that repeat.
+
+        A fork takes a parked request of ``free``, or a new vLLM request that ``begin`` makes for its
+        place. Return the vLLM request of each sequence. If there are too few blocks for the seats, return
+        ``None`` without a change.
 
         Raises:
-            GenrtError: ``begin`` did; nothing has changed.
+            GenrtError: ``begin`` raised it; no state has changed.
         """
         scheduler, request_ids = self._scheduler, [*parents]
         forked = repeated(parents)
@@ -146,7 +148,7 @@ class OpenRequests:
             self._reseat(forks)
         for place, fork in zip(forked, forks, strict=False):
             request_ids[place] = fork.request.request_id
-        if added:  # which run without being woken
+        if added:  # new requests run without being woken
             woken = [place for place in range(len(parents)) if place not in added]
             self._wake_in_order([request_ids[n] for n in woken], [token_ids[n] for n in woken])
         else:
@@ -162,10 +164,12 @@ class OpenRequests:
     def spread(
         self, several: Sequence[tuple[Sequence[str], Sequence[str]]]
     ) -> list[list[str]] | None:
-        """Have parked requests go on as forks of requests whose step is under way, with all tokens of
-        these: for each pair of parents and parked requests, which another pair may have too. Return those
-        of each pair that do, in the order of the parents. ``None``, and nothing changes, where that is
-        impossible."""
+        """Make parked requests continue as forks of requests of the step under way, with all tokens.
+
+        Each pair has parents and the parked requests that may become their forks; pairs may share parked
+        requests. Return the forks of each pair in the order of its parents. If that is impossible, return
+        ``None`` without a change.
+        """
         scheduler = self._scheduler
         taken, found = set[str](), list[list[Fork]]()
         for parents, free in several:
@@ -175,7 +179,7 @@ class OpenRequests:
             taken.update(fork.request.request_id for fork in each)
             found.append(each)
         forks = [fork for each in found for fork in each]
-        # Each may need another block for the token that follows, as may each that runs.
+        # Each fork and each running request may need another block for the next token.
         if not scheduler.can_reseat(forks, beside=len(forks) + len(scheduler.running)):
             return None
         self._reseat(forks)
@@ -183,7 +187,7 @@ class OpenRequests:
         return [[fork.request.request_id for fork in each] for each in found]
 
     def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
-        """Wake these in the order of the last time, if they are the same: a prepared step is of that."""
+        """Wake these in last time's order if they are the same: a prepared step has that order."""
         if request_ids != self._order:
             tokens = dict(zip(request_ids, token_ids, strict=True))
             if len(tokens) == len(self._order) and tokens.keys() == set(self._order):
@@ -193,7 +197,7 @@ class OpenRequests:
         self._wake([*request_ids], token_ids)
 
     def _passed_over(self, population: int, parents: set[str]) -> list[str]:
-        """Return those of a population that no flush since has asked about, this one included."""
+        """Return the requests of a population that no later flush has used, this one included."""
         parked, asked_in = self._scheduler.parked, self._asked_in
         return [
             request_id
@@ -204,7 +208,7 @@ class OpenRequests:
         ]
 
     def share(self, request_id: str, request: LogprobsRequest | ScoreRequest) -> None:
-        """Have a request that was just added start from the resident sequence that it extends, if any."""
+        """Let a request that was just added start from the resident sequence that it extends, if any."""
         if isinstance(request, ScoreRequest):
             request = request.computed
         parent = self._residents.parent(request.adapter, request.packed)
@@ -212,22 +216,22 @@ class OpenRequests:
             self._scheduler.share(request_id, parent, len(request) - 1)
 
     def request_of(self, row: LogprobsRequest) -> str | None:
-        """Return the id of a request that is resident with this question's context, if there is one."""
+        """Return the id of a resident request with this question's context, or ``None``."""
         return self._residents.of_context(row.adapter, row.packed)
 
     def remember(self, request_ids: Sequence[str]) -> None:
-        """Take these, which go on as the questions of one flush, for one population."""
+        """Record these requests, which serve the questions of one flush, as one population."""
         self._asked_in.update(dict.fromkeys(request_ids, self._flush))
         self._populations[self._flush] = [*request_ids]
         if len(self._populations) > POPULATIONS:
             self._populations.popitem(last=False)
 
     def take_answered(self) -> list[str]:
-        """Return the requests whose rows a step of vLLM's own computed."""
+        """Return and clear the requests that one of vLLM's own steps answered."""
         return self._scheduler.take_answered()
 
     def keep(self, answered: Iterable[tuple[str, LogprobsRequest]]) -> None:
-        """Record after a step that each answered request is resident with the context of its question;
+        """Record after a step that each answered request is resident with its question's context, and
         forget the sequences that were evicted for the step."""
         for request_id in self._scheduler.take_evicted():
             self._forget(request_id)
@@ -238,31 +242,33 @@ class OpenRequests:
     def keep_later(
         self, numbers: dict[str, int], adapter: Adapter | None, contexts: Packed
     ) -> None:
-        """Record what ``keep`` does, of sequences of one population that go on, before their rows are
-        there: in this moment they cease to be what they were. Their contexts are asked for, by number,
-        when somebody looks for them."""
+        """Record a population's sequences, as ``keep`` does, before their rows are computed.
+
+        The requests stop being resident with their old contexts at once. The new contexts are read, by
+        number, only when a lookup needs them.
+        """
         self._residents.put_later(numbers, adapter, contexts)
 
     def untouched(self, requests: Sequence[tuple[str, int]]) -> bool:
-        """Return whether all these are parked, each as the flush beside it left it."""
+        """Return whether all these are parked and no flush has used them since the given one."""
         return len(self.left(requests)) == len(requests)
 
     def left(self, requests: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of these, with their flushes, that are untouched."""
+        """Return the untouched ones among these pairs of request and flush."""
         parked, asked_in = self._scheduler.parked, self._asked_in
         return [(n, flush) for n, flush in requests if n in parked and asked_in.get(n) == flush]
 
     def resident(self, adapter: Adapter | None, context: bytes) -> tuple[str, int] | None:
-        """Return the request that is parked with this context, and the flush it was part of last."""
+        """Return the parked request with this context and the flush that used it last."""
         request_id = self._residents.of_context(adapter, context)
-        # One that is under way may be growing beyond the context that it is known by.
+        # A request under way may be growing beyond the context that it is known by.
         if request_id is None or request_id not in self._scheduler.parked:
             return None
         return request_id, self._asked_in[request_id]
 
     @property
     def most(self) -> int:
-        """How many sequences a step computes at most."""
+        """The most sequences that a step computes."""
         return int(self._scheduler.max_num_running_reqs)
 
     @property
@@ -271,7 +277,7 @@ class OpenRequests:
         return self._flush
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that vLLM does not know any more."""
+        """Forget requests that vLLM no longer knows."""
         gone = set(request_ids)
         for request_id in gone:
             self._forget(request_id)
@@ -282,7 +288,7 @@ class OpenRequests:
         self._asked_in.pop(request_id, None)
 
     def counts(self) -> dict[str, int]:
-        """Return the counters that ``EngineStatistics`` has of resident sequences."""
+        """Return the counters of resident sequences for ``EngineStatistics``."""
         return {
             "computed_tokens": self._scheduler.computed_tokens,
             "extended": self._extended,
@@ -300,7 +306,7 @@ class OpenRequests:
         self._extended = self._evicted = 0
 
     def request_ids(self) -> list[str]:
-        """Return the ids of all resident sequences, those that are being extended included."""
+        """Return the ids of all resident sequences, including any that are being extended."""
         return self._residents.request_ids()
 
     def bound_to(self, adapter: Adapter | None) -> list[str]:
@@ -311,7 +317,7 @@ class OpenRequests:
 def open_requests(
     core: Any, model_runner: Any, config: VllmConfig, own_processors: bool, device: torch.device
 ) -> OpenRequests:
-    """Return the open requests of an engine core, which runs ``model_runner`` in this process."""
+    """Return the open requests of an engine core that runs ``model_runner`` in this process."""
     steps = DecodeSteps(
         core.scheduler,
         (RunnerV2 if config.use_v2_model_runner else RunnerV1)(model_runner),
@@ -323,7 +329,7 @@ def open_requests(
 
 
 def repeated(request_ids: Sequence[str]) -> list[int]:
-    """Return the places of those that came before."""
+    """Return the places of repeated ids, without the first of each."""
     if len(set(request_ids)) == len(request_ids):
         return []
     seen: set[str] = set()

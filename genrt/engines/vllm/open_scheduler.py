@@ -1,23 +1,25 @@
-"""vLLM's scheduler for requests that stay open: parks them, wakes them, shares their blocks.
+"""vLLM's scheduler for requests that stay open: it parks them, wakes them and shares their blocks.
 
-A logprobs request is an *open* vLLM request: when its row has been computed, the token that vLLM
-sampled is dropped, and the request stays, its KV blocks with it, outside the running queue (*parked*).
-Appending the caller's token wakes it: it is scheduled as a plain decode of one token. A new request that
-shares a prefix with a resident one takes that one's blocks by reference; vLLM copies the last, partly
-shared block itself, as it does for its own sub-block prefix hits. Where a parked request is no longer
-wanted, it can go on as a fork of another one instead (*reseated*): no request ends, and none begins.
+A logprobs request is an *open* vLLM request. When its row has been computed, the scheduler drops the
+token that vLLM sampled. The request then stays outside the running queue with its KV blocks (*parked*).
+Appending the caller's token wakes it, and it is scheduled as a plain decode of one token.
 
-A step of nothing but woken requests, which is the step of a sampler, is scheduled by ``decode_step``: it
-does what ``schedule`` would do for such a step. Any other step is vLLM's own.
+A new request that shares a prefix with a resident one takes the resident's blocks by reference. vLLM
+copies the last, partly shared block itself, as it does for its own sub-block prefix hits. A parked
+request that is no longer needed can go on as a fork of another one (*reseated*). No request ends or
+starts for that.
+
+``decode_step`` schedules a step of woken requests alone, which is the step of a sampler. It does the part
+of ``schedule`` that such a step needs. vLLM schedules every other step.
 
 Rules:
-    Running and waiting requests come before parked ones, of which the longest unused are finished.
-    Scheduling is synchronous: a step's tokens are known before the next one is scheduled; but for steps
-    of nothing but texts, while ``ahead`` is set, which vLLM schedules before the one before has ended.
+    Running and waiting requests come before parked ones; the longest unused parked requests are finished.
+    Scheduling is synchronous: a step's tokens are known before the next one is scheduled. The exception
+    is a step of texts alone while ``ahead`` is set: vLLM schedules it before the previous step has ended.
     Blocks are copied before anything else is done for the step that needs the copies.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` compares rows
-that come by these ways with rows that don't.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares rows
+computed this way with rows computed without it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["OPEN", "OpenScheduler"]
 
 MOST_RECORDS = 65_536
-"""The most requests that are kept open where only KV blocks set a bound."""
+"""The most open requests where KV blocks are the only bound."""
 
 OPEN = "genrt_open"
 """The key in ``extra_args`` that marks a request as one to keep open."""
@@ -60,15 +62,16 @@ class Held(Protocol):
         ...
 
     def start_of(self, request: Request) -> tuple[list[Any], int] | None:
-        """Return blocks with which a request can start, and how many of its tokens they have."""
+        """Return the blocks with which a request can start, and the number of its tokens in them."""
         ...
 
 
 class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     """vLLM's ``scheduler_cls`` for engines with resident sequences.
 
-    ``ahead`` is set by the engine: whether a step is scheduled as if every request of the step before,
-    which is still under way, went on with a token. So is ``prefixes``: what is kept, and by no request.
+    The engine sets ``ahead`` and ``prefixes``. While ``ahead`` is True, a step is scheduled as if every
+    request of the unfinished previous step continued with one token. ``prefixes`` holds blocks that
+    belong to no request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,14 +83,14 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self.prefixes: Held | None = None
         self.parked: dict[str, Request] = {}
         self.computed_tokens = self.forked = self.reseated = 0
-        self._stalled = False  # nothing of those waiting ran: the next step assumes what they need
+        self._stalled = False  # no waiting request ran: the next step assumes the blocks they need
         self._open: set[str] = set()
-        self._unscored: set[str] = set()  # scores, of which a decode step would show no positions
+        self._unscored: set[str] = set()  # scores; a decode step does not show their positions
         self._donors: dict[str, tuple[str, int]] = {}
         self._waking: dict[str, Request] = {}
         self._answered: list[str] = []
         self._evicted: list[str] = []
-        # The V2 runner has a slot for each request it knows; V1 only keeps a record.
+        # The V2 runner has a slot for each request it knows; V1 has only a record.
         self._max_known = self.max_num_running_reqs if self.use_v2_model_runner else MOST_RECORDS
         groups = self.kv_cache_config.kv_cache_groups
         self._shares_blocks = (
@@ -100,7 +103,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             self._pool = manager.block_pool
             of_group = manager.coordinator.single_type_managers[0]
             self._seats = Seats(of_group, self._pool, self.hash_block_size)
-        # For other models and options ``schedule`` does more than ``decode_step`` knows of.
+        # For other models and options ``schedule`` does more than ``decode_step``.
         self._decodes_plainly = self._shares_blocks and not (
             self.connector
             or self.ec_connector
@@ -111,7 +114,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or self.defer_block_free
         )
 
-    # -- what the engine calls ----------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         extra = request.sampling_params.extra_args if request.sampling_params else None
@@ -121,22 +124,21 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         super().add_request(request)
 
     def share(self, request_id: str, donor_id: str, tokens: int) -> None:
-        """Have a waiting request start with the first ``tokens`` tokens of a resident one."""
+        """Let a waiting request start with the first ``tokens`` tokens of a resident one."""
         if self._shares_blocks:
             self._donors[request_id] = (donor_id, tokens)
             donor = self.parked.pop(donor_id, None)
-            if donor is not None:  # used now, so it moves to the end: the first are evicted first
+            if donor is not None:  # used now, so last in line for eviction
                 self.parked[donor_id] = donor
 
     def wake(self, request_ids: list[str], token_ids: list[int]) -> NextTokens:
-        """Append a token to each of these parked requests, and have them run as soon as they are
-        admitted."""
+        """Append a token to each of these parked requests; they run as soon as they are admitted."""
         positions: list[int] = []
         prompts: list[int] = []
         parked, waking, size = self.parked, self._waking, self.hash_block_size
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
             request = parked.pop(request_id)
-            # What ``Request.append_output_token_ids`` does, less what only sampling needs.
+            # As ``Request.append_output_token_ids``, without the parts that only sampling needs.
             request._output_token_ids.append(token_id)
             tokens = request._all_token_ids
             tokens.append(token_id)
@@ -150,8 +152,11 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def forks(
         self, request_ids: Sequence[str], donor_ids: Sequence[str], length: int | None = None
     ) -> list[Fork]:
-        """Return parked requests as forks of the first ``length`` tokens of these, or of all that are
-        computed: for each of them, the first ones if there are too few, that which costs least."""
+        """Return parked requests as forks of the donors' first ``length`` tokens (default: all computed).
+
+        There is one fork for each donor, or for the first donors if there are too few requests. The
+        pairs are chosen so that forks cost little.
+        """
         requests = [self.parked[each] for each in request_ids]
         donors = [self.requests[each] for each in donor_ids[: len(requests)]]
         if self._shares_blocks:
@@ -162,7 +167,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         ]
 
     def can_reseat(self, forks: Sequence[Fork], *, beside: int = 0) -> bool:
-        """Return whether these can surely be reseated, and ``beside`` blocks be had after that."""
+        """Return whether these can surely be reseated and leave ``beside`` blocks free."""
         if not self._decodes_plainly:
             return False
         for request, donor, length in forks:
@@ -171,10 +176,12 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return self._seats.have_room([fork.request for fork in forks], beside=beside)
 
     def reseat(self, forks: Sequence[Fork]) -> list[Seat]:
-        """Have these requests go on as their donors' tokens, with the blocks of these. The last block is
-        a request's own: the runner makes it a copy if the tokens end inside a block."""
+        """Make these requests continue from their donors' tokens and blocks.
+
+        A request owns its last block; the runner fills it by a copy if the tokens end inside a block.
+        """
         self.reseated += len(forks)
-        if self._donors:  # who waits to begin with one of these would begin with what it has become
+        if self._donors:  # a waiting request must not start from a donor that is replaced here
             gone = {fork.request.request_id for fork in forks}
             self._donors = {each: at for each, at in self._donors.items() if at[0] not in gone}
         return self._seats.take(forks)
@@ -196,9 +203,10 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             self.running.append(request)
 
     def decode_step(self) -> SchedulerOutput | None:
-        """Schedule the next step if it gives one token to every running request, all of them open, and
-        there is room for it: return what ``schedule`` would. Return ``None`` where ``schedule`` has more
-        to do."""
+        """Schedule a step of one token for every running request, if all are open and there is room.
+
+        Return the output of ``schedule`` for that step, or ``None`` where ``schedule`` has more to do.
+        """
         output = self._scheduled(self.running, tokens_ahead=1)
         if output is not None:
             self._begin_decode_step()
@@ -207,9 +215,11 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def decode_step_ahead(
         self, forks: Sequence[str] = (), order: Sequence[str] = ()
     ) -> SchedulerOutput | None:
-        """Schedule the step after a ``decode_step`` that has not been ended, as if each of its requests
-        went on with a token, and parked ``forks`` too; in this order, if these are all. Return ``None``
-        where there is no room for it."""
+        """Schedule the step after an unfinished ``decode_step``, as if each request continued.
+
+        The parked ``forks`` take part too. The step has this ``order`` if it names exactly these
+        requests. Return ``None`` if there is no room.
+        """
         requests = [*self.running, *(self.parked[each] for each in forks)]
         known = {request.request_id: request for request in requests}
         if known.keys() == set(order):
@@ -221,14 +231,17 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     ) -> SchedulerOutput | None:
         if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
             return None
-        if self.parked and len(requests) == len(self.running):  # for forks there was room
+        # Forks need no more room: it was checked when they were reseated.
+        if self.parked and len(requests) == len(self.running):
             self._make_room()
         return self._one_token_each(requests)
 
     def begin_prepared(self, request_ids: Collection[str]) -> bool:
-        """Begin the step that ``decode_step_ahead`` scheduled for these requests, and return True, if it
-        is the next step. Requests that were reseated since have other blocks, which the caller sees
-        to; of those that have finished the runner is told with the step after it."""
+        """Start the step that ``decode_step_ahead`` scheduled; return whether it is the next step.
+
+        Requests that were reseated since then have other blocks, which the caller must pass to the
+        runner. The runner learns of finished requests with the step after this one.
+        """
         running = self.running
         if (
             len(running) != len(request_ids)
@@ -240,23 +253,23 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return True
 
     def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int) -> bool:
-        """Return whether there is nothing to schedule but these, all of them open and with so many tokens
-        to be computed."""
+        """Return whether these are all the requests to schedule, and all are open with ``tokens_ahead``
+        tokens to compute."""
         if (
             not requests
             or self.waiting
             or self.kv_holding_waiting
             or not self._decodes_plainly
             or self._unscored
-            or requests[0].request_id not in self._open  # so that texts alone cost nothing here
+            or requests[0].request_id not in self._open  # a cheap exit for steps of texts alone
             or len(requests) > min(self.max_num_scheduled_tokens, self.max_num_running_reqs)
             or self._pause_state != PauseState.UNPAUSED
             or not self._open.issuperset([request.request_id for request in requests])
         ):
             return False
-        # A step keeps a place for the token that vLLM would sample after it, so a context of
-        # ``max_model_len - 1`` tokens is the longest. With ``tokens_ahead=0`` the step's own token,
-        # which is still to come, needs a place too.
+        # A step reserves a place for the token that vLLM would sample after it, so the longest context
+        # has ``max_model_len - 1`` tokens. With ``tokens_ahead=0`` the step's own token is still to come
+        # and needs a place too.
         most = self.max_model_len - 2 + tokens_ahead
         for request in requests:
             length = len(request._all_token_ids)
@@ -265,10 +278,9 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return True
 
     def _one_token_each(self, requests: Sequence[Request]) -> SchedulerOutput | None:
-        """Schedule a step that computes one more token of each of these; ``None`` if blocks are
-        lacking."""
+        """Schedule a step that computes one more token of each request; ``None`` if blocks run out."""
         computed = [request.num_computed_tokens for request in requests]
-        # The first token of a block needs the block; with the last one vLLM enters it by its hash.
+        # The first token of a block needs the block; at the last one vLLM caches the block by its hash.
         at_edges = [n for n, count in enumerate(computed) if (count + 1) % self.block_size <= 1]
         if len(at_edges) > self._pool.get_num_free_blocks():
             return None
@@ -300,16 +312,16 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             self.admit()
 
     def take_answered(self) -> list[str]:
-        """Return the open requests whose rows the last step computed; they are parked now."""
+        """Return and clear the open requests that the last step answered; they are parked."""
         answered, self._answered = self._answered, []
         return answered
 
     def take_evicted(self) -> list[str]:
-        """Return the parked requests that were finished to make room."""
+        """Return and clear the parked requests that were finished to make room."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    # -- what vLLM calls ----------------------------------------------------------------------
+    # -- called by vLLM -----------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self.parked:
@@ -329,8 +341,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        # Only of a step that was scheduled ahead does the request have a placeholder, which its token
-        # takes; a preemption may have taken it since.
+        # A request has a placeholder for its token only in a step that was scheduled ahead. A preemption
+        # may have removed the placeholder since.
         was_ahead = request.num_output_placeholders > 0 or is_stale
         scheduler: Any = AsyncScheduler if was_ahead else Scheduler
         updated: tuple[list[int], bool] = scheduler._update_request_with_output(
@@ -346,7 +358,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         for request_id in self._open.intersection(scheduler_output.num_scheduled_tokens):
             index = model_runner_output.req_id_to_index[request_id]
             if sampled and sampled[index]:
-                sampled[index] = []  # vLLM leaves a request without a token running
+                sampled[index] = []  # without a token, vLLM keeps the request running
                 answered.add(request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if answered:
@@ -397,7 +409,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return manager.create_kv_cache_blocks((list(blocks),)), tokens, 0, False
 
     def _make_room(self) -> None:
-        """Finish parked requests, the longest unused first, until there are blocks and slots."""
+        """Finish parked requests, the longest unused first, until there are enough blocks and slots."""
         pool = self.kv_cache_manager.block_pool
         places = self.max_num_running_reqs - len(self.running)
         waiting = list(islice(chain(self.kv_holding_waiting, self.waiting), places))
@@ -414,10 +426,10 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
                 break
             self._evict(request_id)
             slots -= 1
-            # What it alone shared with those waiting is free now, and will be taken by them.
+            # Waiting requests may share blocks that are free now, and take them from the pool.
             if counts and blocks <= pool.get_num_free_blocks() and slots <= 0:
                 blocks = needed_blocks(self, waiting, self._donors)
-        # Only donors are left. Waiting requests recompute their tokens rather than wait for ever.
+        # Only donors remain. Waiting requests recompute their tokens rather than wait forever.
         stuck = not self.running and blocks > pool.get_num_free_blocks()
         for request_id in [*self.parked]:
             if not stuck and slots <= 0:

@@ -1,4 +1,4 @@
-"""Opens vLLM: its configuration, its engine in this process, and what has to hold before anyone asks."""
+"""Opens vLLM: builds its configuration, starts its engine in this process and tests it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from genrt.engines.vllm.signatures import check_signatures
 __all__ = ["open_vllm"]
 
 if (missing := getattr(audio, "_torchcodec_import_exc", None)) is not None:
-    # Its traceback would keep the frames of whoever has vLLM imported, and so the engine that they open.
+    # Its traceback keeps the frames that imported vLLM, and so the engine that they open.
     missing.__traceback__ = None
 
 
@@ -41,31 +41,30 @@ def open_vllm(
     residency: bool = True,
     rank: Rank | None = None,
 ) -> VLLMEngine:
-    """Open a checkpoint directory, or a model's name, with options for vLLM's ``EngineArgs``.
+    """Open a checkpoint directory, or a model by name, with options for vLLM's ``EngineArgs``.
 
-    On a GPU, ``reserve_bytes`` are left out of the memory that vLLM takes. Without ``residency`` every
-    question opens a request of its own, as it does where vLLM's workers are other processes, or
-    ``options`` name a scheduler or asynchronous scheduling. With a ``rank`` it is that one's engine.
-
+    On a GPU, vLLM leaves ``reserve_bytes`` of memory free. Without ``residency`` every question opens its
+    own request. The same holds where vLLM's workers are other processes, or where ``options`` names a
+    scheduler or asynchronous scheduling. With a ``rank`` the engine is that rank's.
     Raises:
-        InvalidRequest: an option that vLLM does not have, or has no such value for.
-        ModelNotFound: vLLM finds no such model, or it has no weights in safetensors.
-        EngineUnsupported: a version of vLLM, or an option, that genrt does not work with.
-        EngineFailed: anything else that vLLM raised, with its message.
+        InvalidRequest: vLLM does not have an option, or does not accept its value.
+        ModelNotFound: vLLM finds no such model, or the model has no weights in safetensors.
+        EngineUnsupported: genrt does not work with this version of vLLM, or with an option.
+        EngineFailed: vLLM raised any other error; the message contains it.
     """
     check_version(vllm.__version__)
     check_signatures(vllm.__version__)
     own = Globals()
     preload = os.environ.get("LD_PRELOAD")
     with own, on_loopback(), undisturbed():
-        envs.disable_envs_cache()  # The process's first engine froze it: what is set by now is to hold.
+        envs.disable_envs_cache()  # the process's first engine froze it: read the variables again
         config = configure(checkpoint, options, reserve_bytes, residency=residency)
         if config.model_config.dtype is torch.float32:
             own.multiply_in_float32()
         executor = Executor.get_class(config) if rank is None else rank.executor(config)
         if issubclass(executor, UniProcExecutor):
-            # Only vLLM's workers, which are processes, need what it has set. Of every other process that
-            # it starts, the loader complains if the path has a space in it.
+            # vLLM has set LD_PRELOAD for worker processes alone. In every other child process the loader
+            # complains if the path contains a space.
             os.environ.pop("LD_PRELOAD", None)
             if preload is not None:
                 os.environ["LD_PRELOAD"] = preload
@@ -81,7 +80,7 @@ def open_vllm(
     except BaseException as error:
         with own:
             shut_down(llm_engine)
-        del llm_engine  # which the error's traceback would keep
+        del llm_engine  # the error's traceback would keep it in memory
         _forget(config, error)
         raise
     try:
@@ -94,15 +93,15 @@ def open_vllm(
 
 
 def _forget(config: VllmConfig, error: BaseException) -> None:
-    """Free the memory of an engine that was made in part, which frames of the error have, and hooks of
-    torch's compiler: vLLM removes these with its engine."""
+    """Free the memory of a partly made engine. The error's frames hold it, and so do hooks of torch's
+    compiler, which vLLM would remove together with its engine."""
     errors = [error]
-    for each in errors:  # and those that it came of
+    for each in errors:  # and the errors that caused them
         traceback.clear_frames(each.__traceback__)
         causes = each.__cause__, each.__context__
         errors += [cause for cause in causes if cause is not None and cause not in errors]
     for model in gc.get_objects():
-        # Not isinstance: some objects warn whoever asks for their class.
+        # Not isinstance: some objects warn when their ``__class__`` is read.
         is_model = issubclass(type(model), TorchCompileWithNoGuardsWrapper)
         if is_model and getattr(model, "vllm_config", None) is config:
             model.cleanup()

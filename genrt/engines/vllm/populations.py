@@ -1,13 +1,13 @@
-"""The populations of an engine: which vLLM requests their sequences are, and what goes on from them.
+"""Tracks an engine's populations: the vLLM requests of their sequences, and how populations continue.
 
-A population asks step after step, each sequence one token longer than one that was asked about before.
-Its sequences are found by their number there, not by their contexts: no object is made, and no context
-read, for any of them. Where that fails the engine is asked for rows one by one, and the population is
-*settled*: its sequences are found by their contexts once.
+A population asks for one draw after the other. Each new sequence is one token longer than a sequence of
+an earlier question. Sequences are found by their number in that question, not by their contexts, so no
+object is made and no context is read for them. If that fails, the engine is asked for rows one by one and
+the population is *settled*: its sequences are found by their contexts once.
 
 Rule:
-    A sequence is found by number only while its vLLM request is as the population's question left it:
-    parked, and part of no flush since. Whoever else used it has changed it.
+    A sequence is found by number only if its vLLM request is as the population's question left it:
+    parked, and in no flush since. Any other use has changed the request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from genrt.tokens.rows import Leaving, together
 __all__ = ["Drawn", "SeatedPopulations"]
 
 MOST_FORKS = 64
-"""For how many sequences forks are made before they are asked for: beside the forward."""
+"""The most forks that are made for sequences before the next question, while the forward runs."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,14 @@ class _Seats:
     """The vLLM requests of a population's sequences.
 
     Attributes:
-        request_ids: of the different sequences.
-        flushes: which flush each request was part of last, int64 ``[m]``.
-        places: which of the requests is each sequence's, int64 ``[n]``; ``None``: the one at its place.
-        adapter: of all.
-        spare: requests that earlier questions were about and no later one, each with its flush.
-        forks: requests that have become forks of these, for sequences that shared one, with their flush.
-        own: the request of each sequence then, no two of them the same.
+        request_ids: of the distinct sequences.
+        flushes: the last flush of each request, int64 ``[m]``.
+        places: the index of each sequence's request, int64 ``[n]``; ``None`` if sequence ``i`` has
+            request ``i``.
+        adapter: of all sequences.
+        spare: unused requests of earlier questions, each with its last flush.
+        forks: requests that became forks for sequences that shared a request, each with its last flush.
+        own: the request of each sequence after that, all distinct.
     """
 
     request_ids: list[str]
@@ -72,8 +73,8 @@ class _UnderWay:
     """A population in progress.
 
     Attributes:
-        added: the vLLM requests that are new, which are resident once they have been computed.
-        rows: those that came in other steps than the last of them.
+        added: the new vLLM requests, which become resident when they have been computed.
+        rows: the rows that earlier steps computed.
     """
 
     seats: _Seats
@@ -82,12 +83,12 @@ class _UnderWay:
 
 
 class _Shared(NamedTuple):
-    """A population whose sequences share requests.
+    """A population with sequences that share requests.
 
     Attributes:
         own: the request of each sequence.
-        numbers: the sequences whose request one before them has too.
-        free: requests that could be theirs.
+        numbers: the sequences that have the same request as an earlier sequence.
+        free: parked requests that could serve these sequences.
     """
 
     population: PopulationDraw
@@ -97,12 +98,12 @@ class _Shared(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The draws of populations, which were launched.
+    """The launched draws of populations.
 
     Attributes:
-        ends: of each population.
-        draws: of one population after the other, float64 ``[n, 3]`` on the device; ``None``: none were.
-        on_host: the same on its way there.
+        ends: the result of each population.
+        draws: of all populations in order, float64 ``[n, 3]`` on the device; ``None`` after an error.
+        on_host: the same draws, on their way to the host.
     """
 
     ends: list[Finished]
@@ -114,13 +115,14 @@ class SeatedPopulations:
     """The populations of an engine.
 
     Args:
-        open_requests: keeps sequences; ``None`` where none are kept, and nothing goes on.
+        open_requests: holds the resident sequences; ``None`` if the engine has no residency, so that
+            populations cannot continue.
     """
 
     def __init__(self, open_requests: OpenRequests | None, adapters: VLLMAdapters) -> None:
         self._open = open_requests
         self._adapters = adapters
-        # What is known of each question; of one that was settled, only once somebody needs it.
+        # The seats of each question; for a settled one, a function that finds them when needed.
         self._known: WeakKeyDictionary[Asked, _Seats | Callable[[], _Seats | None]] = (
             WeakKeyDictionary()
         )
@@ -129,19 +131,22 @@ class SeatedPopulations:
         self.told_first = ToldFirst()
 
     def __len__(self) -> int:
-        """Return how many are in progress."""
+        """Return the number of populations in progress."""
         return len(self._under_way)
 
     def __contains__(self, population: PopulationDraw) -> bool:
-        """Return whether it is in progress."""
+        """Return whether this population is in progress."""
         return population in self._under_way
 
     def go_on(
         self, population: PopulationDraw, begin: Callable[[Sequence[LogprobsRequest]], list[str]]
     ) -> list[str] | None:
-        """Extend and fork sequences to those of a population; return the vLLM requests, or ``None`` where
-        ``Populating.go_on`` changes nothing. ``begin`` makes those of forks that find no seat; what it
-        raises is raised, and nothing has changed."""
+        """Extend and fork sequences to this population's sequences.
+
+        Return the vLLM requests, or ``None`` where ``Populating.go_on`` changes no state. ``begin`` makes
+        the requests of forks that find no seat. If ``begin`` raises, the error passes through and no
+        state has changed.
+        """
         self.told_first.asked()
         origins, adapter, kept = population.origins, population.adapter, self._open
         if kept is None:
@@ -159,7 +164,7 @@ class SeatedPopulations:
         if firsts is not None:
             numbers, tokens, rows = numbers[firsts], tokens[firsts], rows[firsts]
         parents = [request_ids[row] for row in rows.tolist()]
-        # One request may come twice here, with another flush: as joined populations share it.
+        # Joined populations may share a request, so it may come twice here with different flushes.
         pairs = [*zip(parents, flushes[rows].tolist(), strict=True)]
         if len(seats) == 1 and (own := seats[0].own) is not None:
             parents, forks = [own[number] for number in numbers.tolist()], seats[0].forks
@@ -200,16 +205,20 @@ class SeatedPopulations:
         return found
 
     def _seats_all(self, several: Sequence[_Seats], rows: np.ndarray) -> bool:
-        """Return whether each sequence that goes on gets a request of its own, even if it is equal to
-        another: where steps run ahead, and there are not requests enough for that; see ``spread``."""
+        """Return whether each sequence that continues gets its own request, even if equal to another.
+
+        This holds where steps run ahead and there are fewer requests than sequences; see ``spread``.
+        """
         kept, wanted = self._open, len(rows)
         if kept is None or not (kept.steps.ahead and _count(several) < wanted):
             return False
         return wanted <= min(kept.most, len(np.unique(rows)) + MOST_FORKS)
 
     def whole(self, request_ids: list[str]) -> list[PopulationDraw]:
-        """Return the populations whose sequences these are, all of them and in any order; none if some
-        are another's, or some of a population are missing."""
+        """Return the populations that consist of exactly these requests, in any order.
+
+        Return an empty list if some requests belong to other questions, or if a population is incomplete.
+        """
         wanted, count = set(request_ids), 0
         found: list[PopulationDraw] = []
         for population, under_way in self._under_way.items():
@@ -222,10 +231,12 @@ class SeatedPopulations:
         return found if count == len(wanted) else []
 
     def spread(self, several: Sequence[PopulationDraw]) -> list[str] | None:
-        """Give the sequences of populations a request each; return the new ones among these: forks of
-        those whose step is under way. So each sequence can be computed with the token that will be drawn
-        after it, before it is asked which of them go on. Return ``None`` where sequences share
-        requests."""
+        """Give every sequence of these populations its own request; return the new requests.
+
+        The new requests are forks of requests of the step under way. So each sequence can be computed
+        with its drawn token before the caller says which sequences continue. Return ``None`` where some
+        sequences still share requests.
+        """
         kept, left = self._open, MOST_FORKS
         if kept is None:
             return None
@@ -267,8 +278,10 @@ class SeatedPopulations:
         rows: torch.Tensor,
         at_rows: Sequence[int] | None = None,
     ) -> Drawn:
-        """Begin the draws of populations from the rows ``[m, vocab_size]`` of these vLLM requests, which
-        are theirs: from those at ``at_rows``, or all in order. ``answer`` has still to be told."""
+        """Launch the draws of populations from the rows ``[m, vocab_size]`` of their vLLM requests.
+
+        Request ``i`` has row ``i``, or row ``at_rows[i]``. The caller must call ``answer`` afterwards.
+        """
         places: list[np.ndarray | None] = []
         at: dict[str, int] = {}
         for seats in (self._under_way[each].seats for each in several):
@@ -291,9 +304,11 @@ class SeatedPopulations:
     def answer(
         self, several: Sequence[PopulationDraw], drawn: Drawn
     ) -> tuple[list[str], torch.Tensor, Leaving | None] | None:
-        """Let others go on from populations that were drawn. Return the requests of all sequences, their
-        tokens, float64 ``[n]`` on the device, and what these come to the host with; ``None`` where
-        requests are shared, or nothing has been drawn."""
+        """End populations that were drawn, so that others can continue from them.
+
+        Return the requests of all sequences, their tokens (float64 ``[n]`` on the device) and the copy
+        to the host. Return ``None`` where sequences share requests, or where the draws failed.
+        """
         request_ids: list[str] = []
         are_shared = False
         for population in several:
@@ -309,10 +324,12 @@ class SeatedPopulations:
     def put(
         self, population: PopulationDraw, request_id: str, row: torch.Tensor | None
     ) -> Finished | None:
-        """Add the row of one request, ``None`` for one that is not finite; return the population's end,
-        if this is it."""
+        """Add the row of one request; ``None`` stands for a row that is not finite.
+
+        Return the population's result if this was the last row or the row failed the population.
+        """
         under_way = self._under_way.get(population)
-        if under_way is None:  # a row before this one has failed it
+        if under_way is None:  # an earlier row has failed the population
             return None
         if row is None:
             self.forget(population)
@@ -329,8 +346,10 @@ class SeatedPopulations:
         return drawn.ends[0]
 
     def settle(self, population: PopulationDraw) -> None:
-        """Remember the sequences of a population whose rows were asked for one by one: they are found by
-        their contexts once they are needed, if all are resident then."""
+        """Remember a population that was computed by single rows.
+
+        Its sequences are looked up by their contexts when they are needed, if all are resident then.
+        """
         contexts, adapter, kept = population.contexts, population.adapter, self._open
         if kept is not None:
             self._known[population.asked] = lambda: _settled(kept, contexts, adapter)
@@ -347,7 +366,7 @@ class SeatedPopulations:
         return seats
 
     def release(self, several: Sequence[Asked]) -> list[str]:
-        """Forget these; return the requests that nobody else has used since."""
+        """Forget these questions; return their requests that no other question has used since."""
         free: list[str] = []
         for asked in several:
             seats = self._seats_of(asked)
@@ -357,14 +376,14 @@ class SeatedPopulations:
         return free
 
     def forget(self, population: PopulationDraw) -> bool:
-        """Forget a population in progress; return whether it was."""
+        """Forget a population in progress; return whether it was in progress."""
         if population not in self._under_way:
             return False
         self._ended(population)
         return True
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all populations."""
         for population in [*self._under_way]:
             self._ended(population)
         self._known.clear()
@@ -376,13 +395,13 @@ class SeatedPopulations:
 
 
 def _free(kept: OpenRequests, several: Sequence[_Seats], used: set[str]) -> dict[str, int]:
-    """Return the requests of which nothing goes on, with their flushes."""
+    """Return the requests that are not used and can be reused, with their flushes."""
     pairs = [pair for seats in several for pair in seats.pairs()]
     return dict(kept.left(pair for pair in pairs if pair[0] not in used))
 
 
 def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) -> _Seats | None:
-    """Return the vLLM requests that are resident with these contexts, if all of them are."""
+    """Return the vLLM requests that are resident with these contexts; ``None`` if one is not resident."""
     found: dict[bytes, int] = {}
     places = [found.setdefault(contexts.packed(n), len(found)) for n in range(len(contexts))]
     pairs = [kept.resident(adapter, context) for context in found]
@@ -396,8 +415,10 @@ def _settled(kept: OpenRequests, contexts: Contexts, adapter: Adapter | None) ->
 def _joined(
     several: Sequence[_Seats], counts: Sequence[int]
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Return all requests with their flushes, and which of them each sequence of several questions has,
-    of so many sequences each."""
+    """Return the requests of several questions, their flushes, and the request index of each sequence.
+
+    ``counts`` has the number of sequences of each question.
+    """
     if len(several) == 1:
         [seats] = several
         rows = np.arange(counts[0]) if seats.places is None else seats.places
@@ -414,8 +435,10 @@ def _joined(
 
 
 def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return where each different key comes first, and which of these each key is; nothing if no two are
-    equal, so that they keep their order."""
+    """Return the first place of each distinct key, and the distinct key of each place.
+
+    Return ``(None, None)`` if all keys are distinct, so that they keep their order.
+    """
     if (keys[1:] > keys[:-1]).all():
         return None, None
     unique, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
@@ -423,10 +446,10 @@ def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 
 def _have_more(several: Sequence[_Seats], used: Sequence[str]) -> bool:
-    """Return whether there are other requests than those used."""
+    """Return whether there are more requests than the used ones."""
     return _count(several) > len(used) or len(set(used)) < len(used)
 
 
 def _count(several: Sequence[_Seats]) -> int:
-    """Return how many requests these are at most."""
+    """Return an upper bound of the number of requests."""
     return sum(len(each.request_ids) + len(each.forks) + len(each.spare) for each in several)

@@ -1,19 +1,21 @@
-"""Scores: log-probabilities or rows at many positions of a text, taken from the forwards that compute it.
+"""Computes scores: log-probabilities or rows at many positions of a text, from the forwards that run it.
 
-A score is one vLLM request, whose prompt is the text less its last token. After a forward the runner has
-the hidden states of all positions that it computed; where it looks for vLLM's prompt logprobs, both
-runners do so in every step, the logits of the wanted ones are computed, a bounded number at a time, made
-log-probabilities as those of rows are, and one entry is kept of each, or the row.
+A score is one vLLM request; its prompt is the text without its last token. After a forward the runner has
+the hidden states of all positions that it computed. Both runners look for vLLM's prompt logprobs in every
+step. There this file computes the logits of the wanted positions, a bounded number at a time, and turns
+them into log-probabilities as for rows. It keeps one entry of each row, or the row.
 
 Rules:
-    A prefix that such a request finds in the cache ends before its first wanted position: the hidden
-    states of what is found are not computed. Its own blocks serve whoever comes later.
-    Positions are taken by number, in order, over as many steps as the text takes. After a preemption they
-    come again, and those that are there are left out. A request that ends without some is an error.
-    A position whose row is not finite is NaN, and its request fails, alone.
-    In a step of nothing but scores runner V2 draws no tokens: nobody reads them, nor their rows.
+    A score's cached prefix ends before its first wanted position, because no hidden states are computed
+    for cached tokens. The score's own blocks serve later requests.
+    Positions are taken by number and in order, over as many steps as the text needs. After a preemption
+    they come again; positions that are already taken are skipped. A request that ends without some is an
+    error.
+    A position is NaN if its row is not finite, and only its request fails.
+    In a step of scores alone runner V2 draws no tokens, because their tokens and last rows are not read.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``; ``self_check.py`` compares scores with rows.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``. ``self_check.py`` compares
+scores with rows.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ FIRST = "genrt_first"
 """The key in ``extra_args`` of the first position, counted from 0, whose hidden state is wanted."""
 
 ENTRIES = 2**25
-"""How many logits there are at a time: 256 MiB at most with their float32 copy, and enough positions for
-a matrix product that does not wait for the weights."""
+"""The most logits computed at a time. They take 256 MiB at most with their float32 copy. That is enough
+positions for a matrix product that is not bound by reading the weights."""
 
 
 Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -49,8 +51,8 @@ Logits: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Span(NamedTuple):
-    """The part of a request that a step computes: ``length`` tokens from number ``computed`` on, whose
-    hidden states begin at ``offset``."""
+    """The part of a request that a step computes: ``length`` tokens from number ``computed`` on. Their
+    hidden states start at ``offset``."""
 
     request_id: str
     computed: int
@@ -63,13 +65,13 @@ class _Score:
     """A score in progress.
 
     Attributes:
-        next: the first position that is not there yet, ``end`` once all are.
-        parts: log-probabilities on their way to the host, in order; of whole rows the first entries, by
-            which one that is not finite is known.
-        rows: on the device, in order, where whole ones are wanted.
+        next: the first position that is still missing; ``end`` when all are taken.
+        parts: log-probabilities on their way to the host, in order. For whole rows these are the first
+            entries, which are NaN where a row is not finite.
+        rows: on the device, in order, if whole rows are wanted.
     """
 
-    targets: torch.Tensor  # int64, on the device: what follows each wanted position
+    targets: torch.Tensor  # int64, on the device: the token after each wanted position
     lora: LoRARequest | None
     first: int
     next: int
@@ -84,7 +86,7 @@ class _Score:
 
 
 class _Wanted(NamedTuple):
-    """Positions of a score, from ``begin`` to ``end``, that a step computed, and their hidden states."""
+    """Positions ``begin`` to ``end`` of a score that a step computed, with their hidden states."""
 
     score: _Score
     begin: int
@@ -96,9 +98,9 @@ class Positions:
     """The scores in progress of one engine, by the ids of their vLLM requests.
 
     Args:
-        compute_logits: ``None`` where hidden states are not seen, and no positions taken.
-        activate: has these LoRA adapters, one for each hidden state, make the next logits; ``None`` where
-            there are none.
+        compute_logits: ``None`` where hidden states are not accessible and scores are not supported.
+        activate: sets the LoRA adapter of each hidden state for the next logits; ``None`` without
+            adapters.
     """
 
     def __init__(
@@ -118,16 +120,16 @@ class Positions:
 
     @property
     def are_taken(self) -> bool:
-        """True if a request may be a score; otherwise rows are asked for in its place."""
+        """True if the engine supports scores; otherwise callers ask for rows."""
         return self._compute_logits is not None
 
     def stop(self) -> None:
-        """Take none from now on, and let go of the model."""
+        """Support no scores from now on, and drop the references to the model."""
         self._compute_logits = self._activate = None
         self._scores.clear()
 
     def counted(self, counters: dict[str, Any]) -> dict[str, Any]:
-        """Return an engine's counters with those of its scores; a token is 4 bytes on its way."""
+        """Return an engine's counters plus the scores' counters; a token moves 4 bytes to the host."""
         moved = 0 if self._device.type == "cpu" else 4 * self.scored_tokens
         all_moved = counters["bytes_to_host"] + moved
         return counters | {"scored_tokens": self.scored_tokens, "bytes_to_host": all_moved}
@@ -137,8 +139,11 @@ class Positions:
         self.scored_tokens = 0
 
     def begin(self, request_id: str, request: ScoreRequest, lora: LoRARequest | None) -> None:
-        """Take the positions of a request that vLLM is given next. Raises EngineFailed where none are
-        taken."""
+        """Start the score of a request that is sent to vLLM next.
+
+        Raises:
+            EngineFailed: this engine does not support scores.
+        """
         if not self.are_taken:
             raise EngineFailed("this engine takes a row for every token of a score")
         targets = torch.tensor(request.token_ids[request.start :], dtype=torch.int64)
@@ -156,13 +161,12 @@ class Positions:
 
     @torch.inference_mode()
     def put(self, hidden_states: torch.Tensor, spans: Iterable[Span]) -> None:
-        """Take the wanted positions among those that a step computed; spans of other requests are
-        ignored."""
+        """Store the wanted positions that a step computed; ignore spans of other requests."""
         entries_of: list[_Wanted] = []
         rows_of: list[_Wanted] = []
         for span in spans:
             score = self._scores.get(span.request_id)
-            if score is None or span.computed > score.next:  # a gap, which ``take`` finds
+            if score is None or span.computed > score.next:  # ``take`` reports the gap
                 continue
             end = min(span.computed + span.length, score.end)
             if end > score.next:
@@ -176,7 +180,7 @@ class Positions:
             self._put_entries(entries_of)
 
     def _put_rows(self, group: Sequence[_Wanted]) -> None:
-        """Keep the rows of these positions."""
+        """Store the rows of these positions."""
         hidden_states = _cat([each.hidden_states for each in group])
         loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
         rows = _cat([rows for _, rows in self._rows(hidden_states, loras)])
@@ -188,7 +192,7 @@ class Positions:
             score.next, at = end, part.stop
 
     def _put_entries(self, group: Sequence[_Wanted]) -> None:
-        """Keep what is wanted of the rows of these positions."""
+        """Store the wanted entries of the rows at these positions."""
         targets = [s.targets[begin - s.first : end - s.first] for s, begin, end, _ in group]
         loras = [each.score.lora for each in group for _ in range(each.begin, each.end)]
         greedy = any(each.score.wanted == "greedy" for each in group)
@@ -209,7 +213,7 @@ class Positions:
         wanted: Wanted,
         heats: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what is wanted of each position's row, float32 ``[n]`` or ``[2, n]``."""
+        """Return the wanted entries of each position's row, float32 ``[n]`` or ``[2, n]``."""
         found = [
             entries(rows, targets[part], wanted, None if heats is None else heats[part])
             for part, rows in self._rows(hidden_states, loras)
@@ -219,8 +223,8 @@ class Positions:
     def _rows(
         self, hidden_states: torch.Tensor, loras: Sequence[LoRARequest | None]
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the rows of some positions at a time, and which these are."""
-        compute_logits = cast("Logits", self._compute_logits)  # there are scores, so it is there
+        """Yield rows for some positions at a time, with the slice of positions."""
+        compute_logits = cast("Logits", self._compute_logits)  # not None, since there are scores
         for start in range(0, len(hidden_states), self._at_once):
             part = slice(start, start + self._at_once)
             if self._activate is not None:
@@ -229,11 +233,11 @@ class Positions:
             yield part, log_probabilities(logits, may_overwrite=True)
 
     def take(self, request_ids: Iterable[str]) -> dict[str, torch.Tensor | None]:
-        """Return the answers of those of these requests that are scores; ``None`` where a row was not
-        finite. A score is taken once.
+        """Return the answers of the scores among these requests; ``None`` where a row was not finite.
+        A score is taken once.
 
         Raises:
-            EngineUnsupported: one has ended without some of its positions: vLLM skipped them.
+            EngineUnsupported: a score has ended without some positions, because vLLM skipped them.
         """
         taken: dict[str, torch.Tensor | None] = {}
         for request_id in request_ids:
@@ -246,7 +250,7 @@ class Positions:
                     "version or configuration of vLLM is not supported"
                 )
             parts = [leaving.arrived()[..., part] for leaving, part in score.parts]
-            if score.wanted != "greedy":  # which others may have been in a step with
+            if score.wanted != "greedy":  # a greedy score in the same step adds a second row
                 parts = [part if part.ndim == 1 else part[0] for part in parts]
             answer = torch.cat(parts, dim=-1)
             self.scored_tokens += len(score.targets)
@@ -255,13 +259,13 @@ class Positions:
                 continue
             if score.wanted == "rows":
                 answer = _cat(score.rows)
-                if answer.is_cuda:  # made on vLLM's stream, read on this one
+                if answer.is_cuda:  # allocated on vLLM's stream, read on this one
                     answer.record_stream(torch.cuda.current_stream(answer.device))
             taken[request_id] = answer
         return taken
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Forget scores that were cancelled; other requests are ignored."""
+        """Forget cancelled scores; ignore other requests."""
         for request_id in request_ids:
             self._scores.pop(request_id, None)
 
@@ -273,9 +277,12 @@ def _cat(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 def positions_of(
     config: VllmConfig, runner: Any, scheduler: Any, own_processors: bool
 ) -> Positions:
-    """Return the positions of an engine. None are taken where the runner is in another process, where the
-    hidden states of a prompt are not those of its rows, a prefix that is found may end anywhere, or the
-    user's logits processors make rows of logits that no hidden state has."""
+    """Return the ``Positions`` of an engine.
+
+    They support no scores where the runner is in another process, where a prompt's hidden states are not
+    the rows' hidden states, where a cached prefix may end anywhere, or where the user's logits processors
+    change the rows' logits.
+    """
     if (
         runner is None
         or own_processors
@@ -289,13 +296,13 @@ def positions_of(
 
 
 def attach(runner: Any, *, vocab_size: int) -> Positions:
-    """Return positions that are taken in every step of a runner."""
+    """Return ``Positions`` that see every step of a runner."""
     compute_logits = lambda hidden_states: runner.model.compute_logits(hidden_states)
     activate = None if runner.lora_config is None else lambda loras: _activate(runner, loras)
     positions = Positions(
         compute_logits, activate, vocab_size=vocab_size, device=torch.device(runner.device)
     )
-    # On the instance, in front of the class's own.
+    # Set on the instance, so that it hides the class's method.
     if hasattr(runner, "input_batch"):
         look = runner._get_prompt_logprobs_dict
 
@@ -324,7 +331,7 @@ def attach(runner: Any, *, vocab_size: int) -> Positions:
 
 
 def _undrawn(runner: Any, batch: Any) -> Any:
-    """Return what the V2 runner's ``sample`` does, with token 0 wherever it would draw one."""
+    """Return the outputs of the V2 runner's ``sample``, with token 0 in place of each draw."""
     ones, lengths = batch.seq_lens.new_ones(batch.num_reqs), runner.req_states.prefill_len.gpu
     counts = get_num_sampled_and_rejected(
         ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, lengths
@@ -343,33 +350,33 @@ def _spans_v1(runner: Any, scheduled: dict[str, int]) -> Iterator[Span]:
 
 def _spans_v2(batch: Any) -> Iterator[Span]:
     counts = batch.num_computed_prefill_tokens_np, batch.num_scheduled_tokens
-    # There is one more start than requests.
+    # ``query_start_loc_np`` has one entry more than there are requests.
     for request_id, *numbers in zip(batch.req_ids, *counts, batch.query_start_loc_np, strict=False):
         yield Span(request_id, *map(int, numbers))
 
 
 def _activate(runner: Any, loras: Sequence[LoRARequest | None]) -> None:
-    """Have each hidden state's adapter make its logits: vLLM has told the layers of one for each row. The
-    next step tells them anew."""
+    """Make each hidden state's own adapter compute its logits. vLLM has set one adapter per row; the next
+    step sets them again."""
     ids = tuple(0 if lora is None else lora.lora_int_id for lora in loras)
     runner._set_active_loras(ids, ids, {lora for lora in loras if lora is not None})
 
 
 def limit_hits(scheduler: Any) -> None:
-    """Have a scheduler's requests for scores share no prefix beyond their first wanted position."""
+    """Limit the cached prefixes of a scheduler's scores to tokens before the first wanted position."""
     find = scheduler._get_local_prefix_cache_hit
 
     def found(request: Any, *limit: Any) -> Any:
         extra = request.sampling_params.extra_args if request.sampling_params else None
         first = (extra or {}).get(FIRST)
-        # vLLM leaves the last token of a request to be computed.
+        # vLLM always computes the last token of a request.
         return find(request if first is None else _Shortened(request, first + 1), *limit)
 
     scheduler._get_local_prefix_cache_hit = found
 
 
 class _Shortened:
-    """A vLLM request that looks as if it had fewer tokens."""
+    """A vLLM request that appears to have fewer tokens."""
 
     def __init__(self, request: Any, num_tokens: int) -> None:
         self._request = request

@@ -1,19 +1,19 @@
-"""Prefixes that stay in vLLM's KV cache: their blocks are referenced, as if a request went on using them.
+"""Holds prefixes in vLLM's KV cache by references to their blocks, as if a request went on using them.
 
-vLLM finds the full blocks of a new request's tokens by their hashes, whichever request has computed them,
-and reuses a block only once nobody refers to it. So a prefix needs no request of its own, and no slot of
-the runner, to stay: rows and texts, under any scheduler, start from its last full block. The tokens after
-that are in a block of the open request that computed them, if there is one; under ``OpenScheduler`` new
-requests start with a copy of it.
+vLLM finds the full blocks of a new request's tokens by their hashes, whichever request computed them. It
+reuses a block only when no reference to it remains. So a prefix needs no request and no runner slot of
+its own: rows and texts, under any scheduler, start from its last full block. The remaining tokens are in
+a block of the open request that computed them, if there is one. Under ``OpenScheduler`` new requests
+start with a copy of that block.
 
 Rules:
-    Blocks are taken as they are found. What is lost, to a failed step or to a newer prefix, is taken
-    again once any question has computed it.
-    All prefixes together hold ``SHARE`` of the blocks at most.
-    No request waits for ever because of them: before vLLM does without a step, they are given up one by
-    one, the oldest first.
+    Blocks are taken as they are found. Blocks that are lost, to a failed step or to a newer prefix, are
+    taken again after any question has computed them.
+    All prefixes together hold at most ``SHARE`` of the blocks.
+    No request waits forever because of prefixes. Before vLLM skips a step for lack of blocks, prefixes
+    are released one by one, the oldest first.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from genrt.questions.rows import LogprobsRequest
 __all__ = ["KeptPrefixes"]
 
 SHARE = 0.5
-"""The part of the KV cache that prefixes may hold: the rest is for what goes on."""
+"""The part of the KV cache that prefixes may hold; the rest is for running requests."""
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """The hashes of a prefix's full blocks, and those blocks, from the first on, that are held."""
+    """The hashes of a prefix's full blocks, and the leading blocks that are held."""
 
     hashes: Sequence[Any] | None = None  # until the prefix is looked up
     blocks: list[Any] = field(default_factory=list)
     lora: LoRARequest | None = None
-    # The block that is filled in part, if it is held, and the prefix's tokens there.
+    # The partly filled last block, if it is held, and the prefix's tokens in it.
     tail: list[Any] = field(default_factory=list)
     tail_ids: list[int] = field(default_factory=list)
 
@@ -54,13 +54,13 @@ class _Kept:
 
 
 class KeptPrefixes:
-    """The prefixes that one engine keeps.
+    """The prefixes that one engine holds.
 
     Args:
         core: vLLM's engine core, in this process.
-        lora_of: returns what a request for an adapter tells vLLM; raises UnknownAdapter.
+        lora_of: returns the ``LoRARequest`` of an adapter; raises UnknownAdapter.
 
-    ``request_of`` is set by the engine, if it has open requests: it returns the id of one with a context.
+    The engine sets ``request_of`` if it has open requests. It returns the id of a request with a context.
     """
 
     def __init__(self, core: Any, lora_of: Callable[[Adapter | None], LoRARequest | None]) -> None:
@@ -71,7 +71,7 @@ class KeptPrefixes:
         manager = scheduler.kv_cache_manager
         self._pool = manager.block_pool
         self._block_size = scheduler.hash_block_size
-        # Other models keep only some blocks of a sequence, or blocks of several kinds.
+        # Other models keep only some blocks of a sequence, or have several kinds of blocks.
         groups = scheduler.kv_cache_config.kv_cache_groups
         self._can_keep = (
             self._hasher is not None
@@ -85,7 +85,7 @@ class KeptPrefixes:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are held."""
+        """The number of tokens held."""
         return sum(
             len(prefix) if kept.tail else len(kept.blocks) * self._block_size
             for prefix, kept in [*self._kept.items()]
@@ -100,7 +100,7 @@ class KeptPrefixes:
         return kept is not None and kept.is_whole
 
     def keep(self, prefix: LogprobsRequest) -> None:
-        """Hold what is computed of a prefix, now and later. Older ones make room for it."""
+        """Hold the computed blocks of a prefix, now and later. Older prefixes make room for it."""
         kept = self._kept.get(prefix, _Kept())
         self._kept.pop(prefix, None)
         others = [*self._kept.values()]
@@ -109,31 +109,31 @@ class KeptPrefixes:
         while others and self._held + needed > self._most:
             self._give_up(others.pop(0))
         self._kept[prefix] = kept  # the newest is the last
-        # On the instance, in front of the class's own, which every token of every text calls.
+        # Set on the instance, so that it hides the class's method. Every token of every text calls it.
         self._manager.allocate_slots = self._allocated
         self._take(prefix, kept)
         self._take_tail(prefix, kept)
 
     def release(self, prefix: LogprobsRequest) -> None:
-        """Keep a prefix no more; ignore any other."""
+        """Stop holding a prefix; ignore unknown ones."""
         if (kept := self._kept.pop(prefix, None)) is not None:
             self._give_up(kept)
             if not self._kept:
                 del self._manager.allocate_slots
 
     def look(self) -> None:
-        """Take what a step has computed of the prefixes of which something is lacking."""
+        """Take newly computed blocks of incomplete prefixes, after a step."""
         for prefix, kept in self._kept.items():
             if not kept.is_whole:
                 self._take(prefix, kept)
 
     def give_up(self) -> None:
-        """Let go of all blocks; ``look`` takes those that are computed again."""
+        """Release all blocks; ``look`` takes the ones that are computed again."""
         for kept in self._kept.values():
             self._give_up(kept)
 
     def begin_anew(self, adapter: Adapter | None) -> None:
-        """Look an adapter's prefixes up again: its requests tell vLLM something else from now on."""
+        """Look up an adapter's prefixes again, because its requests now have other block hashes."""
         for prefix, kept in self._kept.items():
             if prefix.adapter == adapter:
                 self._give_up(kept)
@@ -141,11 +141,11 @@ class KeptPrefixes:
         self.look()
 
     def shared(self, request: Request) -> int:
-        """Return how many blocks of a request are held already, for a prefix with which it begins."""
+        """Return how many blocks of a request are already held for a prefix that it starts with."""
         most = 0
         for kept in self._kept.values():
             count = min(len(kept.blocks), len(request.block_hashes))
-            # Each hash is of all tokens up to there.
+            # Each hash covers all tokens up to its block's end.
             if kept.hashes is None or count <= most:
                 continue
             if request.block_hashes[count - 1] == kept.hashes[count - 1]:
@@ -153,8 +153,8 @@ class KeptPrefixes:
         return most
 
     def start_of(self, request: Request) -> tuple[list[Any], int] | None:
-        """Return the blocks with which a request can start, and how many of its tokens they have, where
-        it begins with a prefix that fills the last one in part."""
+        """Return the blocks with which a request can start, and the number of its tokens in them, where
+        the request starts with a prefix that fills its last block partly."""
         token_ids, found = request._all_token_ids, None
         for prefix, kept in self._kept.items():
             full = len(kept.blocks)
@@ -194,8 +194,10 @@ class KeptPrefixes:
             kept.blocks += found
 
     def _take_tail(self, prefix: LogprobsRequest, kept: _Kept) -> None:
-        """Hold the block that the prefix fills in part, of an open request that has just computed it.
-        Nobody writes to its places there: the request goes on behind them, and others copy the block."""
+        """Hold the partly filled block of the open request that has just computed the prefix.
+
+        Its tokens are never overwritten: that request continues behind them, and others copy the block.
+        """
         full, request_id = len(kept.blocks), self.request_of(prefix)
         if request_id is None or kept.tail or not kept.is_whole or self._held >= self._most:
             return
@@ -207,14 +209,14 @@ class KeptPrefixes:
             self._pool.touch(kept.tail)
 
     def _give_up(self, kept: _Kept) -> None:
-        # vLLM reuses the last of a sequence first.
+        # vLLM reuses a sequence's last blocks first.
         self._pool.free_blocks([*kept.tail, *reversed(kept.blocks)])
         kept.blocks.clear()
         kept.tail.clear()
 
     def _allocated(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """Do what ``KVCacheManager.allocate_slots`` does. Where it has no blocks for a request beside
-        which nothing runs, give up prefixes until it has."""
+        """Call ``KVCacheManager.allocate_slots``. If it finds no blocks for a request that runs alone,
+        release prefixes until it does."""
         allocate = type(self._manager).allocate_slots
         blocks = allocate(self._manager, request, *args, **kwargs)
         if blocks is not None or any(each is not request for each in self._scheduler.running):

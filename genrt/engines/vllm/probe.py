@@ -1,4 +1,4 @@
-"""Rows and scores that an engine asks for itself, whatever else is in progress."""
+"""Computes rows and scores for the engine itself, beside other requests in progress."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Probe"]
 
 
 class Probe:
-    """Asks an engine from its own thread.
+    """Asks an engine for rows and scores from its own thread.
 
     Args:
         submit, step: the engine's.
-        in_progress: returns what the engine was asked by others.
-        put_back: takes what of that ends meanwhile, for the next step to return.
+        in_progress: returns the other requests that the engine is computing.
+        put_back: receives the results of these requests, for the next step to return.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Probe:
     def __call__(
         self, requests: Sequence[LogprobsRequest] | Sequence[ScoreRequest]
     ) -> list[torch.Tensor]:
-        """Return the rows, or scores. Raise the error of one, or of the step.
+        """Return the rows or scores. Raise the error of one of them, or of the step.
 
-        Other requests that end meanwhile, also by a failing step, come with the next step.
+        Other requests that end meanwhile, also by a failing step, are returned by the next step.
         """
         self._submit(requests)
         ends: dict[Request, Finished] = {}
@@ -66,6 +66,6 @@ class Probe:
         return [cast("torch.Tensor", ends[request].result) for request in requests]
 
     def unused(self, vocab_size: int) -> tuple[int, ...]:
-        """Return a context that no request in progress asks about."""
+        """Return a context that no request in progress has."""
         asked = {request.token_ids for request in self._in_progress()}
         return next((token,) for token in range(vocab_size) if (token,) not in asked)

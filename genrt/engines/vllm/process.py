@@ -1,9 +1,9 @@
-"""Open vLLM undisturbed by what else is in the process, and without disturbing it.
+"""Opens vLLM so that it neither disturbs the process nor is disturbed by it.
 
-Replaced for as long: the builtins ``vars`` and ``hasattr`` as ``vllm.triton_utils.dispatcher``
-calls them, ``np`` as the V2 runner's sampling states call it, ``torch.cpu._init_amx``, vLLM's operator
-``init_cpu_memory_env``. All of it was seen with vLLM 0.32: whoever imports genlm-backend before loading a
-model meets the first two.
+While vLLM opens, these are replaced: the builtins ``vars`` and ``hasattr`` as
+``vllm.triton_utils.dispatcher`` calls them, ``np`` as the V2 runner's sampling states call it,
+``torch.cpu._init_amx``, and vLLM's operator ``init_cpu_memory_env``. All the problems were seen with vLLM
+0.32. The first two occur if genlm-backend is imported before a model is loaded.
 """
 
 from __future__ import annotations
@@ -26,24 +26,22 @@ BIND = "init_cpu_memory_env"
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Open vLLM inside of this.
+    """Open vLLM inside this context.
 
-    The V2 runner gives the requests of its warm-up seeds from numpy's own generator, which is the user's:
-    here it gets another one.
+    The V2 runner seeds its warm-up requests from numpy's global generator, which belongs to the user.
+    Here it gets another generator.
 
-    The rest is for where there is no Triton, so for CPUs. vLLM has its runner V1 alone there. An
-    environment that demands V2 is put aside, until vLLM has read it for the last time: when its engine is
-    made.
+    The rest applies where there is no Triton, so on CPUs:
 
-    And vLLM looks for its kernels in every value of every module there is. It takes for granted that
-    ``vars`` is a dictionary; an object that answers to any name, as numba's library does, makes one up.
-    And one that is deprecated, as ``torch.distributed.reduce_op`` is, warns whoever asks it for anything.
-
-    And its attention in bfloat16 uses a processor's AMX tiles without asking Linux for them, which kills
-    the process, unless a large product of matrices has asked before.
-
-    And it binds the process's memory to one node, and writes so to standard error. With one node that
-    says nothing, so there it is left out.
+    - vLLM supports only its runner V1 there. An environment variable that demands V2 is set aside until
+      vLLM has read it for the last time, when its engine is made.
+    - vLLM looks for its kernels in every value of every module. It assumes that ``vars`` returns a
+      dictionary; an object that answers to any name, as numba's library does, returns something else. A
+      deprecated object, such as ``torch.distributed.reduce_op``, warns on any attribute access.
+    - vLLM's bfloat16 attention uses a processor's AMX tiles without requesting them from Linux. That
+      kills the process, unless a large matrix product has requested them before.
+    - vLLM binds the process's memory to one node and reports it on standard error. With a single node
+      the binding has no effect, so it is skipped.
     """
     with _seeds_of_its_own():
         if HAS_TRITON:
@@ -58,7 +56,7 @@ def _without_triton() -> Iterator[None]:
     from vllm.triton_utils import dispatcher
 
     if hasattr(torch.cpu, "_init_amx"):
-        torch.cpu._init_amx()  # False where there are none
+        torch.cpu._init_amx()  # returns False without AMX
     demanded = os.environ.pop(V2, None)
     dispatcher.vars, dispatcher.hasattr = _attributes, _has
     try:
@@ -83,7 +81,7 @@ class _Numpy(ModuleType):
 
 @contextmanager
 def _seeds_of_its_own() -> Iterator[None]:
-    """Have the V2 runner's sampling states draw seeds from a generator that nobody else uses."""
+    """Let the V2 runner's sampling states draw seeds from their own generator."""
     from vllm.v1.worker.gpu.sample import states
 
     states.np = _Numpy()
@@ -95,7 +93,7 @@ def _seeds_of_its_own() -> Iterator[None]:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Leave the process's memory where it is, if there is one node for all of it."""
+    """Disable the memory binding if there is a single memory node."""
     from vllm.utils import cpu_resource_utils
 
     operators = torch.ops._C
@@ -111,13 +109,13 @@ def _unbound() -> Iterator[None]:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Return ``hasattr(value, name)``, but for ``__dict__``: the object is not asked for that. Everything
-    counts as having one, since ``_attributes`` is empty where there is none."""
+    """Return ``hasattr(value, name)``, but True for ``__dict__`` without accessing the object.
+    ``_attributes`` is empty for objects that have no ``__dict__``."""
     return name == "__dict__" or hasattr(value, name)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """Return what is in the object itself, whatever it answers when it is asked for it."""
+    """Return the object's own ``__dict__``, whatever its ``__getattr__`` answers."""
     try:
         found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:

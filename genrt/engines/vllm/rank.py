@@ -1,9 +1,9 @@
-"""One rank of a tensor-parallel model: vLLM's engine in a process of its own, which computes its share of
-every layer.
+"""One rank of a tensor-parallel model: a vLLM engine in its own process that computes its share of each
+layer.
 
-Each rank schedules by itself, what it is asked in the same order as the others: so all run the same
-forwards, in which they exchange what they computed, and each has every row at the end. It is what vLLM's
-``external_launcher`` is for; here genrt launches.
+Each rank schedules by itself and receives the same requests in the same order. So all ranks run the same
+forwards, exchange their results in them, and have every row at the end. This is the purpose of vLLM's
+``external_launcher``; here genrt launches the ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["LAUNCHED", "Rank", "Share", "leave", "no_share", "of_first"]
 
 LAUNCHED = "external_launcher"
-"""The name of vLLM's executor whose ranks others launch."""
+"""The name of vLLM's executor for ranks that are launched from outside vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank as it is opened.
+    """The identity of a rank when it is opened.
 
     Attributes:
         number: from 0 on; rank 0 answers.
         store: the file by which the ranks find each other.
-        configured: is called once vLLM has taken the options, and before it looks for other ranks.
+        configured: called after vLLM has accepted the options and before it looks for other ranks.
     """
 
     number: int
@@ -43,10 +43,10 @@ class Rank:
     configured: Callable[[], object] = lambda: None
 
     def executor(self, config: VllmConfig) -> type[Executor]:
-        """Return what runs this rank's share of the model.
+        """Return the executor class that runs this rank's share of the model.
 
         Raises:
-            EngineUnsupported: pipeline parallelism, or several hosts.
+            EngineUnsupported: the options ask for pipeline parallelism or several hosts.
         """
         parallel = config.parallel_config
         if parallel.world_size != parallel.tensor_parallel_size:
@@ -67,15 +67,15 @@ class Rank:
 
 
 Share: TypeAlias = Callable[[Tensor], object]
-"""Has the numbers in a tensor be the same in all ranks."""
+"""Makes the numbers in a tensor the same in all ranks."""
 
 
 def no_share(numbers: Tensor) -> None:
-    """Leave the numbers to this rank, which is alone."""
+    """Leave the tensor as it is, because this process is the only rank."""
 
 
 def of_first(numbers: Tensor) -> None:
-    """Have all ranks' numbers, on their devices, be rank 0's, once all ranks ask for that."""
+    """Replace every rank's numbers, on its device, by rank 0's. It waits until all ranks call it."""
     from vllm.distributed import parallel_state
 
     group = parallel_state.get_tp_group()
@@ -83,8 +83,8 @@ def of_first(numbers: Tensor) -> None:
 
 
 def leave() -> None:
-    """Leave the other ranks, once this process's engine is closed. vLLM keeps its groups for another one,
-    with what they share."""
+    """Leave the group of ranks after this process's engine was closed. vLLM would keep its groups, and
+    the memory that they share, for another engine."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()

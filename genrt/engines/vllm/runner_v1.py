@@ -1,4 +1,4 @@
-"""vLLM's model runner V1 as open requests need it; see ``runners.py``."""
+"""Drives vLLM's model runner V1 for open requests; see ``runners.py``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RunnerV1"]
 
 
 class RunnerV1(Runner):
-    """Requests have a record, and a row of the persistent batch while they are in it."""
+    """A request has a record, and a row of the persistent batch while it is in the batch."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -32,10 +32,10 @@ class RunnerV1(Runner):
         self._inputs = InputTokens(runner.input_ids.gpu)
         self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
-            # A step is prepared while the copies of the one before may still read the same buffers.
+            # A step is prepared while the previous step's copies may still read the same buffers.
             runner.prepare_inputs_event = torch.Event(runner.device)
-        # Where the host is the device, no other forward hides what is found before one. It is found once
-        # for all steps of so many requests, which differ in tokens and lengths alone.
+        # On a CPU no running forward hides the cost of preparing a step. So the launch is found once for
+        # all steps with the same number of requests, which differ in tokens and lengths alone.
         self._launch: tuple[int, Any, Any] | None = None
         self._numbers = np.arange(runner.max_num_reqs)
         differs = runner.uses_mrope or runner.lora_config or runner.speculative_config
@@ -46,14 +46,15 @@ class RunnerV1(Runner):
             raise Stopped(get_forward_context(), inputs)
 
         runner = self._runner
-        runner._model_forward = stop  # on the instance, in front of the class's own
+        runner._model_forward = stop  # set on the instance, so that it hides the class's method
         try:
             runner.execute_model(output)
         except Stopped as stopped:
             context, inputs = stopped.args
         finally:
             del runner._model_forward
-        if inputs["inputs_embeds"] is not None:  # made from the tokens, before the forward
+        # Embeddings are made from the tokens before the forward.
+        if inputs["inputs_embeds"] is not None:
             return None
         return prepared(output, list(runner.input_batch.req_ids), (context, inputs))
 
@@ -73,8 +74,8 @@ class RunnerV1(Runner):
         self._inputs.put(token_ids, order)
         with override_forward_context(context):
             hidden_states = runner._model_forward(**inputs)
-        is_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL  # whose own they are
-        # An adapter's logits depend on who is in the batch.
+        # A full graph reuses the memory of its hidden states. An adapter's logits depend on the batch.
+        is_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
         if is_graph and runner.lora_config is None:
             return self._rows.of(hidden_states)[: len(token_ids)]
         return rows_of(runner.model.compute_logits(hidden_states[: len(token_ids)]))
@@ -91,8 +92,8 @@ class RunnerV1(Runner):
 
         def keep(_: object, __: object, inputs: dict[str, Any]) -> None:
             given = {name for name, each in inputs.items() if each is not None}
-            if given == {"input_ids", "positions"}:  # which are buffers
-                context = replace(get_forward_context())  # the forward may change its own
+            if given == {"input_ids", "positions"}:  # both are the runner's buffers
+                context = replace(get_forward_context())  # the forward may change the original
                 self._launch = len(output.num_scheduled_tokens), context, inputs
 
         hook = self._runner.model.register_forward_pre_hook(keep, with_kwargs=True)
@@ -102,7 +103,7 @@ class RunnerV1(Runner):
             hook.remove()
 
     def _is_alike(self, output: SchedulerOutput, count: int) -> bool:
-        """Return whether a step is of so many requests, which are the whole batch."""
+        """Return whether a step has ``count`` requests, and these are the whole batch."""
         scheduled, batch = output.scheduled_cached_reqs.req_ids, self._runner.input_batch
         is_whole = len(scheduled) == count and batch.req_id_to_index.keys() == {*scheduled}
         gone = output.finished_req_ids or output.preempted_req_ids
@@ -110,7 +111,7 @@ class RunnerV1(Runner):
         return is_whole and not (gone or output.new_block_ids_to_zero or others_tokens)
 
     def _repeat(self, output: SchedulerOutput, count: int, context: Any, inputs: Any) -> None:
-        """Do what ``execute_model`` does, less what is in its place and what only its sampler reads."""
+        """Do the work of ``execute_model`` that differs between steps and that genrt needs."""
         runner, batch = self._runner, self._runner.input_batch
         scheduled = output.scheduled_cached_reqs
         at = [batch.req_id_to_index[each] for each in scheduled.req_ids]
@@ -127,7 +128,7 @@ class RunnerV1(Runner):
         runner.execute_model_state = SimpleNamespace(logits=logits)
 
     def _put_inputs(self, batch: Any, places: np.ndarray) -> torch.Tensor:
-        """Put the inputs of one token for each place into the buffers; return the tokens' slots."""
+        """Write one token for each place to the input buffers; return the tokens' slots."""
         runner, table, count = self._runner, batch.block_table[0], len(places)
         computed, starts = batch.num_computed_tokens_cpu[:count], runner.query_start_loc.np
         starts[:count], starts[count:] = places, count
@@ -149,7 +150,7 @@ class RunnerV1(Runner):
             record.prompt_token_ids = request.prompt_token_ids
             record.num_prompt_tokens, record.num_computed_tokens = request.num_prompt_tokens, length
             outputs = request._output_token_ids[: length - request.num_prompt_tokens]
-            record.output_token_ids[:] = outputs  # not a token that follows and was appended since
+            record.output_token_ids[:] = outputs  # without a later token that was appended since
             record.block_ids = (block_ids,)
             index = batch.req_id_to_index.get(request.request_id)
             if index is not None:
@@ -161,7 +162,7 @@ class RunnerV1(Runner):
         columns = (tokens.request_ids, tokens.token_ids, tokens.positions, tokens.prompts)
         for request_id, token_id, position, prompt in zip(*columns, strict=True):
             output_token_ids = requests[request_id].output_token_ids
-            # After a step of vLLM's own, the record ends with the token that it sampled and dropped.
+            # After one of vLLM's own steps, the record ends with the sampled token that was dropped.
             if len(output_token_ids) > position - prompt:
                 output_token_ids[-1] = token_id
             else:

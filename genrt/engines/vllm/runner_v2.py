@@ -1,4 +1,4 @@
-"""vLLM's model runner V2 as open requests need it; see ``runners.py``."""
+"""Drives vLLM's model runner V2 for open requests; see ``runners.py``."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = ["RunnerV2"]
 
 
 MOST_KINDS = 16
-"""For how many kinds of batches what is launched for their steps is kept."""
+"""The most kinds of batches with cached launches."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Launches of the steps of all batches of one graph and one number of requests. All that they read
-    and write lies in the same place for each of these batches.
+    """The launches for steps of all batches with one CUDA graph and one number of requests. Their inputs
+    and outputs have the same addresses for each of these batches.
 
     Attributes:
-        batch: vLLM's description of such a step, with slots of requests, ``idx_mapping``, of its own.
-        slots: those that lie there now.
-        count: launches what counts the step's tokens as computed.
-        look_up: launches what finds blocks and slots after a change of them, by where vLLM has the
-            numbers of blocks: it keeps them in two places by turns.
+        batch: vLLM's description of such a step, with its own tensor ``idx_mapping`` of request slots.
+        slots: the slots that ``idx_mapping`` has now.
+        count: counts the step's tokens as computed.
+        look_up: finds blocks and slots after blocks have changed. vLLM alternates between two buffers for
+            the numbers of blocks, so there is one launch for each address.
         tables: the block tables in the forward's buffer, once they are there.
-        place: launches what finds positions and slots, where that is the same in every step.
+        place: finds positions and slots, if its launch is the same in every step.
     """
 
     batch: Any
@@ -55,10 +55,10 @@ class _Kind:
 
 
 class _Batch(NamedTuple):
-    """A step's batch, and those of the steps after it.
+    """The batch of a step and of the steps after it.
 
     Attributes:
-        graph: which of vLLM's CUDA graphs the forward is.
+        graph: vLLM's description of the forward's CUDA graph.
         slots: of the requests, on the host.
     """
 
@@ -68,7 +68,7 @@ class _Batch(NamedTuple):
 
 
 class _Stopping:
-    """A stand-in for the KV connector, which the V2 runner tells of every forward: stops it."""
+    """A stand-in for the KV connector, which the V2 runner calls before every forward: it stops it."""
 
     def pre_forward(self, output: SchedulerOutput, batch: Any, **_: Any) -> NoReturn:
         """Raise ``Stopped`` with the batch that the forward is about to compute."""
@@ -76,7 +76,7 @@ class _Stopping:
 
 
 class RunnerV2(Runner):
-    """Requests have a slot for as long as they are known."""
+    """A request has a slot as long as the runner knows it."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -85,8 +85,9 @@ class RunnerV2(Runner):
         self._inputs = InputTokens(runner.input_buffers.input_ids)
         self._rows = Rows(lambda hidden_states: runner.model.compute_logits(hidden_states))
         self._kinds: LRUCache[tuple[Any, int], _Kind] = LRUCache(MOST_KINDS)
-        self._is_moved = False  # blocks have changed that no forward has looked up since
-        self._overcounted: set[str] = set()  # with a token that was run ahead and nobody asked for
+        self._is_moved = False  # blocks have changed since a forward looked them up
+        # Requests with a speculated token that no caller asked for.
+        self._overcounted: set[str] = set()
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
         if before is not None and self._is_repeated(output, before):
@@ -111,13 +112,13 @@ class RunnerV2(Runner):
         [graph] = graphs
         if (
             graph.cg_mode != CUDAGraphMode.FULL
-        ):  # only a full graph runs without the rest of the step
+        ):  # only a full graph can run without the rest of the step
             return None
         launch = _Batch(graph, batch.idx_mapping_np, self._kind(graph, batch))
         return prepared(output, list(batch.req_ids), launch)
 
     def _kind(self, graph: Any, batch: Any) -> _Kind:
-        """Return what is launched for the steps of a batch."""
+        """Return the launches for the steps of a batch."""
         key, slots = (graph, len(batch.req_ids)), batch.idx_mapping_np
         kind = self._kinds.get(key)
         if kind is None:
@@ -129,7 +130,7 @@ class RunnerV2(Runner):
         return kind
 
     def _has_fixed_metadata(self) -> bool:
-        """Return whether the attention finds everything that changes from step to step on the device."""
+        """Return whether the attention reads everything that changes between steps from the device."""
         return all(
             type(builder) is FlashAttentionMetadataBuilder
             for groups in self._runner.attn_groups
@@ -138,8 +139,8 @@ class RunnerV2(Runner):
         )
 
     def _is_repeated(self, output: SchedulerOutput, before: Prepared) -> bool:
-        """Return whether a step is of the same batch as the one before, and nothing but positions and
-        blocks have to be prepared: for a model of text alone, without adapters."""
+        """Return whether a step has the batch of the previous one and needs only positions and blocks.
+        The model must be a text model without adapters."""
         runner = self._runner
         return (
             output.scheduled_cached_reqs.req_ids == before.request_ids
@@ -158,8 +159,8 @@ class RunnerV2(Runner):
         )
 
     def _repeated(self, output: SchedulerOutput, before: Prepared) -> Prepared:
-        """Prepare what differs from one step to the next of the same batch: what ``execute_model`` does,
-        less what is in its place already. The forward reads it from the runner's buffers."""
+        """Prepare the parts that differ between steps of the same batch. The forward reads them from the
+        runner's buffers."""
         runner, states, launch = self._runner, self._runner.req_states, before.launch
         scheduled, kind, slots = output.scheduled_cached_reqs, launch.kind, launch.slots
         computed = np.array(scheduled.num_computed_tokens, np.int32)
@@ -177,7 +178,7 @@ class RunnerV2(Runner):
             self._look_up(kind)
         self._is_moved = False
         if kind.place is None and self._has_fixed_metadata():
-            # As vLLM captures its forward: what holds for the longest sequence holds for every step.
+            # vLLM captures its forward in this way: the bounds of the longest sequence fit every step.
             longest = torch.full_like(batch.seq_lens_cpu_upper_bound, runner.max_model_len)
             fixed = launch.graph, replace(batch, seq_lens_cpu_upper_bound=longest), kind.tables
             kind.place = Repeated(lambda: self._place(*fixed))
@@ -191,7 +192,7 @@ class RunnerV2(Runner):
         return Prepared(before.request_ids, scheduled.num_computed_tokens, launch)
 
     def _place(self, graph: Any, batch: Any, tables: Any) -> None:
-        """Find the positions and slots of a step, and tell the attention of them."""
+        """Compute the positions and slots of a step, and set up the attention with them."""
         runner = self._runner
         prepare_pos_seq_lens(
             batch.idx_mapping,
@@ -211,7 +212,7 @@ class RunnerV2(Runner):
         )
 
     def _look_up(self, kind: _Kind) -> None:
-        """Find the blocks of a step where they have changed, and slots of the positions before."""
+        """Look up a step's changed blocks, and the slots of the positions in the input buffer."""
         place = self._runner.block_tables.num_blocks.gpu.data_ptr()
         if place not in kind.look_up:
             kind.look_up[place] = Repeated(lambda: self._runner.prepare_attn(kind.batch))
@@ -227,15 +228,15 @@ class RunnerV2(Runner):
         self._inputs.put(token_ids, order)
         runner, count = self._runner, len(token_ids)
         hidden_states = runner.cudagraph_manager.run_fullgraph(step.launch.graph)
-        if runner.lora_config is not None:  # an adapter's logits depend on who is in the batch
+        if runner.lora_config is not None:  # an adapter's logits depend on the batch's requests
             return rows_of(runner.model.compute_logits(hidden_states[:count]))
-        # Also of those with which the batch is filled up to the graph's size.
+        # The graph pads the batch, so there are rows of padding too.
         return self._rows.of(hidden_states)[:count]
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
         step.launch.kind.count()
         if len(tokens) < len(step.request_ids):
-            # The others are as if they had not been computed; the device is told once they go on.
+            # The other requests count as not computed; ``write`` corrects the device when they continue.
             self._overcounted.update(set(step.request_ids).difference(tokens.request_ids))
             self._overcounted &= self._runner.req_states.req_id_to_index.keys()
 

@@ -1,12 +1,12 @@
-"""vLLM's model runners, where open requests reach into them: tokens, seats, logits.
+"""The interface to vLLM's model runners that open requests need: tokens, seats and logits.
 
-A step can be *prepared* while the device still computes the step before it: ``execute_model`` puts in
-place everything that a forward needs except its tokens, and is stopped right before the forward. Once the
-tokens are known, they are written into the input buffer and the forward runs, again with other tokens if
-the first ones were wrong. Once the tokens are certain, the step is *confirmed*.
+A step can be *prepared* while the device still computes the previous step. ``execute_model`` then sets up
+everything except the tokens and is stopped right before the forward. When the tokens are known, they are
+written to the input buffer and the forward runs. It runs again if the first tokens were wrong. When the
+tokens are certain, the step is *confirmed*.
 
-What ``runner_v1.py`` and ``runner_v2.py`` touch of vLLM is listed in ``docs/new_vllm.md``;
-``self_check.py`` compares rows that come by these ways with rows that don't.
+The parts of vLLM that ``runner_v1.py`` and ``runner_v2.py`` use are listed in ``docs/new_vllm.md``.
+``self_check.py`` compares rows computed this way with rows computed without it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["NextTokens", "Prepared", "Runner", "Stopped", "prepared"]
 
 @dataclass(slots=True)
 class NextTokens:
-    """The next input tokens of different requests, as columns: each follows ``positions`` others, the
-    first ``prompts`` of which vLLM takes for the request's prompt."""
+    """The next input tokens of different requests, as columns. Each token follows ``positions`` others;
+    vLLM counts the first ``prompts`` of these as the request's prompt."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class NextTokens:
         self.prompts += others.prompts
 
     def at(self, places: Sequence[int]) -> NextTokens:
-        """Return those at these places."""
+        """Return the tokens at these places."""
         return NextTokens(
             [self.request_ids[n] for n in places],
             [self.token_ids[n] for n in places],
@@ -55,11 +55,11 @@ class NextTokens:
         )
 
     def without(self, request_ids: Collection[str]) -> NextTokens:
-        """Return those of other requests than these."""
+        """Return the tokens of all other requests."""
         return self.at([n for n, each in enumerate(self.request_ids) if each not in request_ids])
 
     def in_order_of(self, request_ids: list[str]) -> NextTokens | None:
-        """Return them in the order of these requests; ``None`` if they are not of these."""
+        """Return the tokens in this order of requests; ``None`` if the requests differ."""
         if self.request_ids == request_ids:
             return self
         places = {request_id: n for n, request_id in enumerate(self.request_ids)}
@@ -69,8 +69,8 @@ class NextTokens:
 
 
 class Prepared(NamedTuple):
-    """A step that lacks nothing but its tokens: its requests in the order of the batch, how many tokens
-    come before each one's token, and what the runner needs to launch the forward."""
+    """A step that lacks only its tokens: its requests in the order of the batch, the number of tokens
+    before each request's token, and the runner's data for the forward."""
 
     request_ids: list[str]
     positions: list[int]
@@ -78,34 +78,36 @@ class Prepared(NamedTuple):
 
 
 class Runner(Protocol):
-    """A runner as open requests need it, between two steps."""
+    """A model runner as open requests use it between two steps."""
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
-        """Prepare a step of one token for each request; return ``None`` where the forward cannot be run
-        apart from its preparation. ``before`` is the prepared step that ran last, if no other step has
-        run since."""
+        """Prepare a step of one token for each request.
+
+        Return ``None`` where the forward cannot run apart from its preparation. ``before`` is the
+        prepared step that ran last, if no other step has run since.
+        """
         ...
 
     def refresh(self, step: Prepared) -> None:
-        """Refresh a prepared step after some of its requests took other seats of the batch, at
-        the same position."""
+        """Update a prepared step after some of its requests took other seats at the same position."""
         ...
 
     def run(
         self, step: Prepared, token_ids: torch.Tensor, order: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Run a prepared step, request ``i`` with token ``i``, or token ``order[i]``, and return its rows
-        in the order of its requests, for use until a step is run again. It can be run again with other
-        tokens.
+        """Run a prepared step and return its rows in the order of its requests.
+
+        Request ``i`` gets token ``i``, or token ``order[i]``. The rows are valid until a step runs again.
+        The step can run again with other tokens.
 
         Args:
-            token_ids: numbers ``[n]`` on the device or in pinned memory; less than 0 is token 0.
+            token_ids: numbers ``[n]`` on the device or in pinned memory; a negative number is token 0.
         """
         ...
 
     def confirm(self, step: Prepared, tokens: NextTokens) -> None:
-        """Record that these are the tokens with which the step was run last, for these requests; what was
-        run for others does not count."""
+        """Record that the step ran last with the right tokens for these requests; the results of its
+        other requests do not count."""
         ...
 
     def execute(self, output: SchedulerOutput) -> None:
@@ -113,24 +115,24 @@ class Runner(Protocol):
         ...
 
     def reseat(self, seats: Sequence[Seat]) -> None:
-        """Copy blocks, and have these requests go on as other sequences, one seat after the other."""
+        """Copy blocks, and make these requests continue as other sequences, one seat after the other."""
         ...
 
     def write(self, tokens: NextTokens) -> None:
-        """Put the callers' tokens where the runner keeps those it sampled for these requests."""
+        """Write the callers' tokens to the place of the runner's sampled tokens."""
         ...
 
     def take_rows(self) -> tuple[list[str], torch.Tensor]:
-        """Take the forward's rows, in place of sampling; return their requests too."""
+        """Return the forward's rows, in place of sampling, and their requests."""
         ...
 
 
 class Stopped(Exception):
-    """Raised in place of the forward, with what it would have been given."""
+    """Raised in place of the forward, with the forward's inputs."""
 
 
 def prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> Prepared:
-    """Return a step that was prepared, of these requests in the order of the batch."""
+    """Return the ``Prepared`` of a step with these requests, in the order of the batch."""
     # The runner may have sorted the batch: the positions follow its order, not the scheduler's.
     scheduled = output.scheduled_cached_reqs
     positions = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))

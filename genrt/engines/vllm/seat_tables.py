@@ -1,9 +1,9 @@
-"""The tables in which vLLM's model runner V2 has its requests, for those that take other seats.
+"""Writes the device tables of vLLM's model runner V2 for requests that take other seats.
 
-On the device these have the number of a sequence's computed tokens, its length, and its blocks. vLLM
-stages writes to each table and applies them table by table; here they are one launch.
+The tables hold each sequence's number of computed tokens, its length and its blocks. vLLM stages writes
+and applies them table by table; here all writes are one launch.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SeatTables:
         self._staged: dict[tuple[int, int], Staged] = {}
 
     def write(self, seats: Sequence[Seat]) -> None:
-        """Have these requests, no two of them the same, go on as other sequences."""
+        """Make these distinct requests continue as other sequences."""
         states, blocks = self._states, self._blocks
         slots = np.array([states.req_id_to_index[seat.request.request_id] for seat in seats])
         lengths = [seat.length for seat in seats]
@@ -44,7 +44,7 @@ class SeatTables:
         kept = np.array([seat.kept for seat in seats])
         blocks.num_blocks.np[0, slots] = kept + counts
         blocks.num_blocks.copy_to_uva()
-        # Where the first of each seat's blocks goes, for each of them, and how far behind it the block.
+        # For each block: the place of its seat's first block, and the distance from there.
         firsts = slots * blocks.block_tables[0].gpu.shape[1] + kept
         ends = np.cumsum(counts)
         places = np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
@@ -56,11 +56,11 @@ class SeatTables:
         columns: list[Any] = [slots, lengths, places, block_ids]
         for part, numbers in zip(parts, columns, strict=True):
             part[: len(numbers)] = numbers
-            part[len(numbers) :] = numbers[-1]  # written twice
+            part[len(numbers) :] = numbers[-1]  # padding repeats the last write
         self._staged[key].launch()
 
     def _writes(self, seats: int, blocks: int) -> Staged:
-        """Return writes of so many seats and blocks, as one launch."""
+        """Return one launch that writes this many seats and blocks."""
         computed, total = self._states.num_computed_tokens.gpu, self._states.total_len.gpu
         table = self._blocks.block_tables[0].gpu
         small = torch.empty(2 * (seats + blocks), dtype=table.dtype, device=table.device)
@@ -77,5 +77,5 @@ class SeatTables:
 
 
 def _cuts(seats: int, blocks: int) -> list[int]:
-    """Return where slots, lengths, places and blocks follow each other."""
+    """Return where slots, lengths, places and blocks are split."""
     return [seats, 2 * seats, 2 * seats + blocks]

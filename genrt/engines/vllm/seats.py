@@ -1,10 +1,10 @@
-"""Seats: vLLM requests that go on as other sequences, with the tokens and KV blocks of these.
+"""Seats: vLLM requests that continue as other sequences, with the tokens and KV blocks of their donors.
 
-A fork takes over a request that nobody needs any more. Its full blocks are those of the sequence that it
-is a fork of, its last one is its own. What the two had in common before stays as it is, which is most of
-it where sequences part late: what a fork costs does not grow with their length.
+A fork takes over a request that is no longer needed. It shares the full blocks of its donor and owns its
+last block. Blocks that the request and its donor had in common stay in place. Where sequences part late,
+most blocks are common, so the cost of a fork does not grow with their length.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Fork", "Seat", "Seats", "copies", "last_seats"]
 
 
 FEW = 16
-"""Up to how many blocks a fork is cheap in any seat."""
+"""Up to this many blocks, a fork is cheap in any seat."""
 
 
 class Fork(NamedTuple):
-    """A request that is to go on as the first ``length`` tokens of another one, all of them computed."""
+    """A request that is to continue from the first ``length`` tokens of ``donor``, all computed."""
 
     request: Request
     donor: Request
@@ -32,12 +32,12 @@ class Fork(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """A request that goes on as another sequence of so many tokens.
+    """A request that continues as another sequence of ``length`` tokens.
 
     Attributes:
         request: vLLM's, which has the tokens.
-        block_ids: of its blocks after the first ``kept``, which it had before.
-        copied: the block of which the last one must become a copy; ``None`` if the last one is empty.
+        block_ids: its blocks after the first ``kept``; the request had these first blocks before.
+        copied: the source block to copy into the last one; ``None`` if the last one is empty.
     """
 
     request: Request
@@ -48,29 +48,33 @@ class Seat(NamedTuple):
 
 
 class Seats:
-    """Seats requests of one scheduler, all of whose blocks are of one group.
+    """Seats the requests of one scheduler with a single group of blocks.
 
     Args:
-        manager: vLLM's, of that group.
-        pool: that blocks come from.
-        hashed: how many tokens have a hash together.
+        manager: vLLM's manager of that group.
+        pool: vLLM's block pool.
+        hashed: tokens per block hash.
     """
 
     def __init__(self, manager: Any, pool: Any, hashed: int) -> None:
         self._manager, self._pool, self._hashed = manager, pool, hashed
 
     def have_room(self, requests: Iterable[Request], *, beside: int) -> bool:
-        """Return whether these can surely be seated, and ``beside`` blocks be had after that."""
+        """Return whether these can surely be seated and leave ``beside`` blocks free."""
         requests, free = [*requests], self._pool.get_num_free_blocks()
         wanted = len(requests) + beside
-        if free < wanted:  # a last block that nobody shares is overwritten, or freed before that
+        # An unshared last block is overwritten, or freed before the others are taken.
+        if free < wanted:
             blocks = self._manager.req_to_blocks
             free += sum(blocks[each.request_id][-1].ref_cnt == 1 for each in requests)
         return bool(free >= wanted)
 
     def paired(self, requests: Sequence[Request], donors: Sequence[Request]) -> list[Request]:
-        """Return one of these for each donor, of which there are no more: if these are long, one that has
-        many blocks in common with it, as far as a few of them show."""
+        """Return one request for each donor.
+
+        There must be at least as many requests as donors. For long sequences, it pairs requests and
+        donors that have many blocks in common; it compares a few blocks of each.
+        """
         tables = self._manager.req_to_blocks
         count = min((len(tables[each.request_id]) for each in donors), default=0)
         if count <= FEW or len(requests) == 1:
@@ -80,7 +84,7 @@ class Seats:
         donated = [tables[each.request_id] for each in donors]
         behind = 1
         while len(found) < len(donors) and behind < 4 * count:
-            at = max(count - 1 - behind, 0)  # sequences that part late are looked for first
+            at = max(count - 1 - behind, 0)  # look first for sequences that part late
             wanted: dict[int, list[int]] = {}
             for place, blocks in enumerate(donated):
                 if place not in found:
@@ -96,7 +100,7 @@ class Seats:
         return [found[n] if n in found else left.pop()[0] for n in range(len(donors))]
 
     def take(self, forks: Sequence[Fork]) -> list[Seat]:
-        """Have these requests go on as forks, for which there is room; none is the donor of another."""
+        """Make these requests continue as forks, for which there is room. No request may be a donor."""
         blocks, size = self._manager.req_to_blocks, self._manager.block_size
         touched: list[Any] = []
         freed: list[Any] = []
@@ -106,7 +110,7 @@ class Seats:
             before, donated = blocks[request.request_id], blocks[donor.request_id]
             full = length // size
             same = in_common(before, donated, full)
-            # Its own last block is overwritten, unless others have it, or may look for it.
+            # The request's own last block is overwritten, unless it is shared or cached by its hash.
             stays = len(before) > full and self._pool.is_block_writable(before[full])
             touched += donated[same:full]
             freed += reversed([*before[same:full], *before[full + stays :]])
@@ -116,7 +120,7 @@ class Seats:
             alike.append(same)
             self._manager.num_cached_block[request.request_id] = full
             self._take_tokens(request, donor, same * size, length)
-        # Two sequences may have blocks in common beyond those: they are touched before any is freed.
+        # Sequences may have further blocks in common, so touch all blocks before freeing any.
         self._pool.touch(touched)
         self._pool.free_blocks(freed)
         for before, own in zip(lacking, self._pool.get_new_blocks(len(lacking)), strict=True):
@@ -130,7 +134,7 @@ class Seats:
         return seats
 
     def _take_tokens(self, request: Request, donor: Request, start: int, length: int) -> None:
-        """Give a request the first ``length`` tokens of another, of which it has ``start`` already."""
+        """Copy the first ``length`` tokens of the donor to a request that already has ``start``."""
         hashed = start // self._hashed
         request._all_token_ids[start:] = donor._all_token_ids[start:length]
         request.block_hashes[hashed:] = donor.block_hashes[hashed : length // self._hashed]
@@ -149,12 +153,12 @@ class Seats:
 
 
 def copies(seats: Sequence[Seat]) -> list[tuple[int, int]]:
-    """Return which KV blocks these requests go on with become copies of which, one after the other."""
+    """Return the ``(source, copy)`` pairs of KV blocks to copy, one after the other."""
     return [(seat.copied, seat.block_ids[-1]) for seat in seats if seat.copied is not None]
 
 
 def last_seats(seats: Sequence[Seat]) -> list[Seat]:
-    """Return the last seat of each request, with the blocks that it kept through all of its seats."""
+    """Return the last seat of each request, with all blocks that changed over its seats."""
     last: dict[str, Seat] = {}
     for seat in seats:
         request_id = seat.request.request_id
@@ -167,8 +171,10 @@ def last_seats(seats: Sequence[Seat]) -> list[Seat]:
 
 
 def in_common(these: Sequence[Any], those: Sequence[Any], most: int) -> int:
-    """Return how many of the first ``most`` blocks of two sequences are of the same tokens, as far as the
-    blocks say: two that have a block in common have all tokens before it in common."""
+    """Return how many of the first ``most`` blocks of two sequences are the same.
+
+    Two sequences with a common block have all tokens before it in common, so a bisection finds it.
+    """
     most = min(len(these), len(those), most)
     if most and these[most - 1] is those[most - 1]:
         return most

@@ -1,6 +1,6 @@
-"""The start-up check of a vLLM: rows must come back to the requests that asked.
+"""Checks a vLLM engine at start-up: each row must come back to the request that asked for it.
 
-Every assumption about vLLM that is not part of its public interface is exercised here, at start.
+The check exercises every assumption about vLLM that is not part of its public interface.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from genrt.questions.scores import ScoreRequest
 __all__ = ["self_test"]
 
 LIKELY = -15.0
-"""Rows are compared where a log-probability is over this."""
+"""Rows are compared where a log-probability is above this value."""
 
 TF32 = 2.0**-10
 """The rounding with which kernels may multiply in float32. A row that was computed in another way may
@@ -28,7 +28,7 @@ differ by 64 times the rounding: by half a nat in bfloat16, by 1/16 in float16 a
 
 
 class Tested(Protocol):
-    """An engine as the tests need it: ``VLLMEngine`` is one."""
+    """The part of an engine that the tests use; ``VLLMEngine`` is one."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -58,18 +58,18 @@ class Tested(Protocol):
 
 
 def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
-    """Ask for a few rows, alone and in company; then by extending, forking and backtracking; then for
+    """Ask for a few rows alone and in a batch, then by extending, forking and backtracking, then for
     scores.
 
-    Where the second kind is not right, resident sequences are switched off with one warning, and so are
-    scores of many tokens at once where they are not what the rows say.
+    If extended or forked rows are wrong, residency is switched off with a warning. If scores differ from
+    rows, scores of many tokens at once are switched off with a warning.
 
     Args:
-        rounding: the relative error of what the network computes with.
-        block_size: how many tokens a block of the KV cache holds; contexts are longer where they can be.
+        rounding: the relative rounding error of the model's computation.
+        block_size: tokens per block of the KV cache; contexts are longer where possible.
 
     Raises:
-        EngineUnsupported: what comes back are no rows, or a row depends on its place in the batch.
+        EngineUnsupported: the results are not rows, or a row depends on its place in the batch.
     """
     noise = 64 * max(rounding, TF32)
     try:
@@ -78,13 +78,16 @@ def self_test(engine: Tested, *, rounding: float, block_size: int) -> None:
             _test_residents(engine, noise, block_size)
         if engine.scores:
             _test_scores(engine, noise, block_size)
-    except NotFinite:  # a model with broken weights is the caller's to find
+    except NotFinite:  # broken weights are reported to the caller's own requests
         engine.forget_residents()
 
 
 def _test_rows(engine: Tested, noise: float) -> None:
-    """Raise EngineUnsupported where a row in company is another's: as far from the same row alone, by at
-    least half, as that is from another row alone."""
+    """Raise EngineUnsupported if a row in a batch belongs to another request.
+
+    That is the case if the row differs from the same row alone by more than half of the distance between
+    that row and another row alone.
+    """
     contexts = [(0,), (1 % engine.vocab_size,), (1 % engine.vocab_size, 0)]
     alone = []
     for context in contexts:
@@ -110,16 +113,17 @@ def _test_rows(engine: Tested, noise: float) -> None:
 
 
 def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
-    """Compare rows of residents with fresh ones; turn residents off if they differ by more than noise.
+    """Compare rows of residents with fresh rows; switch residency off if they differ by more than noise.
 
-    What a wrong token or block makes is the row of another context, which may be closer than the
-    closest of those that are compared here. So an eighth of what lies between these is too much in
-    bfloat16, and 1/64 in float16 and float32."""
+    A wrong token or block yields the row of another context, which may be closer than the closest pair
+    of rows compared here. So the limit is an eighth of that pair's distance in bfloat16, and 1/64 in
+    float16 and float32.
+    """
 
     def grown(contexts: Sequence[tuple[int, ...]], *, by: int) -> list[tuple[int, ...]]:
         return [(*context, (by + n) % engine.vocab_size) for n, context in enumerate(contexts)]
 
-    # Three sequences over a block long that grow, fork and grow; then two that are edited and cut back.
+    # Three sequences, longer than a block, grow, fork and grow. Then two are edited and cut back.
     length = max(20, min(block_size + 4, engine.max_model_len - 5))
     flushes = [
         [
@@ -143,7 +147,7 @@ def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
         for contexts, following in zip(flushes, [*flushes[1:], []], strict=True):
             requests = [LogprobsRequest(context) for context in contexts]
             rows.append(engine.probe(requests))
-            drawn = [context[-1] for context in following]  # mostly right, where sequences grow
+            drawn = [context[-1] for context in following]  # mostly right where sequences grow
             if len(drawn) == len(requests):
                 tokens = torch.tensor(drawn, dtype=torch.float64, device=rows[-1][0].device)
                 engine.expect(requests, tokens)
@@ -174,11 +178,12 @@ def _test_residents(engine: Tested, noise: float, block_size: int) -> None:
 
 
 def _test_scores(engine: Tested, noise: float, block_size: int) -> None:
-    """Compare scores with rows; take rows in their place if they differ by more than noise.
+    """Compare scores with rows; switch scores off if they differ by more than noise.
 
-    The text grows by the likeliest token and the second likeliest by turns, so that neighbours differ.
-    Two scores of it are asked together, from its second token on and of the last few, after rows have
-    filled the cache with it; none but those before a score's first position may be found there."""
+    The text grows by its likeliest and second likeliest token in turn, so that neighbors differ. Rows
+    fill the cache with it first. Then two scores are computed together: from its second token on, and of
+    the last few. Each must find only tokens before its first position in the cache.
+    """
     length = min(block_size + 4, engine.max_model_len - 3)
     if length < 2:
         engine.stop_scoring()
@@ -198,7 +203,7 @@ def _test_scores(engine: Tested, noise: float, block_size: int) -> None:
         if (len(whole), len(last)) != (length + 3, 4):
             raise EngineUnsupported(f"a score of {length + 3} tokens has {len(whole)} entries")
         moved = torch.cat([whole[:1], whole[-4:], last]) - torch.cat([expected, expected[1:]])
-        # Of a row that is all but sure of itself, anything else is noise.
+        # Where a row is almost certain of one token, its other entries are noise.
         likely = torch.cat([expected, expected[1:]]) > LIKELY
         if not bool((moved[likely].abs() <= noise).all()):
             raise EngineUnsupported(f"a score differs by {float(moved.abs().max()):.3g} from a row")
@@ -211,6 +216,6 @@ def _test_scores(engine: Tested, noise: float, block_size: int) -> None:
 
 
 def _apart(row: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference where either is likely."""
+    """Return the largest difference at tokens that are likely in either row."""
     likely = torch.maximum(row, other) > LIKELY
     return float((row - other)[likely].abs().nan_to_num(posinf=1e9).max())

@@ -1,4 +1,4 @@
-"""How vLLM's core is given requests: each under an id that no other has had."""
+"""Sends requests to vLLM's core, each under an id that is never used again."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Sending"]
 
 
 class Sending:
-    """Gives requests to vLLM's core.
+    """Sends requests to vLLM's core.
 
     Args:
-        positions: takes those of scores.
-        room: how many tokens an open request may have; ``None`` where none stays open.
+        positions: receives the positions of scores.
+        room: the most tokens of an open request; ``None`` if no request stays open.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Sending:
         self._tickets = itertools.count(1)
 
     def send(self, request: Sent) -> str:
-        """Return the id under which vLLM has it, which is its ticket in decimals.
+        """Send a request and return its vLLM id: its ticket as a decimal number.
 
         Raises:
-            GenrtError: vLLM refuses it, and has nothing of it.
+            GenrtError: vLLM refused the request and holds no part of it.
         """
         ticket = next(self._tickets)
         try:
@@ -61,11 +61,11 @@ class Sending:
             self._samples.forget([str(ticket)])
             self._positions.forget([str(ticket)])
             refused = translated(error, "vLLM does not take this request")
-            raise refused from refused.__cause__  # it may be the error itself
+            raise refused from refused.__cause__  # ``refused`` may be ``error`` itself
         return str(ticket)
 
     def send_all(self, rows: Sequence[LogprobsRequest]) -> list[str]:
-        """Send all of these, or none; else as ``send``."""
+        """Send these requests as ``send`` does. If one is refused, abort the others and raise."""
         sent: list[str] = []
         try:
             sent += map(self.send, rows)
@@ -79,7 +79,7 @@ class Sending:
         if not isinstance(request, LogprobsRequest | ScoreRequest):
             return self._samples.begin(str(ticket), request, lora)
         row = request.computed if isinstance(request, ScoreRequest) else request
-        # An open request ends with its last possible token, and never by itself before.
+        # An open request ends by itself only at its last possible token.
         most = None if self.room is None else self.room - len(row)
         first = None
         if isinstance(request, ScoreRequest):

@@ -1,16 +1,16 @@
-"""Decode steps of open requests: run at once, or prepared while the device computes, and speculated.
+"""Runs decode steps of open requests; prepares and speculates the next step while the device computes.
 
-A *decode step* gives one token to sequences that were extended or forked, and does nothing else.
-``OpenScheduler`` schedules it, vLLM's runner runs it, and its logits are taken in place of sampling.
-Where the same sequences go on step after step, the next step is *prepared* while the device computes: it
-lacks nothing but its tokens. Where these were drawn on the device, the step is *speculated*: run with
-them before anybody asks.
+A *decode step* gives one token to sequences that were extended or forked, and does no other work.
+``OpenScheduler`` schedules it, vLLM's runner runs it, and genrt takes its logits in place of sampling.
+While the same sequences continue step after step, the next step is *prepared* while the device computes:
+it lacks only its tokens. If the tokens were drawn on the device, the step is *speculated*: it runs with
+them before a caller asks for it.
 
 Rules:
     Tokens are written where the runner reads them before the step that needs them.
-    A speculated step answers only for the tokens it was run with; with others the prepared step runs.
-    After ``MISSES`` prepared steps in a row that were not the next one, only every ``RETRY``-th step is
-    followed by a prepared one; the same holds for speculated steps.
+    A speculated step answers only for the tokens that it ran with; for others the prepared step runs.
+    After ``MISSES`` prepared steps in a row that were not used, only every ``RETRY``-th step prepares the
+    next one. The same holds for speculated steps.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from genrt.tokens.rows import Leaving
 __all__ = ["DecodeSteps", "DecodedStep"]
 
 MISSES = 3
-"""How many mistakes in a row make preparing, or speculating, the exception."""
+"""The number of misses in a row after which preparing, or speculating, becomes the exception."""
 
 RETRY = 16
-"""Which steps are tried all the same: every so many."""
+"""After too many misses, every ``RETRY``-th step is still tried."""
 
 
 class DecodedStep(NamedTuple):
-    """A decode step that was launched: its requests, and their rows, which the device may still be
-    computing. Request ``i`` has row ``i``, or row ``places[i]`` of more. Rows that ``is_lent`` are there
-    until the next step is launched."""
+    """A launched decode step: its requests and their rows, which the device may still be computing.
+
+    Request ``i`` has row ``i``, or row ``places[i]`` if there are more rows than requests. Rows with
+    ``is_lent`` are valid until the next step is launched.
+    """
 
     request_ids: list[str]
     rows: torch.Tensor
@@ -47,7 +49,7 @@ class DecodedStep(NamedTuple):
     is_lent: bool = False
 
     def own(self) -> DecodedStep:
-        """Return the same with rows that stay, no more than requests."""
+        """Return the same step with its own rows, one for each request."""
         if not self.is_lent:
             return self
         if self.places is None:
@@ -59,14 +61,14 @@ class DecodedStep(NamedTuple):
 
 
 class _Speculated(NamedTuple):
-    """The tokens with which a prepared step was run before anybody asked, and its rows."""
+    """The tokens with which a prepared step ran before a caller asked for it, and its rows."""
 
-    on_host: Leaving  # the tokens, or draws that begin with them
-    order: list[int] | None  # of the requests: where the token of each is
+    on_host: Leaving  # the tokens, or draws with the tokens in their first column
+    order: list[int] | None  # for each request, the place of its token
     rows: torch.Tensor
 
     def token_ids(self) -> list[int]:
-        """Return the tokens, in the order of the step, once they are on the host."""
+        """Wait for the tokens on the host; return them in the order of the step."""
         drawn = self.on_host.arrived().numpy()
         found = (drawn if drawn.ndim == 1 else drawn[:, 0]).clip(0.0).astype(np.int64).tolist()
         return found if self.order is None else [found[place] for place in self.order]
@@ -75,13 +77,13 @@ class _Speculated(NamedTuple):
 class DecodeSteps:
     """Runs the decode steps of an engine in this process.
 
-    ``extend`` and ``reseat`` say what the next step is to compute; ``run`` launches it, and
-    ``prepare_next`` ends it while the device computes.
+    ``extend`` and ``reseat`` set up the next step; ``run`` launches it; ``prepare_next`` ends it while
+    the device computes.
 
     Args:
-        enabled: whether decode steps are right here: nothing but the forward makes a row.
+        enabled: whether decode steps are correct for this engine: a row depends on the forward alone.
         ahead: whether steps are prepared and speculated.
-        device: where the runner computes.
+        device: the runner's device.
     """
 
     def __init__(
@@ -98,16 +100,15 @@ class DecodeSteps:
         self._enabled = enabled
         self.ahead = ahead
         self._device = device
-        # What the runner has not been told yet; ``run`` tells it.
+        # Changes that ``run`` has still to pass to the runner.
         self._seats: list[Seat] = []
         self._tokens = NextTokens()
         # Set by ``prepare_next`` and ``speculate``, consumed by ``run``.
         self._prepared: Prepared | None = None
         self._speculated: _Speculated | None = None
-        # The prepared step that ran last, if no other has run since.
+        # The prepared step that ran last, if no other step has run since.
         self._before: Prepared | None = None
-        # The requests of the last decode step that was not prepared; whether it had those of the one
-        # before.
+        # The requests of the last unprepared decode step, and whether the step before had the same ones.
         self._last: list[str] = []
         self._is_steady = False
         self._steps = self._unused = self._mistaken = 0
@@ -115,19 +116,19 @@ class DecodeSteps:
         self.speculated = 0
 
     def extend(self, tokens: NextTokens) -> None:
-        """Have the next step compute these tokens too."""
+        """Add these tokens to the next step."""
         self._tokens.add(tokens)
 
     def reseat(self, seats: Sequence[Seat]) -> None:
-        """Have requests go on as other sequences from the next step on."""
+        """Make requests continue as other sequences from the next step on."""
         self._seats += seats
 
     def forget(self, request_ids: Set[str]) -> None:
-        """Drop what was to be computed for requests that vLLM does not know any more."""
+        """Drop pending work for requests that vLLM no longer knows."""
         of_step = [] if self._prepared is None else self._prepared.request_ids
         known = self._scheduler.requests.keys()
-        # One that has run with them still has the rows of the others: it began before anybody else was
-        # given their blocks.
+        # A speculated step that has already run keeps valid rows for the other requests: it started
+        # before another request could take the freed blocks.
         is_of_use = self._speculated is not None and not known.isdisjoint(of_step)
         if not (is_of_use or request_ids.isdisjoint(of_step)):
             self.discard()
@@ -135,19 +136,21 @@ class DecodeSteps:
         self._tokens = self._tokens.without(request_ids)
 
     def discard(self) -> None:
-        """Take back the step that was prepared or speculated, if there is one."""
+        """Discard the step that was prepared or speculated, if there is one."""
         self._prepared = self._speculated = None
 
     def close(self) -> None:
-        """Give up the runner, and what is kept for it on the device: no step follows."""
+        """Drop the runner and its device memory; no step may follow."""
         self.discard()
         self._before = None
         del self._runner
 
     @torch.inference_mode()
     def run(self) -> DecodedStep | None:
-        """Start the next step if it is a decode step. Return ``None`` where vLLM has more to do; its own
-        step can run then, since the runner has been told everything."""
+        """Launch the next step if it is a decode step.
+
+        Return ``None`` if vLLM must run its own step; the runner has then received all changes.
+        """
         prepared, speculated = self._prepared, self._speculated
         self.discard()
         self._steps += 1
@@ -172,7 +175,7 @@ class DecodeSteps:
         return DecodedStep(request_ids, rows)
 
     def _tell_runner(self) -> None:
-        # Seats first: a token is written at a position of the sequence that has the seat now.
+        # Seats come first: a token's position belongs to the sequence that has the seat now.
         if self._seats:
             self._runner.reseat(self._seats)
             self._seats.clear()
@@ -181,7 +184,7 @@ class DecodeSteps:
             self._tokens = NextTokens()
 
     def _tokens_of(self, step: Prepared) -> NextTokens | None:
-        """Return the tokens that a prepared step lacks, in its order, if it is the next step."""
+        """Return the tokens of a prepared step, in its order; ``None`` if it is not the next step."""
         tokens = self._tokens.in_order_of(step.request_ids)
         if tokens is None or tokens.positions != step.positions:
             return None
@@ -209,7 +212,7 @@ class DecodeSteps:
         return DecodedStep(step.request_ids, rows, is_lent=True)
 
     def _part_of(self, step: Prepared, speculated: _Speculated) -> DecodedStep | None:
-        """Answer the next step by a speculated one of more requests, if their tokens were right."""
+        """Answer the next step from a speculated step of more requests, if its tokens were right."""
         tokens, at = self._tokens, {each: n for n, each in enumerate(step.request_ids)}
         if self._seats or not tokens or not at.keys() >= set(tokens.request_ids):
             return None
@@ -235,7 +238,7 @@ class DecodeSteps:
 
     @property
     def foresees(self) -> bool:
-        """True if the step after the one that ``run`` launched may be prepared and speculated."""
+        """True if the step after the running one may be prepared and speculated."""
         return self._prepares and self._is_worth_it(self._mistaken)
 
     @property
@@ -244,10 +247,12 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def prepare_next(self, forks: Sequence[str] | None = None) -> None:
-        """Prepare the step after the one that ``run`` launched, while the device computes, if it will
-        likely be used; then park the requests of the launched one. ``forks`` of these requests, which
-        are parked, take part in the prepared step; ``None`` if nothing is known of the next step but
-        what this one and those before it were."""
+        """Prepare the next step while the device computes, if it is likely to be used, and park the
+        requests of the running step.
+
+        ``forks`` are parked forks of the running requests and take part in the prepared step. ``None``
+        means that the only evidence about the next step is the past ones.
+        """
         if self._prepares and (forks is not None or self._is_steady):
             forks = forks or ()
             order = self._before.request_ids if self._before is not None else ()
@@ -261,7 +266,7 @@ class DecodeSteps:
         self._scheduler.end_decode_step()
 
     def can_speculate(self, count: int) -> bool:
-        """Return whether a step of so many requests is prepared and not speculated yet."""
+        """Return whether a step of ``count`` requests is prepared and not speculated yet."""
         step = self._prepared
         return step is not None and len(step.request_ids) == count and self._speculated is None
 
@@ -269,14 +274,16 @@ class DecodeSteps:
     def speculate(
         self, request_ids: Sequence[str], tokens: torch.Tensor, on_host: Leaving | None
     ) -> None:
-        """Run the prepared step with these tokens, float64 ``[n]`` on the device, -1 for none, if it
-        takes one of each of these requests. ``on_host`` is what they are copied to the host with, if they
-        are."""
+        """Run the prepared step with these tokens, float64 ``[n]`` on the device (-1: no token).
+
+        Do no work if the prepared step has other requests. ``on_host`` is the copy of the tokens to the
+        host, if one was started.
+        """
         step = self._prepared
         if step is None or not self._is_worth_it(self._mistaken):
             return
         order: list[int] | None = None
-        # Before the forward is enqueued, so that the copy to the host does not wait for it.
+        # Copy before the forward is enqueued, so that the copy does not wait for it.
         on_host = Leaving(tokens) if on_host is None else on_host
         if request_ids != step.request_ids:
             places = {request_id: place for place, request_id in enumerate(request_ids)}
@@ -290,5 +297,5 @@ class DecodeSteps:
 
 
 def _pinned(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return numbers on the host, from where they are copied without waiting for the device."""
+    """Return numbers in host memory that a CUDA device can copy without blocking the host."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")

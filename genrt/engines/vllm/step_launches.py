@@ -1,6 +1,6 @@
-"""Tokens into the forward of a prepared step, and rows out of it: one launch each, on a GPU.
+"""Writes tokens to the forward of a prepared step, and makes rows from it: one launch each on a GPU.
 
-What this touches of vLLM is listed in ``docs/new_vllm.md``.
+The parts of vLLM that this file uses are listed in ``docs/new_vllm.md``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from genrt.launches import Graphs, Repeated, Staged
 __all__ = ["InputTokens", "Rows", "read_elsewhere", "rows_of"]
 
 MOST_SIZES = 4
-"""For how many sizes of a step its rows have their memory at once."""
+"""The most step sizes with allocated rows."""
 
 
 def rows_of(logits: torch.Tensor) -> torch.Tensor:
@@ -25,14 +25,14 @@ def rows_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def read_elsewhere(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that were allocated on vLLM's stream, and are read on the default one."""
+    """Mark rows of vLLM's stream as read on the default stream, and return them."""
     if rows.is_cuda:
         rows.record_stream(torch.cuda.default_stream(rows.device))
     return rows
 
 
 class Rows:
-    """Makes rows of hidden states which lie in the same place whenever there are as many.
+    """Makes rows from hidden states that have the same address whenever there are as many.
 
     Args:
         compute_logits: the model's.
@@ -44,7 +44,7 @@ class Rows:
         self._sizes: LRUCache[tuple[int, int], _OfSize] = LRUCache(MOST_SIZES)
 
     def of(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the rows, for use until others are made."""
+        """Return the rows. They are valid until rows of the same size are made again."""
         key = hidden_states.data_ptr(), len(hidden_states)
         if key not in self._sizes:
             self._sizes[key] = _OfSize(hidden_states, self._compute_logits, self._graphs)
@@ -52,7 +52,7 @@ class Rows:
 
 
 class _OfSize:
-    """The rows of so many hidden states."""
+    """The rows of one number of hidden states."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class _OfSize:
 
 
 class InputTokens:
-    """Puts the tokens of prepared steps into the runner's input buffer, int32."""
+    """Writes the tokens of prepared steps to the runner's input buffer, int32."""
 
     def __init__(self, input_ids: torch.Tensor) -> None:
         self._input_ids = input_ids
         self._several: dict[int, _Several] = {}
 
     def put(self, token_ids: torch.Tensor, order: Sequence[int] | None) -> None:
-        """Put token ``order[i]``, or ``i``, at place ``i``; less than 0 as 0."""
+        """Write token ``order[i]``, or ``i``, at place ``i``; a negative number becomes token 0."""
         count = len(token_ids)
         if count not in self._several:
             self._several[count] = _Several(self._input_ids[:count])
@@ -88,7 +88,7 @@ class InputTokens:
 
 
 class _Several:
-    """The same for so many tokens as the buffer has places."""
+    """``InputTokens`` for one number of tokens."""
 
     def __init__(self, input_ids: torch.Tensor) -> None:
         given, taken = torch.zeros(2, len(input_ids), dtype=torch.float64, device=input_ids.device)

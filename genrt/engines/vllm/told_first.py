@@ -1,9 +1,8 @@
-"""Say who goes first once a population has been drawn: whoever asked for it, or the device.
+"""Decides whether a population's draws are delivered before or after the next step is prepared.
 
-Both wait for the engine's thread: one to be told of the draws, the other to be given the next step. If
-the device has nothing left to do, and whoever asks will be back before that step is prepared, being told
-first saves what being told takes. Whoever has more to do meanwhile is better told last, while the device
-computes.
+Delivery and preparation both run on the engine's thread. Delivering first hides the time of the delivery
+if the device is idle and the caller asks again before the step is prepared. A caller with more work
+between two draws is served last, while the device computes.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 __all__ = ["ToldFirst"]
 
 MOST = 2.0
-"""Whoever takes longer than this many times what is left of a step has more to do than to draw again. Two
-threads at work slow each other, so that both take longer than alone."""
+"""A caller that takes longer than this many times the rest of a step does more than draw again. Two busy
+threads slow each other down, so both take longer than alone."""
 
 
 class ToldFirst:
-    """How long those who ask take to ask again, beside what is left of a step.
+    """Compares the callers' time between delivery and next request with the time of the rest of a step.
 
     Args:
         clock: seconds, monotonic.
@@ -34,18 +33,18 @@ class ToldFirst:
         self._absent = self._rest = float("inf")
 
     def asked(self) -> None:
-        """Note that somebody asks."""
+        """Record that a caller asks for draws."""
         self._absent = self._clock() - self._told_at
 
     def is_due(self, device: torch.device) -> bool:
-        """Return whether whoever asked is told before the next step is prepared."""
+        """Return whether the draws are delivered before the next step is prepared."""
         if device.type != "cuda" or not self._absent <= MOST * self._rest < float("inf"):
             return False
         return bool(torch.cuda.current_stream(device).query())
 
     @contextlib.contextmanager
     def rest(self, *, is_told: bool) -> Iterator[None]:
-        """Note how long the rest of a step takes, and whether it is told of before or after that."""
+        """Measure the rest of a step; ``is_told`` says that the draws are delivered before it."""
         began = self._clock()
         yield
         ended = self._clock()
