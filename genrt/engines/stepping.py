@@ -42,6 +42,7 @@ from genrt.questions.samples import SampleRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.parameters import check_parameters
 from genrt.tokens.sampling import draw, mixed, truncate
+from genrt.tokens.spellings import Spellings
 
 
 class SteppedModel(Protocol):
@@ -151,6 +152,7 @@ class SteppedEngine:
         self.tokenizer = model.tokenizer
         self._model = model
         self._guides = Guides(model.tokenizer, model.vocab_size)
+        self._spellings = Spellings(model.tokenizer, model.vocab_size)
         self._in_progress: dict[Request, _Progress] = {}
         self._refused: dict[Request, GenrtError] = {}
         # Adapters that requests may bind; those that were removed while requests in progress need them.
@@ -261,6 +263,8 @@ class SteppedEngine:
         reason = unsupported(decoding, self.tokenizer)
         if reason is None and decoding.structure is not None:
             self._guides.check(decoding.structure)
+        if reason is None:
+            self._spellings.of(decoding.bad_words)
         return reason
 
     def statistics(self) -> EngineStatistics:
@@ -290,7 +294,7 @@ class SteppedEngine:
         if isinstance(request, SampleRequest | CompletionRequest):
             progress.seed = seed_of(request) % 2**64
         if isinstance(request, CompletionRequest):
-            progress.writing = Writing(request, self.tokenizer, self._guides)
+            progress.writing = Writing(request, self.tokenizer, self._guides, self._spellings)
             progress.drawn = progress.writing.drawn
         return progress
 

@@ -26,6 +26,7 @@ from genrt.questions.contexts import Limits
 from genrt.questions.rows import LogprobsRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
+from genrt.tokens.spellings import Spellings
 from tests.constraints.test_schemas import inner
 from tests.scripted import passes
 
@@ -52,7 +53,6 @@ CASES: list[dict[str, Any]] = [
     {"seed": 7, "stop_token_ids": list(range(60)), "min_tokens": 3},
     {"seed": 8, "stop": ["a", "e"], "include_stop_str_in_output": True},
     {"seed": 9, "stop": ["t"], "min_tokens": 2},
-    {"temperature": 0.0, "bad_words": ["a", "the"]},
     {"seed": 10, "skip_special_tokens": False},
 ]
 
@@ -135,9 +135,10 @@ def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
 
     tokenizer, limits = oracle.tokenizer, Limits(oracle.vocab_size, 256)
     guides = Guides(tokenizer, oracle.vocab_size)
+    spellings = Spellings(tokenizer, oracle.vocab_size)
     for case, ours in zip(cases, asyncio.run(crowd())[:-1], strict=True):
         [request] = completion_requests(limits, [PROMPTS[0]], None, count(), 3, told | case)
-        decoding, writing = request.decoding, Writing(request, tokenizer, guides)
+        decoding, writing = request.decoding, Writing(request, tokenizer, guides, spellings)
         rows = oracle.batch_next_token_logprobs_sync(
             [[*PROMPTS[0], *ours.token_ids[:place]] for place in range(len(ours.token_ids))]
         )
@@ -163,7 +164,11 @@ def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
         {"presence_penalty": 1.0, "frequency_penalty": 0.5},
         {"logit_bias": {11: 3.0}, "repetition_penalty": 0.7},
         {"bad_words": ["a", "the", "on"]},
+        {"bad_words": ["capital", "\n-", " weight"]},
         {"stop": ["e"], "min_tokens": 2},
+        {"ignore_eos": True, "min_tokens": 3, "logit_bias": {1: 9.0}},
+        {"choice": ["a"], "min_tokens": 9},
+        {"regex": "(a|b{8})c?", "min_tokens": 5},
         {"stop_token_ids": list(range(100)), "min_tokens": 2, "include_stop_str_in_output": True},
         {"ignore_eos": True, "logit_bias": {1: 9.0}, "skip_special_tokens": False},
     ],
@@ -182,6 +187,34 @@ def test_the_transformers_engine_draws_the_same_greedy_texts(
         assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
         assert ours.stop_reason == theirs.stop_reason
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-4)
+
+
+CUT: list[dict[str, Any]] = [
+    {},
+    {"stop": "red"},
+    {"choice": ["x", "y"]},
+    {"skip_special_tokens": False, "stop": ["A", "r"], "include_stop_str_in_output": True},
+    {"logit_bias": {"last": 100.0}, "max_tokens": 2},
+    {"logit_bias": {"last": 100.0}, "stop": "🌶", "max_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+async def test_of_a_prompt_that_ends_inside_a_character_nothing_is_in_the_text(
+    lm: AsyncLM, oracle: AsyncLM, case: dict[str, Any]
+) -> None:
+    *prompt, last = lm.encode("A red 🌶")
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 9} | case
+    if "logit_bias" in case:
+        options["logit_bias"] = {last: 100.0}
+    ours, theirs = await lm.generate(prompt, **options), await oracle.generate(prompt, **options)
+    assert drawn_of(ours) == drawn_of(theirs)
+    assert not ours.text.startswith("A red")
+    stream = lm.stream(prompt, **options)
+    assert "".join(delta.text for delta in await deltas_of(stream)) == ours.text
+    # As many tokens before it change nothing.
+    longer = await lm.generate([*prompt * 3, *prompt], **options)
+    assert "A red" not in longer.text
 
 
 def test_a_texts_logprobs_are_what_its_tokens_score(lm: AsyncLM) -> None:
