@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -48,20 +49,27 @@ class Writing:
         tokenizer: the model's, if it has one; its end token ends the completion.
         guides: the structures that texts may have with this tokenizer.
         spellings: of words by this tokenizer.
+        ends: the tokens that end a text beside the tokenizer's end token, unless it ignores that.
 
     Raises:
         InvalidRequest: the structure is none, or a bad word has no tokens.
     """
 
     def __init__(
-        self, request: CompletionRequest, tokenizer: Any, guides: Guides, spellings: Spellings
+        self,
+        request: CompletionRequest,
+        tokenizer: Any,
+        guides: Guides,
+        spellings: Spellings,
+        ends: Collection[int] = (),
     ) -> None:
         decoding = request.decoding
         self.drawn: list[int] = []
         self._request = request
         eos = None if decoding.ignore_eos else getattr(tokenizer, "eos_token_id", None)
         self._eos = eos
-        self._ends = sorted({*decoding.stop_token_ids, *([] if eos is None else [eos])})
+        ends = () if decoding.ignore_eos else ends
+        self._ends = sorted({*decoding.stop_token_ids, *ends, *([] if eos is None else [eos])})
         self._bad = spellings.of(decoding.bad_words)
         structure = decoding.structure
         self._guide = None if structure is None else guides.begin(structure, self._ends)
