@@ -90,8 +90,8 @@ def _remove(root: Path, process: int) -> None:
 
 
 def check_adapter_directory(path: Path) -> dict[str, Any]:
-    """Return an adapter's configuration; refuse a directory that no engine should open. Every engine calls
-    this before it reads an adapter.
+    """Return an adapter's configuration; refuse a directory that no engine should open. Every engine
+    calls this before it reads an adapter.
 
     A pickled file beside the safetensors one is left unread and does no harm.
 

@@ -227,7 +227,7 @@ def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_noth
     save_file(weights, file)
     lm = load()
     before = rows(lm, None)
-    with pytest.raises(InvalidAdapter, match="fit|take adapter bad"):
+    with pytest.raises(InvalidAdapter, match=r"fit|take adapter bad"):
         lm.add_adapter_sync("bad", bad)
     assert lm.adapters == ()
     lm.add_adapter_sync("good", good)
