@@ -363,7 +363,7 @@ def test_contents_of_a_chat_are_texts_or_their_parts_whatever_the_template_takes
 ) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = template
-    call = {"role": "assistant", "content": None, "tool_calls": []}
+    call: Any = {"role": "assistant", "content": None, "tool_calls": []}
     for messages, written in (
         ([{"role": "user", "content": content}], f"<user>{text}<assistant>"),
         (

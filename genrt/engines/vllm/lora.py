@@ -95,7 +95,7 @@ class VLLMAdapters:
     def _misfit(self, number: int, config: Mapping[str, Any]) -> str | None:
         """Return in which way a loaded adapter does not fit the model, if any."""
         rank = None if config.get("rank_pattern") else config.get("r")
-        fits = self._core.collective_rpc(_fit, None, (number, rank), None)
+        fits: list[_Fit] = self._core.collective_rpc(_fit, None, (number, rank), None)
         strange = frozenset.intersection(*(each.strange for each in fits))
         if strange:
             return f"its weights of {min(strange)} belong to no layer"
@@ -108,7 +108,7 @@ class VLLMAdapters:
         for name in sorted(frozenset.union(*(each.missing for each in fits))):
             if ".experts." not in name and any(f".{name}".endswith(f".{each}") for each in targets):
                 return f"it has no weights of {name}, which is among its target_modules"
-        if not any(each.count for each in fits):
+        if not any(each.taken for each in fits):
             return "it has no weights of any layer"
         return None
 
@@ -181,7 +181,7 @@ class VLLMAdapters:
 class _Fit(NamedTuple):
     """How an adapter's weights fit the layers of one worker, by the names of layers."""
 
-    count: int
+    taken: int
     strange: frozenset[str]
     missing: frozenset[str]
     wrong: list[str]
