@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from genrt.engines.folders import Folder
 from genrt.errors import GenrtError, InvalidAdapter, UnknownAdapter
@@ -80,8 +81,9 @@ class Adapters:
         return lost
 
 
-def check_adapter_directory(path: Path) -> None:
-    """Refuse what no engine should open: every engine calls this before it reads an adapter.
+def check_adapter_directory(path: Path) -> dict[str, Any]:
+    """Return an adapter's configuration; refuse a directory that no engine should open. Every engine
+    calls this before it reads an adapter.
 
     A pickled file beside the safetensors one is left unread and does no harm.
 
@@ -111,3 +113,4 @@ def check_adapter_directory(path: Path) -> None:
         raise InvalidAdapter(f"{path / CONFIG_NAME} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidAdapter(f"{path / CONFIG_NAME} is not a JSON object: save the adapter again")
+    return config

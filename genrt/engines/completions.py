@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from genrt.errors import InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
 from genrt.structures.guides import Guides
-from genrt.tokens.vocabulary import BytesTokenizer
+from genrt.tokens.detokenizing import TextStream
+from genrt.tokens.spellings import Spellings
 
 __all__ = ["Writing", "unsupported"]
 
@@ -26,9 +27,6 @@ NO_TOKEN = (
     "its options leave no token to draw: structure, bad_words, logit_bias or min_tokens "
     "rule out all"
 )
-
-PROMPT_TAIL = 8
-"""A token's text may depend on the tokens before it: at least so many are decoded with it."""
 
 
 def unsupported(decoding: Decoding, tokenizer: Any) -> str | None:
@@ -50,20 +48,29 @@ class Writing:
         request: what is to be completed, and how.
         tokenizer: the model's, if it has one; its end token ends the completion.
         guides: the structures that texts may have with this tokenizer.
+        spellings: of words by this tokenizer.
+        ends: the tokens that end a text beside the tokenizer's end token, unless it ignores that.
 
     Raises:
         InvalidRequest: the structure is none, or a bad word has no tokens.
     """
 
-    def __init__(self, request: CompletionRequest, tokenizer: Any, guides: Guides) -> None:
+    def __init__(
+        self,
+        request: CompletionRequest,
+        tokenizer: Any,
+        guides: Guides,
+        spellings: Spellings,
+        ends: Collection[int] = (),
+    ) -> None:
         decoding = request.decoding
         self.drawn: list[int] = []
         self._request = request
-        self._tokenizer = tokenizer
         eos = None if decoding.ignore_eos else getattr(tokenizer, "eos_token_id", None)
         self._eos = eos
-        self._ends = sorted({*decoding.stop_token_ids, *([] if eos is None else [eos])})
-        self._bad = [ids for word in decoding.bad_words for ids in _spellings(tokenizer, word)]
+        ends = () if decoding.ignore_eos else ends
+        self._ends = sorted({*decoding.stop_token_ids, *ends, *([] if eos is None else [eos])})
+        self._bad = spellings.of(decoding.bad_words)
         structure = decoding.structure
         self._guide = None if structure is None else guides.begin(structure, self._ends)
         # Nothing but min_tokens may change the law of a token.
@@ -80,9 +87,12 @@ class Writing:
         self._logprobs: list[float] = []
         self._likeliest: list[dict[int, float]] = []
         self._text = ""
-        # What is decoded with the next token, and how much of that was decoded before it.
-        self._window = [*request.token_ids[-PROMPT_TAIL:]]
-        self._decoded = len(self._window)
+        skip = decoding.skip_special_tokens
+        self._stream = (
+            None
+            if tokenizer is None
+            else TextStream(tokenizer, request.token_ids, skip_special_tokens=skip)
+        )
         self._told = self._told_text = 0
         self._began = time.perf_counter()
         self._first = self._began
@@ -106,7 +116,10 @@ class Writing:
             if drawn[len(drawn) - len(before) :] == before:
                 logits[last] = -math.inf
         if len(drawn) < decoding.min_tokens:
+            held = logits[self._ends]
             logits[self._ends] = -math.inf
+            if self._guide is not None and not bool((logits > -math.inf).any()):
+                logits[self._ends] = held  # the structure is complete, and nothing may follow
         for token_id, bias in decoding.logit_bias:
             logits[token_id] += bias
         if decoding.repetition_penalty != 1.0:
@@ -146,8 +159,8 @@ class Writing:
             )
         stopped = token_id in self._ends
         before = len(self._text)
-        if not stopped or decoding.include_stop_str_in_output:
-            self._decode(token_id)
+        if self._stream is not None and (not stopped or decoding.include_stop_str_in_output):
+            self._text += self._stream.step(token_id)
         stop = None if stopped else self._stop(before)
         if stop is not None:
             self._text = self._text[: stop[1]]
@@ -177,29 +190,6 @@ class Writing:
             start,
             text_start,
         )
-
-    def _decode(self, token_id: int) -> None:
-        """Add a token's text. It may depend on the tokens before, and wait for the rest of a character,
-        as vLLM's does."""
-        if self._tokenizer is None:
-            return
-        self._window.append(token_id)
-        before = self._text_of(self._window[: self._decoded])
-        text = self._text_of(self._window)
-        if len(text) > len(before) and not text.endswith("\ufffd"):
-            self._text += text[len(before) :]
-            del self._window[: max(0, self._decoded - PROMPT_TAIL)]
-            self._decoded = len(self._window)
-
-    def _text_of(self, token_ids: Sequence[int]) -> str:
-        if isinstance(self._tokenizer, BytesTokenizer):
-            return self._tokenizer.decode(token_ids)
-        text: str = self._tokenizer.decode(
-            list(token_ids),
-            skip_special_tokens=self._request.decoding.skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return text
 
     def _stop(self, seen: int) -> tuple[str, int] | None:
         """Return the stop string that is complete first in the text's part from ``seen``, and how much of
@@ -231,18 +221,3 @@ class Writing:
             seconds_to_first_token=self._first - self._began,
             weights_version=self._request.weights_version,
         )
-
-
-def _spellings(tokenizer: Any, word: str) -> list[list[int]]:
-    """Return the token ids that spell a word at the beginning of a text and, where it is another token,
-    inside of one: as vLLM's ``SamplingParams.update_from_tokenizer``."""
-    if isinstance(tokenizer, BytesTokenizer):
-        return [tokenizer.encode(word)]
-    first, inside = (
-        list(tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False))
-        for space in ("", " ")
-    )
-    if not first:
-        raise InvalidRequest(f"bad_words: {word!r} has no tokens")
-    is_another = bool(inside) and inside[0] != first[0] and len(inside) == len(first)
-    return [first, inside] if is_another else [first]

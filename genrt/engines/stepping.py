@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -42,6 +42,7 @@ from genrt.questions.samples import SampleRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.parameters import check_parameters
 from genrt.tokens.sampling import draw, mixed, truncate
+from genrt.tokens.spellings import Spellings
 
 
 class SteppedModel(Protocol):
@@ -142,15 +143,25 @@ class SteppedEngine:
     Each logprobs request ends in its step; each sample request gains one token.
     """
 
-    def __init__(self, model: SteppedModel, *, max_model_len: int, max_batch_size: int) -> None:
-        """Take a model and the engine's sizes; raise InvalidRequest if a size is no positive int."""
+    def __init__(
+        self,
+        model: SteppedModel,
+        *,
+        max_model_len: int,
+        max_batch_size: int,
+        ends: Collection[int] = (),
+    ) -> None:
+        """Take a model, the engine's sizes, and the tokens that end texts beside the tokenizer's own.
+        Raises InvalidRequest if a size is no positive int."""
         self.vocab_size = model.vocab_size
         self.max_model_len = check_int("max_model_len", max_model_len, 1)
         self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, sys.maxsize)
         self.device = model.device
         self.tokenizer = model.tokenizer
+        self._ends = ends
         self._model = model
         self._guides = Guides(model.tokenizer, model.vocab_size)
+        self._spellings = Spellings(model.tokenizer, model.vocab_size)
         self._in_progress: dict[Request, _Progress] = {}
         self._refused: dict[Request, GenrtError] = {}
         # Adapters that requests may bind; those that were removed while requests in progress need them.
@@ -261,6 +272,8 @@ class SteppedEngine:
         reason = unsupported(decoding, self.tokenizer)
         if reason is None and decoding.structure is not None:
             self._guides.check(decoding.structure)
+        if reason is None:
+            self._spellings.of(decoding.bad_words)
         return reason
 
     def statistics(self) -> EngineStatistics:
@@ -290,7 +303,9 @@ class SteppedEngine:
         if isinstance(request, SampleRequest | CompletionRequest):
             progress.seed = seed_of(request) % 2**64
         if isinstance(request, CompletionRequest):
-            progress.writing = Writing(request, self.tokenizer, self._guides)
+            progress.writing = Writing(
+                request, self.tokenizer, self._guides, self._spellings, self._ends
+            )
             progress.drawn = progress.writing.drawn
         return progress
 

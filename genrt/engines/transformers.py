@@ -123,6 +123,7 @@ class TransformersEngine(SteppedEngine):
             _Network(network, tokenizer),
             max_model_len=_length(cast(Any, network).config, max_model_len),
             max_batch_size=32 if max_batch_size is None else max_batch_size,
+            ends=_ends(network),
         )
 
 
@@ -265,6 +266,12 @@ def _translated(name: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise EngineUnsupported(f"transformers cannot open {name}: {error}") from error
+
+
+def _ends(network: Any) -> list[int]:
+    """Return the end tokens of the checkpoint's ``generation_config.json``: vLLM ends texts there too."""
+    found = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
+    return [found] if isinstance(found, int) else list(found or ())
 
 
 def _length(config: Any, asked: int | None) -> int:

@@ -136,6 +136,16 @@ class GenrtEval(TemplateLM):  # type: ignore[misc]
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer.encode(string, **options))
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a context and of its continuation. ``hf`` refuses two texts that join into
+        as many tokens as the context has: here the continuation is encoded by itself. The harness moves
+        blanks to the continuation; a context of blanks alone becomes the first special token."""
+        before, after = super()._encode_pair(context, continuation)
+        if not after and continuation:
+            blanks = context[len(context.rstrip()) :]
+            after = self.tok_encode(blanks + continuation, add_special_tokens=False)
+        return before or [self.prefix_token_id], after
+
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:

@@ -227,12 +227,14 @@ class CompletionOptions(DecodingOptions, total=False):
         stop_token_ids: tokens that end the completion, and are not in its text.
         include_stop_str_in_output: whether the text keeps what stopped it.
         skip_special_tokens: whether the text leaves out special tokens.
-        min_tokens: how many tokens are drawn before anything may end the completion.
+        min_tokens: how many tokens are drawn before anything may end the completion. A structure that is
+            complete, and that no token continues, ends it before.
         presence_penalty: is subtracted from the logits of tokens that were drawn; -2 to 2.
         frequency_penalty: is subtracted once for each time that a token was drawn; -2 to 2.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt
             or drawn; 0.01 to 100.
-        bad_words: texts that are not to be drawn.
+        bad_words: texts that are not to be drawn: as they stand, and after one blank, by the tokens that
+            the tokenizer has for them. White space that a text begins with is part of it.
         logit_bias: what is added to the logits of some tokens; -100 to 100.
         ignore_eos: whether the model's end token ends nothing.
         logprobs: whether log-probabilities are returned, and of how many of the likeliest tokens at each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from genrt.errors import EngineUnsupported, InvalidRequest
@@ -108,9 +108,12 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of a conversation, by the tokenizer's own chat template.
 
+    Contents are texts, or lists of parts like ``{"type": "text", "text": …}``, which are joined by line
+    feeds. An assistant's may be ``None``. A template that takes nothing but parts is given parts.
+
     Raises:
         InvalidRequest: there is no template, the template refuses these messages or options, or the
-            tokenizer loses some of the rendered text.
+            tokenizer loses some of the rendered text; or a content is no text.
     """
     check_bool("lossy", lossy)
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -128,9 +131,9 @@ def encode_chat(
         raise InvalidRequest(f"chat_template_kwargs may not have {taken}: encode_chat sets these")
     options |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
 
-    def applied(**kind: bool) -> Any:
+    def applied(turns: Sequence[Mapping[str, Any]], **kind: bool) -> Any:
         try:
-            return tokenizer.apply_chat_template(list(messages), **options, **kind)
+            return tokenizer.apply_chat_template(list(turns), **options, **kind)
         except Exception as error:  # a template is a program and may raise any exception
             if "chat_template" not in options and not getattr(tokenizer, "chat_template", None):
                 raise InvalidRequest(
@@ -142,12 +145,88 @@ def encode_chat(
                 f"the chat template does not take this: {type(error).__name__}: {error}"
             ) from error
 
-    text = applied(tokenize=False)
+    turns, text = _written(_with_texts(messages), lambda turns: applied(turns, tokenize=False))
     checked_utf8(text)
-    token_ids = list(applied(tokenize=True, return_dict=False))
+    token_ids = list(applied(turns, tokenize=True, return_dict=False))
     if not lossy:
         _check_kept(tokenizer, text, token_ids)
     return token_ids
+
+
+def _with_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with contents that are texts. Other contents of tools are the template's to
+    write; of other roles, they raise InvalidRequest."""
+    return [
+        {**each, "content": _text_of(each["content"], each["role"], place)}
+        if "content" in each
+        else each
+        for place, each in enumerate(messages)
+    ]
+
+
+def _text_of(content: Any, role: Any, place: int) -> Any:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if isinstance(content, list | tuple):
+        parts = [
+            {"type": "text", "text": each} if isinstance(each, str) else each for each in content
+        ]
+        if all(isinstance(each, Mapping) and "type" in each for each in parts):
+            for part in parts:
+                if part["type"] != "text" or not isinstance(part.get("text"), str):
+                    raise InvalidRequest(
+                        f"messages[{place}] has a part of type {part['type']!r}: give parts like "
+                        '{"type": "text", "text": "…"}, since chats are texts alone'
+                    )
+            return "\n".join(part["text"] for part in parts)
+    if role in ("tool", "function", "ipython"):
+        return content
+    raise InvalidRequest(
+        f"messages[{place}] has a content of type {type(content).__name__}: give a text, or a list of "
+        'parts like {"type": "text", "text": "…"}'
+    )
+
+
+def _written(
+    turns: list[Mapping[str, Any]], write: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> tuple[list[Mapping[str, Any]], str]:
+    """Return a conversation as the template takes it, and what the template writes. Contents become lists
+    of parts if the template takes no texts, which it may pass over in silence."""
+    text, failed = "", None
+    try:
+        text = write(turns)
+    except InvalidRequest as error:
+        failed = error
+    said = [each.get("content") for each in turns if each["role"] == "user"]
+    is_whole = all(each.strip() in text for each in said if isinstance(each, str))
+    if (failed or not is_whole) and _takes_only_parts(write):
+        turns = [
+            {**each, "content": _part(each["content"])}
+            if isinstance(each.get("content"), str) and each["role"] != "tool"
+            else each
+            for each in turns
+        ]
+        return turns, write(turns)
+    if failed:
+        raise failed
+    return turns, text
+
+
+def _takes_only_parts(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> bool:
+    mark = "genrt"
+    found = []
+    for content in (mark, _part(mark)):
+        text = ""
+        with contextlib.suppress(InvalidRequest):
+            text = write([{"role": "user", "content": content}])
+        found.append(mark in text and "'type'" not in text)
+    return found == [False, True]
+
+
+def _part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def encode_turn(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import genrt
 from genrt.engines.adapters import check_adapter_directory
@@ -196,6 +196,43 @@ def test_of_a_name_that_was_bound_twice_the_later_weights_survive_and_what_was_r
     with pytest.raises(UnknownAdapter, match="removed"):
         rows(lm, "removed")
     assert lm.adapters == ("a",)
+
+
+# -- weights that fit nothing -----------------------------------------------------------------
+
+MISFITS: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]] = {
+    "another prefix": lambda name, each: (name.replace(".model.layers", ".transformer.h"), each),
+    "a layer too few": lambda name, each: None if ".layers.1." in name else (name, each),
+    "a module too few": lambda name, each: (
+        None if "layers.0.self_attn.k_" in name else (name, each)
+    ),
+    "a layer too many": lambda name, each: (name.replace(".layers.1.", ".layers.7."), each),
+    "a narrow A": lambda name, each: (name, each[:, :64] if "_A" in name else each),
+    "a narrow B": lambda name, each: (name, each if "_A" in name else each[:64]),
+    "another rank": lambda name, each: (name, each[:4] if "_A" in name else each[:, :4]),
+    "no layer": lambda name, each: (name.replace("lora_", "other_"), each),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_an_adapter_whose_weights_do_not_fit_is_refused_by_name_and_changes_nothing(
+    load: Load, folders: tuple[Path, Path], kind: str, misfit: str
+) -> None:
+    good, bad = folders
+    file = bad / "adapter_model.safetensors"
+    changed = [MISFITS[misfit](name, each) for name, each in load_file(file).items()]
+    weights = {each[0]: each[1].contiguous() for each in changed if each is not None}
+    if kind == "exact":  # whose adapters are one table
+        weights = {"table": next(iter(weights.values()))[:4, :5].contiguous()}
+    save_file(weights, file)
+    lm = load()
+    before = rows(lm, None)
+    with pytest.raises(InvalidAdapter, match=r"fit|take adapter bad"):
+        lm.add_adapter_sync("bad", bad)
+    assert lm.adapters == ()
+    lm.add_adapter_sync("good", good)
+    assert near(rows(lm, None), before)
+    assert not near(rows(lm, "good"), before)
 
 
 # -- while a batch grows ----------------------------------------------------------------------

@@ -151,6 +151,26 @@ def test_edges_of_scores_and_arguments(lm: AsyncLM) -> None:
     after = model.tok_encode("Paris", add_special_tokens=False)
     wanted = lm.score_sync([model.prefix_token_id], after)
     assert found[0] == pytest.approx(float(wanted.double().sum()), abs=1e-3)
+    # What joins into one token with its context is scored by its own tokens: nothing is certain.
+    whole = next(
+        text
+        for text in (token.decode(errors="replace") for token in lm.byte_vocab)
+        if len(text) > 1 and text.isascii() and text.isalpha()
+    )
+    begun, more = whole[:-1], whole[-1]
+    assert len(model.tok_encode(whole)) == 1
+    [(score, _), (alone, _), (blank, _)] = model.loglikelihood(
+        requests_of((begun, more), (f"{begun} ", f"{more}a"), (" ", more)), disable_tqdm=True
+    )
+    pairs = [(begun, more), (begun, f" {more}a")]
+    encoded = [
+        (model.tok_encode(one), model.tok_encode(other, add_special_tokens=False))
+        for one, other in pairs
+    ]
+    encoded += [([model.prefix_token_id], model.tok_encode(f" {more}", add_special_tokens=False))]
+    for got, (before, rest) in zip((score, alone, blank), encoded, strict=True):
+        assert got == pytest.approx(float(lm.score_sync(before, rest).double().sum()), abs=1e-3)
+        assert got < 0.0
     with pytest.raises(ContextTooLong):
         model._loglikelihood_tokens([(None, [1], [2] * (LENGTH + 2))])
     with pytest.raises(InvalidRequest, match="does not fit"):

@@ -25,6 +25,7 @@ from genrt.questions.contexts import Limits
 from genrt.structures.guides import Guides
 from genrt.testing import assert_samples_from
 from genrt.tokens.sampling import truncate
+from genrt.tokens.spellings import Spellings
 from tests.constraints.test_schemas import inner
 
 EOS = 5
@@ -164,7 +165,21 @@ def law(
     options: Mapping[str, Any],
     form: Form | None,
 ) -> dict[int, float]:
-    """The probability of each token that may be drawn next."""
+    """The probability of each token that may be drawn next. A structure that is complete and cannot go on
+    ends, however few tokens there are."""
+    found = law_from(model, prompt, drawn, options, form)
+    if found or form is None or not options.get("min_tokens"):
+        return found
+    return law_from(model, prompt, drawn, {**options, "min_tokens": 0}, form)
+
+
+def law_from(
+    model: NGram,
+    prompt: list[int],
+    drawn: tuple[int, ...],
+    options: Mapping[str, Any],
+    form: Form | None,
+) -> dict[int, float]:
     ends = ends_of(model, options)
     logits = {}
     for token, logprob in enumerate(model.row([*prompt, *drawn]).tolist()):
@@ -251,7 +266,8 @@ def begun(model: NGram, prompt: list[int], options: dict[str, Any]) -> tuple[Wri
     limits = Limits(model.vocab_size, 64)
     [request] = completion_requests(limits, [prompt], None, itertools.count(), 1, options)
     guides = Guides(model.tokenizer, model.vocab_size)
-    return Writing(request, model.tokenizer, guides), request.decoding
+    spellings = Spellings(model.tokenizer, model.vocab_size)
+    return Writing(request, model.tokenizer, guides, spellings), request.decoding
 
 
 def next_law(writing: Writing, decoding: Any, row: torch.Tensor) -> dict[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -48,9 +49,18 @@ ASKED: list[Any] = [{"role": "user", "content": "Paris is a city."}]
 
 
 @pytest.fixture(scope="module")
-def lm(llama: Path, loras: tuple[Path, Path]) -> Iterator[AsyncLM]:
+def checkpoint(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says how it would rather be drawn from."""
+    copied = shutil.copytree(llama, tmp_path_factory.mktemp("says") / "model")
+    said = {"temperature": 0.1, "top_k": 2, "repetition_penalty": 1.5, "max_new_tokens": 3}
+    (copied / "generation_config.json").write_text(json.dumps(said | {"do_sample": True}))
+    return copied
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Path, loras: tuple[Path, Path]) -> Iterator[AsyncLM]:
     options = {"enforce_eager": True, "max_num_seqs": 8, "enable_lora": True, "max_lora_rank": 8}
-    with genrt.load(str(llama), engine_options=options, seed=7) as lm:
+    with genrt.load(str(checkpoint), engine_options=options, seed=7) as lm:
         lm.add_adapter_sync("style", loras[0])
         yield lm
 
@@ -91,6 +101,44 @@ async def test_models_are_the_base_and_the_adapters(client: openai.AsyncOpenAI) 
     assert [each.id for each in found] == ["tiny", "style"]
     with pytest.raises(openai.NotFoundError):
         await client.completions.create(model="another", prompt="a")
+
+
+async def test_one_law_draws_the_texts_of_clients_and_of_the_runtime(
+    lm: AsyncLM, client: openai.AsyncOpenAI
+) -> None:
+    """Whatever the checkpoint's ``generation_config.json`` says."""
+    for seed in range(4):
+        found = await client.completions.create(
+            model="tiny", prompt="Paris is", max_tokens=9, seed=seed
+        )
+        own = await lm.generate("Paris is", max_tokens=9, seed=seed)
+        assert found.choices[0].text == own.text
+        turn = await client.chat.completions.create(
+            model="tiny", messages=ASKED, seed=seed, max_tokens=9
+        )
+        said = await lm.chat(
+            ASKED, seed=seed, max_tokens=9, chat_template_kwargs={"chat_template": TEMPLATE}
+        )
+        assert (turn.choices[0].message.content or "") == said.text
+
+
+async def test_a_prompt_that_ends_inside_a_character_is_in_no_text(
+    lm: AsyncLM, client: openai.AsyncOpenAI
+) -> None:
+    prompt = lm.encode("A red 🌶")[:-1]
+    for extra in ({}, {"stop": "red"}, {"extra_body": {"bad_words": ["a", "e", " capital"]}}):
+        asked: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 9, "temperature": 0, **extra}
+        options: Any = {"max_tokens": 9, "temperature": 0.0, "stop": extra.get("stop", ())}
+        body: Any = extra.get("extra_body", {})
+        own = await lm.generate(prompt, **options, **body)
+        found = await client.completions.create(**asked)
+        assert found.choices[0].text == own.text
+        assert "A red" not in own.text
+        parts = [
+            each.choices[0].text
+            async for each in await client.completions.create(stream=True, **asked)
+        ]
+        assert "".join(parts) == own.text
 
 
 async def test_a_completion_is_the_runtimes(lm: AsyncLM, client: openai.AsyncOpenAI) -> None:

@@ -327,6 +327,55 @@ def test_a_template_can_be_given_with_the_chat() -> None:
     assert token_ids == encode(tokenizer, "Be brief.")
 
 
+LLAMA_3 = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TEXTS_ALONE = LLAMA_3.replace("m['content'] | trim", "m.content if m.content is string else ''")
+EITHER = LLAMA_3.replace(
+    "{{ m['content'] | trim }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}\n{% endfor %}{% endif %}",
+)
+PARTS_ALONE = LLAMA_3.replace(
+    "{{ m['content'] | trim }}",
+    "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}",
+)
+PARTS_OR_ERROR = PARTS_ALONE.replace("{% if p['type'] == 'text' %}", "{% if p['text'] + '' %}")
+
+
+@pytest.mark.parametrize(
+    "template", [LLAMA_3, TEXTS_ALONE, EITHER, PARTS_ALONE, PARTS_OR_ERROR], ids=range(5)
+)
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("Hello!", "Hello!"),
+        ([{"type": "text", "text": "Hello!"}], "Hello!"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        (["a", {"type": "text", "text": "b"}], "a\nb"),
+        (({"type": "text", "text": "{'type': 1}"},), "{'type': 1}"),
+        ([], ""),
+    ],
+)
+def test_contents_of_a_chat_are_texts_or_their_parts_whatever_the_template_takes(
+    template: str, content: Any, text: str
+) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    call: Any = {"role": "assistant", "content": None, "tool_calls": []}
+    for messages, written in (
+        ([{"role": "user", "content": content}], f"<user>{text}<assistant>"),
+        (
+            [{"role": "user", "content": content}, call, {"role": "tool", "content": "5"}],
+            f"<user>{text}<assistant><tool>5<assistant>",
+        ),
+    ):
+        if "p['text']" in template and len(messages) > 1:
+            continue  # it takes no tools
+        assert decode(tokenizer, encode_chat(tokenizer, messages)) == written
+
+
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     *(
         ({"messages": messages}, rf"messages must be one conversation, a list like .*, got {kind}")
@@ -340,6 +389,17 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
             (["Hello"], "list"),
             ([{"content": "Hello"}], "list"),
             (iter(CHAT), "list_iterator"),
+        )
+    ),
+    *(
+        ({"messages": [*CHAT, {"role": role, "content": content}]}, message)
+        for role, content, message in (
+            ("user", None, r"messages\[2\] has a content of type NoneType: give a text"),
+            ("system", 5, r"messages\[2\] has a content of type int"),
+            ("assistant", {"a": 1}, r"messages\[2\] has a content of type dict"),
+            ("user", [{"type": "image_url", "image_url": "x"}], "a part of type 'image_url'"),
+            ("user", [{"type": "text"}], "a part of type 'text': give parts like"),
+            ("user", [["a"]], "has a content of type list"),
         )
     ),
     ({"chat_template_kwargs": {"tokenize": False}}, r"may not have \['tokenize'\]"),

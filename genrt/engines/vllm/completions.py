@@ -24,7 +24,9 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as CoreFinishReason
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.engines.vllm.laws import LAW
@@ -33,7 +35,9 @@ from genrt.engines.vllm.structures import StructureCompilers
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
 from genrt.questions.contexts import seed_of
+from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
+from genrt.tokens.spellings import Spellings
 
 __all__ = [
     "COOLEST",
@@ -44,6 +48,7 @@ __all__ = [
     "Ended",
     "check_v2",
     "failure_of",
+    "leave_out_prompt",
 ]
 
 Ended: TypeAlias = tuple[str, Completion | GenrtError]
@@ -98,6 +103,9 @@ class Completions:
         self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
         self.compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
+        self.spellings = Spellings(
+            self._outputs.tokenizer, llm_engine.model_config.get_vocab_size()
+        )
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
         self._parsed: dict[str, Reasoning] = {}  # of those streamed
 
@@ -106,7 +114,10 @@ class Completions:
         if decoding.split_reasoning and not self._parsers:
             return NO_PARSER
         name = None if self._has_tokenizer else decoding.of_text
-        return name and f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"
+        if name is not None:
+            return f"{name} needs a tokenizer, and vLLM was opened with skip_tokenizer_init"
+        self.spellings.of(decoding.bad_words)
+        return None
 
     def begin(
         self, request_id: str, request: CompletionRequest, lora: LoRARequest | None
@@ -145,12 +156,17 @@ class Completions:
                 extra[TEXT_SEED] = params.seed
                 params.seed = None
             params.extra_args = extra or None
+        params._bad_words_token_ids = self.spellings.of(decoding.bad_words)
+        # Of an end token that ends nothing min_tokens says nothing, though vLLM holds it back.
+        if decoding.ignore_eos and decoding.structure is None:
+            params._all_stop_token_ids = {*decoding.stop_token_ids}
         if self._is_v2:
             check_v2(params)
         if asked is not None and self.compilers is not None:
             params.structured_outputs = params.structured_outputs or asked
             self.compilers.open(params.structured_outputs._backend)
         self._outputs.add_request(made, None)
+        leave_out_prompt(self._outputs, made)
         nonce = request.nonce if request.streamed else None
         structure = decoding.structure and decoding.structure[0]
         at_once = (
@@ -192,7 +208,6 @@ class Completions:
             presence_penalty=decoding.presence_penalty,
             frequency_penalty=decoding.frequency_penalty,
             repetition_penalty=decoding.repetition_penalty,
-            bad_words=list(decoding.bad_words),
             logit_bias=dict(decoding.logit_bias) or None,
             ignore_eos=decoding.ignore_eos,
             logprobs=decoding.logprobs,
@@ -323,6 +338,28 @@ class Completions:
         self._outputs.abort_requests(known, internal=True)
 
 
+class _AfterPrompt:
+    """A ``TextStream`` in the place of the library's ``DecodeStream``."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+
+    def step(self, _: object, token_id: int) -> str:
+        return self._stream.step(token_id)
+
+
+def leave_out_prompt(outputs: OutputProcessor, request: EngineCoreRequest) -> None:
+    """Have the detokenizer of a request that was added leave out a prompt that ends inside a character:
+    vLLM's would repeat all of it in the text."""
+    detokenizer = outputs.request_states[request.request_id].detokenizer
+    if not isinstance(detokenizer, FastIncrementalDetokenizer):
+        return
+    prompt, skip = request.prompt_token_ids or (), detokenizer.skip_special_tokens
+    if ends_inside_character(outputs.tokenizer, prompt, skip_special_tokens=skip):
+        stream = TextStream(outputs.tokenizer, prompt, skip_special_tokens=skip)
+        detokenizer.stream = _AfterPrompt(stream)
+
+
 def failure_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
     """Return what is wrong with a text that vLLM gave up, by the name of its structure."""
     if structure is None:
@@ -347,6 +384,7 @@ def check_v2(params: SamplingParams) -> None:
             logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
         ),
         ("min_tokens, of tokens that end", len(ends), logit_bias.MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words, of spellings", len(words), envs.VLLM_MAX_NUM_BAD_WORDS),
         ("bad_words, of tokens", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
     ):
         if count > most:

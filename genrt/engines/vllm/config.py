@@ -80,7 +80,9 @@ def configure(
     checkpoint: str, options: dict[str, Any], reserve_bytes: int, *, residency: bool = True
 ) -> VllmConfig:
     """Return vLLM's configuration with genrt's processor in it; raise the errors of ``open_vllm``."""
-    options = {"disable_log_stats": True, **options, "model": checkpoint}
+    # A front end draws by the same law as every other question, unless the user names another one.
+    defaults = {"disable_log_stats": True, "generation_config": "vllm"}
+    options = {**defaults, **options, "model": checkpoint}
     options["load_format"] = _load_format(checkpoint, options.get("load_format", "auto"))
     level = os.environ.get("VLLM_LOGGING_LEVEL")
     options.setdefault("use_tqdm_on_load", level in ("DEBUG", "INFO"))

@@ -16,12 +16,14 @@ import collections
 import contextlib
 import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.request import LoRARequest
 
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_directory
@@ -33,6 +35,9 @@ from genrt.questions.rows import LogprobsRequest
 __all__ = ["VLLMAdapters"]
 
 Probe = Callable[[Sequence[LogprobsRequest]], list[torch.Tensor]]
+
+PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
+"""Options of an adapter by which ``target_modules`` are not those of all layers."""
 
 SAME_ROW = 0.05
 """The largest difference, in log-probability where it is over -15, of one row in two batches."""
@@ -65,10 +70,14 @@ class VLLMAdapters:
         """Load an adapter.
 
         Raises:
-            InvalidAdapter: vLLM does not take it; its reason is the message.
+            InvalidAdapter: vLLM does not take it, for the reason in the message; or weights have no place
+                in the model, or too few, which vLLM passes over.
         """
-        check_adapter_directory(path)
-        self._loaded[adapter] = self._load(path, adapter.name)
+        config = check_adapter_directory(path)
+        loaded = self._load(path, adapter.name)
+        self._loaded[adapter] = loaded
+        if (reason := self._misfit(loaded.lora_int_id, config)) is not None:
+            raise InvalidAdapter(f"adapter {adapter.name} does not fit the model: {reason}")
         if self._base_needs_twin and self._base is None:
             self._base = self._load(self._twin(path), "B = 0")
 
@@ -82,6 +91,26 @@ class VLLMAdapters:
         if not loaded:
             raise InvalidAdapter(f"vLLM does not take adapter {what}")
         return lora
+
+    def _misfit(self, number: int, config: Mapping[str, Any]) -> str | None:
+        """Return in which way a loaded adapter does not fit the model, if any."""
+        rank = None if config.get("rank_pattern") else config.get("r")
+        fits: list[_Fit] = self._core.collective_rpc(_fit, None, (number, rank), None)
+        strange = frozenset.intersection(*(each.strange for each in fits))
+        if strange:
+            return f"its weights of {min(strange)} belong to no layer"
+        if wrong := [each for fit in fits for each in fit.wrong]:
+            return wrong[0]
+        targets = config.get("target_modules")
+        partial = any(config.get(name) for name in PARTIAL)
+        if not isinstance(targets, list) or partial:
+            targets = []
+        for name in sorted(frozenset.union(*(each.missing for each in fits))):
+            if ".experts." not in name and any(f".{name}".endswith(f".{each}") for each in targets):
+                return f"it has no weights of {name}, which is among its target_modules"
+        if not any(each.taken for each in fits):
+            return "it has no weights of any layer"
+        return None
 
     def check_base(self, adapter: Adapter, probe: Probe, context: tuple[int, ...]) -> None:
         """Compare the base model's row after ``context`` alone and beside the adapter's.
@@ -147,6 +176,52 @@ class VLLMAdapters:
     def close(self) -> None:
         self._twins.close()
         self._core = None
+
+
+class _Fit(NamedTuple):
+    """How an adapter's weights fit the layers of one worker, by the names of layers."""
+
+    taken: int
+    strange: frozenset[str]
+    missing: frozenset[str]
+    wrong: list[str]
+
+
+def _fit(worker: Any, number: int, rank: int | None) -> _Fit:
+    """Return how an adapter that a worker has loaded fits its layers; with ``rank``, of all of them."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    given, layers = manager.get_adapter(number).loras, manager.modules
+    missing: set[str] = set()
+    wrong: list[str] = []
+    for name, layer in layers.items():
+        parts = manager.packed_modules.get(name, [name])
+        weights = given.get(name)
+        if weights is None:
+            missing.update(parts)
+            continue
+        pairs = [*_pairs(weights)]
+        if len(pairs) != len(parts) or not isinstance(layer, BaseLinearLayerWithLoRA):
+            continue
+        missing.update(part for part, (a, _) in zip(parts, pairs, strict=True) if a is None)
+        if layer.tp_size == 1 and len(pairs) == layer.n_slices:
+            places = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+            for part, (a, b), (to_a, to_b) in zip(parts, pairs, places, strict=True):
+                if a is None or b is None:
+                    continue
+                inner = rank or a.shape[0]
+                wide = (to_b.shape[2], inner, inner, to_a.shape[3])
+                if (*b.shape, *a.shape) != wide:
+                    needed = f"{[*wide[:2]]} and {[*wide[2:]]}"
+                    found = f"{[*b.shape]} and {[*a.shape]}"
+                    wrong.append(f"its weights B and A of {part} are {found}, not {needed}")
+    return _Fit(len(given), frozenset(given.keys() - layers.keys()), frozenset(missing), wrong)
+
+
+def _pairs(weights: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Yield the matrices A and B of each part of a layer."""
+    if isinstance(weights.lora_a, list):
+        return zip(weights.lora_a, weights.lora_b, strict=True)
+    return iter([(weights.lora_a, weights.lora_b)])
 
 
 def _same(row: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,12 +21,19 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from genrt.engines.vllm.capture import TEXT_SEED
-from genrt.engines.vllm.completions import ORDERLY, READ_EVERY, check_v2, failure_of
+from genrt.engines.vllm.completions import (
+    ORDERLY,
+    READ_EVERY,
+    check_v2,
+    failure_of,
+    leave_out_prompt,
+)
 from genrt.engines.vllm.structures import StructureCompilers
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
 from genrt.questions.completions import schema_text
 from genrt.questions.contexts import LAST_SEED
 from genrt.questions.native import NativeRequest
+from genrt.tokens.spellings import Spellings
 
 __all__ = ["NativeText", "NativeTexts"]
 
@@ -82,16 +89,23 @@ class NativeTexts:
 
     Args:
         compilers: the backends of structures, if there is a tokenizer.
+        spellings: of words by the tokenizer.
         drawn_here: whether the capture draws the tokens, and is the one to know the seeds.
     """
 
     def __init__(
-        self, llm_engine: LLMEngine, compilers: StructureCompilers | None, *, drawn_here: bool
+        self,
+        llm_engine: LLMEngine,
+        compilers: StructureCompilers | None,
+        spellings: Spellings,
+        *,
+        drawn_here: bool,
     ) -> None:
         self._outputs = llm_engine.output_processor
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._has_loras = llm_engine.vllm_config.lora_config is not None
         self._compilers = compilers
+        self._spellings = spellings
         self._drawn_here = drawn_here
         self._courses: dict[str, _Course] = {}
         self._streamed: dict[NativeRequest, str] = {}
@@ -119,6 +133,7 @@ class NativeTexts:
                     params.structured_outputs = structures = asked
             self._compilers.open(structures._backend)
         self._outputs.add_request(made, text.prompt, None, text.index)
+        leave_out_prompt(self._outputs, made)
         # Each output of vLLM's core brings the log-probabilities of its own tokens alone.
         at_once = (
             params.stop
@@ -151,6 +166,9 @@ class NativeTexts:
             raise InvalidRequest(
                 "vLLM has no log-probabilities of prompts where adapters are enabled: ask /v1/score"
             )
+        params._bad_words_token_ids = self._spellings.of(params.bad_words or ())
+        if params.ignore_eos and params.structured_outputs is None:
+            params._all_stop_token_ids = {*(params.stop_token_ids or ())}
         if self._is_v2:
             check_v2(params)
         elif params.logprob_token_ids:

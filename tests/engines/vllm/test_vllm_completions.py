@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from genrt.questions.contexts import Limits
 from genrt.questions.rows import LogprobsRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
+from genrt.tokens.spellings import Spellings
 from tests.constraints.test_schemas import inner
 from tests.scripted import passes
 
@@ -37,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "kv_cache_memory_bytes": 2**26,
 }
+SECOND_END = 0
 PROMPTS = [[1, 2, 3], [7, 7, 7, 7, 9], [40, 41, 42, 43, 44, 45, 46, 47, 48], [5]]
 
 CASES: list[dict[str, Any]] = [
@@ -52,25 +55,33 @@ CASES: list[dict[str, Any]] = [
     {"seed": 7, "stop_token_ids": list(range(60)), "min_tokens": 3},
     {"seed": 8, "stop": ["a", "e"], "include_stop_str_in_output": True},
     {"seed": 9, "stop": ["t"], "min_tokens": 2},
-    {"temperature": 0.0, "bad_words": ["a", "the"]},
     {"seed": 10, "skip_special_tokens": False},
 ]
 
 
 @pytest.fixture(scope="module")
-def lm(llama: Path) -> Iterator[AsyncLM]:
-    with genrt.load(str(llama), engine_options=OPTIONS) as opened:
+def checkpoint(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has a second end token, and says how it would rather be drawn from."""
+    copied = shutil.copytree(llama, tmp_path_factory.mktemp("ends") / "model")
+    said = {"eos_token_id": [1, SECOND_END], "temperature": 0.3, "top_k": 3, "do_sample": True}
+    (copied / "generation_config.json").write_text(json.dumps(said))
+    return copied
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Path) -> Iterator[AsyncLM]:
+    with genrt.load(str(checkpoint), engine_options=OPTIONS) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def oracle(llama: Path) -> Iterator[AsyncLM]:
-    with genrt.load(str(llama), engine="transformers") as opened:
+def oracle(checkpoint: Path) -> Iterator[AsyncLM]:
+    with genrt.load(str(checkpoint), engine="transformers") as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def theirs(llama: Path) -> Iterator[Any]:
+def theirs(checkpoint: Path) -> Iterator[Any]:
     from vllm import LLM, envs
 
     from genrt.engines.vllm.globals import Globals
@@ -78,7 +89,7 @@ def theirs(llama: Path) -> Iterator[Any]:
     own = Globals()
     with own, pytest.MonkeyPatch.context() as patch:
         patch.setattr(envs, "VLLM_ENABLE_V1_MULTIPROCESSING", False, raising=False)
-        llm = LLM(str(llama), enforce_eager=True, **OPTIONS)
+        llm = LLM(str(checkpoint), enforce_eager=True, **OPTIONS)
     yield llm
     with own:
         llm.llm_engine.engine_core.shutdown()
@@ -135,9 +146,13 @@ def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
 
     tokenizer, limits = oracle.tokenizer, Limits(oracle.vocab_size, 256)
     guides = Guides(tokenizer, oracle.vocab_size)
+    spellings = Spellings(tokenizer, oracle.vocab_size)
     for case, ours in zip(cases, asyncio.run(crowd())[:-1], strict=True):
         [request] = completion_requests(limits, [PROMPTS[0]], None, count(), 3, told | case)
-        decoding, writing = request.decoding, Writing(request, tokenizer, guides)
+        decoding, writing = (
+            request.decoding,
+            Writing(request, tokenizer, guides, spellings, [SECOND_END]),
+        )
         rows = oracle.batch_next_token_logprobs_sync(
             [[*PROMPTS[0], *ours.token_ids[:place]] for place in range(len(ours.token_ids))]
         )
@@ -163,9 +178,17 @@ def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
         {"presence_penalty": 1.0, "frequency_penalty": 0.5},
         {"logit_bias": {11: 3.0}, "repetition_penalty": 0.7},
         {"bad_words": ["a", "the", "on"]},
+        {"bad_words": ["capital", "\n-", " weight"]},
         {"stop": ["e"], "min_tokens": 2},
+        {"ignore_eos": True, "min_tokens": 3, "logit_bias": {1: 9.0}},
+        {"choice": ["a"], "min_tokens": 9},
+        {"regex": "(a|b{8})c?", "min_tokens": 5},
         {"stop_token_ids": list(range(100)), "min_tokens": 2, "include_stop_str_in_output": True},
         {"ignore_eos": True, "logit_bias": {1: 9.0}, "skip_special_tokens": False},
+        {"logit_bias": {SECOND_END: 100.0}},
+        {"logit_bias": {SECOND_END: 100.0}, "min_tokens": 3},
+        {"logit_bias": {SECOND_END: 9.0}, "ignore_eos": True, "min_tokens": 3},
+        {"logit_bias": {SECOND_END: 100.0}, "include_stop_str_in_output": True},
     ],
     ids=str,
 )
@@ -182,6 +205,34 @@ def test_the_transformers_engine_draws_the_same_greedy_texts(
         assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
         assert ours.stop_reason == theirs.stop_reason
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-4)
+
+
+CUT: list[dict[str, Any]] = [
+    {},
+    {"stop": "red"},
+    {"choice": ["x", "y"]},
+    {"skip_special_tokens": False, "stop": ["A", "r"], "include_stop_str_in_output": True},
+    {"logit_bias": {"last": 100.0}, "max_tokens": 2},
+    {"logit_bias": {"last": 100.0}, "stop": "🌶", "max_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+async def test_of_a_prompt_that_ends_inside_a_character_nothing_is_in_the_text(
+    lm: AsyncLM, oracle: AsyncLM, case: dict[str, Any]
+) -> None:
+    *prompt, last = lm.encode("A red 🌶")
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 9} | case
+    if "logit_bias" in case:
+        options["logit_bias"] = {last: 100.0}
+    ours, theirs = await lm.generate(prompt, **options), await oracle.generate(prompt, **options)
+    assert drawn_of(ours) == drawn_of(theirs)
+    assert not ours.text.startswith("A red")
+    stream = lm.stream(prompt, **options)
+    assert "".join(delta.text for delta in await deltas_of(stream)) == ours.text
+    # As many tokens before it change nothing.
+    longer = await lm.generate([*prompt * 3, *prompt], **options)
+    assert "A red" not in longer.text
 
 
 def test_a_texts_logprobs_are_what_its_tokens_score(lm: AsyncLM) -> None:
@@ -592,18 +643,20 @@ async def test_streams_that_are_left_free_their_slots(lm: AsyncLM) -> None:
 
 
 def test_seeded_texts_of_prompts_that_are_computed_in_parts_are_those_of_whole_ones(
-    lm: AsyncLM, llama: Path
+    lm: AsyncLM, checkpoint: Path
 ) -> None:
     prompts = [[number] * 40 for number in range(1, 7)]
     options: dict[str, Any] = {"seed": 3, "max_tokens": 6}
     whole = lm.batch_generate_sync(prompts, **options)
-    with genrt.load(str(llama), engine_options=OPTIONS | {"max_num_batched_tokens": 24}) as chunked:
+    with genrt.load(
+        str(checkpoint), engine_options=OPTIONS | {"max_num_batched_tokens": 24}
+    ) as chunked:
         parts = chunked.batch_generate_sync(prompts, **options)
     assert [each.token_ids for each in parts] == [each.token_ids for each in whole]
 
 
 async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
-    lm: AsyncLM, llama: Path, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runner V2's way, by runner V1: it schedules ahead too, but no caller's tokens, so that resident
     sequences are off here; and greedily, as it does not know how many tokens were drawn."""
@@ -617,7 +670,7 @@ async def test_steps_that_are_scheduled_ahead_draw_the_same_texts(
     expected = await asyncio.gather(*[lm.generate(prompt, **options) for prompt, options in asked])
     monkeypatch.setattr(config, "can_be_ahead", lambda _: True)
     with pytest.warns(RuntimeWarning, match="resident sequences are off"):
-        ahead = await genrt.aload(str(llama), engine_options=OPTIONS)
+        ahead = await genrt.aload(str(checkpoint), engine_options=OPTIONS)
     async with ahead:
         steps: Any = ahead._thread.engine._steps  # type: ignore[attr-defined]
         schedule, scheduled = steps._ahead, 0
