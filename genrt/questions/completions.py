@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from genrt.errors import InvalidRequest
-from genrt.numbers import check_bool, check_float, check_int, named, shown
+from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
 from genrt.questions.samples import (
     DECODING_CHECKS,
@@ -334,7 +334,10 @@ def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``Decoding`` that were given, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
-            raise InvalidRequest(f"a completion has no option {named(name)}: see GenerateOptions")
+            raise InvalidRequest(
+                f"a completion has no option {named(name)}"
+                f"{nearest(name, GenerateOptions.__annotations__) or ': see GenerateOptions'}"
+            )
     given: dict[str, Any] = {**options}
     structure = _structure({name: given.pop(name) for name in STRUCTURES if name in given})
     checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}

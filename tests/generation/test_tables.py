@@ -108,6 +108,8 @@ def test_an_unfinished_last_line_is_told(tmp_path: Path) -> None:
     [
         (b"", "no header"),
         (b"\n\n", "no header"),
+        (b"a;b\n1;2\n", r"one column, 'a;b', with ';' between names: separate them by commas"),
+        (b"a\tb\n", "give --input-format tsv"),
         (b"a,,b\n1,2,3\n", "column 2 of .* has no name"),
         (b"a,b,a\n1,2,3\n", r"has \['a'\] more than once"),
         (b"a,b\n1,2\n3\n", "line 3 of .* has 1 fields, and the header 2"),
@@ -124,6 +126,12 @@ def test_a_csv_that_is_none_is_refused(content: bytes, said: str, tmp_path: Path
         rows_of(tmp_path, content, "in.csv")
     assert "SEC" not in str(refused.value)
     assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.XLSX"])
+def test_formats_that_are_not_read_are_named_with_what_converts_them(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"convert it, as with pandas\.read_\w+\("):
+        format_of(Path(name))
 
 
 def test_the_format_is_the_names_or_the_one_that_is_chosen(tmp_path: Path) -> None:

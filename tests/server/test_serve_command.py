@@ -54,7 +54,7 @@ KEY = "open-sesame-42"
 def test_wrong_arguments_are_told_before_a_model_is_loaded(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "no/such/model", *arguments]) == 1
+    assert main(["serve", "no/such/model", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
