@@ -126,6 +126,10 @@ def configure(
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
     ReasoningParsers(config)  # raises before weights are loaded
+    if not changes_with_length(config):
+        # vLLM keeps a place for the token that follows. It is drawn and never computed, so that the
+        # longest context may be as long as the model takes.
+        config.model_config.max_model_len += 1
     # Beside as many texts as are to run at once, an eighth for rows, which would wait for one to end.
     texts = config.scheduler_config.max_num_seqs
     config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)
@@ -147,6 +151,14 @@ def configure(
         CaptureV2 if config.use_v2_model_runner else CaptureV1,
     ]
     return config
+
+
+def changes_with_length(config: VllmConfig) -> bool:
+    """Return whether vLLM computes the model otherwise from some ``max_model_len`` on, so that one more
+    could give another law: Phi 3's long factors of RoPE, Llama 4's temperatures of attention."""
+    text = config.model_config.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")
 
 
 def can_be_ahead(config: VllmConfig) -> bool:
@@ -198,8 +210,11 @@ LOGPROBS = SamplingParams(
 
 def without_layers(config: VllmConfig) -> VllmConfig:
     """Return a configuration as front ends read it: vLLM hangs the layers of an open model into it, with
-    weights and KV cache, and it may travel to another process."""
+    weights and KV cache, and it may travel to another process. Its ``max_model_len`` is the model's."""
     found = copy(config)
+    if not changes_with_length(config):
+        found.model_config = copy(config.model_config)
+        found.model_config.max_model_len -= 1
     found.compilation_config = copy(config.compilation_config)
     found.compilation_config.static_forward_context = {}
     return found

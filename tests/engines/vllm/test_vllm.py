@@ -172,12 +172,12 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
     lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
 ) -> None:
     context = mixed_prompts(2, lm.max_model_len, lm.vocab_size, seed=4)[1]
-    assert len(context) == lm.max_model_len == 511
+    assert len(context) == lm.max_model_len == 512
     before = lm.statistics().batcher.questions
     for length in (lm.max_model_len - 1, lm.max_model_len):
         row = lm.next_token_logprobs_sync(context[:length])
         assert worst([row], [oracle(context[:length])]) < TOLERANCE
-    with pytest.raises(ContextTooLong, match="over max_model_len=511"):
+    with pytest.raises(ContextTooLong, match="over max_model_len=512"):
         lm.next_token_logprobs_sync([*context, 1])
     assert lm.statistics().batcher.questions - before == 2
 
