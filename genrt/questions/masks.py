@@ -3,7 +3,7 @@
 Rules:
     An array's dtype says what it is: bool is a mask, int32 a packed one, int64 holds token ids. Any
     other is refused, since its numbers could be flags as well as ids.
-    A sequence or set holds token ids. One of zeros and ones that repeats one of them is flags, and refused.
+    A sequence or set holds token ids. Zeros and ones that repeat are flags, and refused.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ packed bitmask, int32 ``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 
 
 Masks: TypeAlias = Sequence[Mask | None] | torch.Tensor | np.ndarray
 """A mask for each context, or a bool or packed matrix of them."""
+
 
 def packed_mask(mask: Mask, vocab_size: int) -> bytes:
     """Return a mask as ``draws.DrawToken`` has it; the same for every form of the same mask.
