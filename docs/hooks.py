@@ -52,7 +52,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write the search's index as a script, which file:// needs. Warn of every fault in the finished pages,
+    """Write the search's index as a script for file://. Warn of every fault in the finished pages,
     which ends a strict build."""
     site = Path(config.site_dir)
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
