@@ -201,7 +201,7 @@ def _run(given: dict[str, Any]) -> int:
         given["retry_errors"] = True
     if adapter is not None:
         if not Path(adapter).is_dir():
-            raise InvalidRequest(f"--adapter {adapter} is no directory")
+            raise InvalidRequest(f"--adapter {adapter} is not a directory")
         given["adapter"] = ADAPTER
         if engine == "vllm":
             engine_options = {"enable_lora": True, "max_lora_rank": _rank(adapter)} | engine_options
@@ -287,7 +287,7 @@ def _rank(adapter: str) -> int:
         rank = int(config["r"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidRequest(
-            f"{adapter} is no LoRA adapter: there is no adapter_config.json with a rank in it"
+            f"{adapter} is not a LoRA adapter: there is no adapter_config.json with a rank in it"
         ) from error
     return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), rank)
 
@@ -307,7 +307,7 @@ def _json(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"it is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("it must be a JSON object")
     return value

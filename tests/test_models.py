@@ -145,6 +145,23 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/name", "owner-1/Name_2.5-3B"])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("HF_HUB_OFFLINE", "1", True),
+        ("TRANSFORMERS_OFFLINE", "true", True),
+        ("HF_HUB_OFFLINE", "0", False),
+    ],
+)
+def test_a_model_that_is_not_found_offline_says_so(
+    name: str, value: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    assert (f"{name} is set" in models.offline_advice()) == said
+
+
 def test_a_name_that_can_be_no_path_is_left_to_the_engine(name: str) -> None:
     assert models.resolve(name) == name
 

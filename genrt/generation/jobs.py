@@ -295,11 +295,11 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _name_of(value: Any) -> Any:
-    """Return what stands for a value that is no JSON: a mapping's dict, a function's name."""
+    """Return what stands for a value that is not JSON: a mapping's dict, a function's name."""
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(name := getattr(value, "__qualname__", None), str):
-        raise TypeError(f"{shown(value)} is no JSON")
+        raise TypeError(f"{shown(value)} is not JSON")
     return name
 
 

@@ -173,7 +173,7 @@ def _messages(name: str, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise InvalidRequest(f"column {name!r} is no JSON text: {error}") from error
+            raise InvalidRequest(f"column {name!r} is not a JSON text: {error}") from error
     if (
         not isinstance(value, list)
         or not value

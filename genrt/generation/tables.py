@@ -87,7 +87,7 @@ def read_rows(path: Path, form: str) -> Iterator[Row]:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InvalidRequest(
-            f"{path} is no UTF-8 ({error.reason}): convert it, for example with iconv"
+            f"{path} is not UTF-8 ({error.reason}): convert it, for example with iconv"
         ) from error
 
 
@@ -115,7 +115,7 @@ def _finite(digits: str) -> float:
 
 
 def _refused(name: str) -> NoReturn:
-    raise ValueError(f"it has {name}, which is no JSON: write null")
+    raise ValueError(f"it has {name}, which is not JSON: write null")
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -134,11 +134,11 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                     "" if line.endswith(b"\n") else "; the file ends in it, and may be unfinished"
                 )
                 raise InvalidRequest(
-                    f"line {number} of {path} is no JSON: {error}{whole}"
+                    f"line {number} of {path} is not JSON: {error}{whole}"
                 ) from error
             if not isinstance(columns, dict):
                 raise InvalidRequest(
-                    f"line {number} of {path} is no JSON object: each line must be one, like "
+                    f"line {number} of {path} is not a JSON object: each line must be one, like "
                     '{"column": "value"}'
                 )
             yield columns
@@ -200,14 +200,14 @@ def check_input(path: Path) -> Path:
     if not path.exists():
         raise InvalidRequest(f"there is no file {path}")
     if not path.is_file():
-        raise InvalidRequest(f"{path} is no file: a job reads its input more than once")
+        raise InvalidRequest(f"{path} is not a file: a job reads its input more than once")
     if not os.access(path, os.R_OK):
         raise InvalidRequest(f"{path} cannot be read: its permissions forbid it")
     return path
 
 
 def check_output(path: Path) -> Path:
-    """Return the path of an output. Raises InvalidRequest if its name says that it is no JSONL."""
+    """Return the path of an output. Raises InvalidRequest if its name says that it is not JSONL."""
     ending = path.suffix.lower()
     if FORMATS.get(ending, "jsonl") != "jsonl" or ending in CONVERTED.keys() - {".json"}:
         raise InvalidRequest(

@@ -384,7 +384,7 @@ def schema_text(schema: Mapping[str, Any] | str | type) -> str:
         if isinstance(given, Mapping):
             return json.dumps(dict(given), allow_nan=False)
     except Exception as error:  # a pydantic model's are of its own kinds
-        raise InvalidRequest(f"json_schema is no JSON: {error}") from error
+        raise InvalidRequest(f"json_schema is not JSON: {error}") from error
     raise InvalidRequest(
         f"json_schema must be a dict, a JSON text or a pydantic model, got {shown(schema)}"
     )

@@ -433,11 +433,11 @@ def test_a_schema_is_judged_by_however_it_is_given() -> None:
     wrong: dict[str, Any] = {
         "must be a dict, a JSON text or a pydantic model, got 5": 5,
         "must be an object": "[]",
-        "is no JSON: Expecting": "{",
-        "is no JSON: it has NaN": '{"maximum": NaN}',
-        "is no JSON: Out of range float": {"maximum": float("nan")},
-        "is no JSON: Cannot generate a JsonSchema": NoSchema,
-        "is no JSON schema": {"type": "nothing"},
+        "is not JSON: Expecting": "{",
+        "is not JSON: it has NaN": '{"maximum": NaN}',
+        "is not JSON: Out of range float": {"maximum": float("nan")},
+        "is not JSON: Cannot generate a JsonSchema": NoSchema,
+        "is not a JSON schema": {"type": "nothing"},
     }
     for message, given in wrong.items():
         with pytest.raises(InvalidRequest, match=f"^json_schema {message}"):

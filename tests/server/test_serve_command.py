@@ -42,7 +42,7 @@ KEY = "open-sesame-42"
         (["--cluster", "auto"], "say how many with --replicas N"),
         (["--replica-limits", "{}"], "say how many with --replicas N"),
         (["--replicas", "2", "--cluster", ""], "cluster must be"),
-        (["--replicas", "2", "--replica-limits", "{"], "--replica-limits is no JSON"),
+        (["--replicas", "2", "--replica-limits", "{"], "--replica-limits is not JSON"),
         (["--replicas", "2", "--replica-limits", "[1]"], "must be a JSON object"),
         (
             ["--replicas", "2", "--replica-limits", '{"patience": 1}'],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.rank import LAUNCHED
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
+from genrt.models import offline_advice
 
 __all__ = [
     "check_version",
@@ -63,6 +65,10 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         del os.environ[GLOO]
+
+
+NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not supported", re.I)
+"""The errors by which vLLM refuses a model whose layers it has no kernels for."""
 
 
 def check_version(version: str) -> None:
@@ -122,6 +128,8 @@ def configure(
             ReasoningParserManager.import_reasoning_parser(plugin)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
     except mistakes as error:
+        if NOT_COMPUTED.search(str(error)):
+            raise translated(error, f"vLLM could not open {checkpoint}") from error
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
@@ -245,9 +253,14 @@ def translated(error: Exception, what: str) -> GenrtError:
         kind = EngineDied
     elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
         kind = ModelNotFound
+    elif NOT_COMPUTED.search(str(error)):
+        kind = EngineUnsupported
     else:
         return failure(error, what)
-    translated = kind(f"{what}: {type(error).__name__}: {error}")
+    advice = offline_advice() if kind is ModelNotFound else ""
+    if kind is EngineUnsupported:
+        advice = '. genrt.load(…, engine="transformers") computes such models, more slowly'
+    translated = kind(f"{what}: {type(error).__name__}: {error}{advice}")
     translated.__cause__ = error
     return translated
 

@@ -203,6 +203,27 @@ def test_models_that_change_with_the_length_get_none_more(
     assert changes_with_length(cast("Any", SimpleNamespace(model_config=model))) == changes
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "advice"),
+    [
+        (ValueError("Head size 17 is not supported"), EngineUnsupported, 'engine="transformers"'),
+        (RuntimeError("No valid attention backend found"), EngineUnsupported, "transformers"),
+        (OSError("no such model"), ModelNotFound, "HF_HUB_OFFLINE is set"),
+        (RuntimeError("it broke"), EngineFailed, ""),
+    ],
+)
+def test_vllms_refusals_say_what_to_do(
+    error: Exception, kind: type[Exception], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genrt.engines.vllm.config import translated
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = translated(error, "vLLM could not open it")
+    assert isinstance(found, kind)
+    assert advice in str(found)
+    assert advice or "HF_HUB" not in str(found)
+
+
 # -- faults ---------------------------------------------------------------------------------------
 
 
