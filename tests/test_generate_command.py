@@ -286,7 +286,7 @@ def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_vllm_gets_the_rank_that_an_adapter_needs(folder: Path) -> None:
     assert command._rank(str(write_adapter(folder / "one", 5))) == 16
-    with pytest.raises(InvalidRequest, match="no LoRA adapter"):
+    with pytest.raises(InvalidRequest, match="is not a LoRA adapter"):
         command._rank(str(folder))
 
 

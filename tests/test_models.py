@@ -145,23 +145,6 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/name", "owner-1/Name_2.5-3B"])
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("HF_HUB_OFFLINE", "1", True),
-        ("TRANSFORMERS_OFFLINE", "true", True),
-        ("HF_HUB_OFFLINE", "0", False),
-    ],
-)
-def test_a_model_that_is_not_found_offline_says_so(
-    name: str, value: str, said: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for each in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(each, raising=False)
-    monkeypatch.setenv(name, value)
-    assert (f"{name} is set" in models.offline_advice()) == said
-
-
 def test_a_name_that_can_be_no_path_is_left_to_the_engine(name: str) -> None:
     assert models.resolve(name) == name
 
@@ -540,3 +523,20 @@ def test_the_embedded_tokenizer_is_smollm2s(embedded: str) -> None:
     )
     assert prompt.startswith("<|im_start|>system\n")
     assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("HF_HUB_OFFLINE", "1", True),
+        ("TRANSFORMERS_OFFLINE", "true", True),
+        ("HF_HUB_OFFLINE", "0", False),
+    ],
+)
+def test_a_model_that_is_not_found_offline_says_so(
+    name: str, value: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    assert (f"{name} is set" in models.offline_advice()) == said

@@ -84,11 +84,11 @@ def model_part(model: str) -> dict[str, Any]:
     if not path.is_dir():
         return {"digest": _digest(model.encode(errors="replace")), "value": model}
     files = sorted(each for each in path.iterdir() if each.suffix in KINDS and each.is_file())
-    stats = [file.stat() for file in files]
-    if (total := sum(each.st_size for each in stats)) >= TOLD_BYTES:
+    states = [file.stat() for file in files]
+    if (total := sum(each.st_size for each in states)) >= TOLD_BYTES:
         log.info("reading %s, %.0f GB, to know it again", path, total / 1e9)
     with ThreadPoolExecutor() as readers:  # hashing lets go of the interpreter
-        identities = ((each.st_size, each.st_mtime_ns, each.st_ino) for each in stats)
+        identities = ((each.st_size, each.st_mtime_ns, each.st_ino) for each in states)
         digests = readers.map(lambda file, identity: _sha256(file, *identity), files, identities)
         found = {file.name: digest for file, digest in zip(files, digests, strict=True)}
     return {"digest": _digest(json.dumps(found).encode()), "value": model}

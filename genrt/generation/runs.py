@@ -368,7 +368,7 @@ class JobRun:
         return {"index": row.index, "digest": f"{row.digest:016x}", "input": columns} | judged
 
     async def _beat(self, seconds: float) -> None:
-        """Every so many seconds log how far the run is, and have what is written on the disk."""
+        """Log how far the run is, and write the output to the disk, every so many seconds."""
         while True:
             await asyncio.sleep(seconds)
             log.info("%s: %s", self._settings.output, self.report().progress)

@@ -129,5 +129,5 @@ class Asked:
 def _noted(error: BaseException, call: Callable[[], Any]) -> BaseException:
     """Return an error of the function with what it was asked about in a note."""
     if isinstance(call, partial):
-        error.add_note(f"the function was asked about {call.args[0]!r:.300}")
+        error.add_note(f"the function was asked about {call.args[-1]!r:.300}")
     return error
