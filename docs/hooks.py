@@ -62,8 +62,11 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Warn of every fault in the finished pages, which ends a strict build."""
+    """Write the search's index as a script for file://. Warn of every fault in the finished pages,
+    which ends a strict build."""
     site = Path(config.site_dir)
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    (site / "search" / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
     pages = {
         str(path.relative_to(site)): path.read_text(encoding="utf-8")
         for path in site.rglob("*.html")

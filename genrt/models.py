@@ -38,6 +38,7 @@ __all__ = [
     "convert_gguf",
     "converted_embedded",
     "embedded_installed",
+    "offline_advice",
     "resolve",
 ]
 
@@ -100,6 +101,15 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> s
             f'("owner/name"), or None for {EMBEDDED}.'
         )
     return name
+
+
+def offline_advice() -> str:
+    """Return what to add to a message about a model that was not found, where nothing may be fetched."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    found = [name for name in names if os.environ.get(name, "0").lower() not in ("", "0", "false")]
+    if not found:
+        return ""
+    return f". {found[0]} is set, so that models are looked for on this machine alone: unset it to fetch"
 
 
 def cache_directory() -> Path:

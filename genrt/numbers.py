@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,15 @@ __all__ = [
     "check_timeout",
     "is_truth_value",
     "named",
+    "nearest",
     "shown",
 ]
 
 _LONG = 10**40
 """Integers from here on are described in messages: Python refuses to print those of 4,300 digits."""
+
+_ELSEWHERE = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "schema": "json_schema"}
+"""Options of other libraries, and what they are called here."""
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -99,3 +105,14 @@ def named(value: object) -> str:
     """Return what a message shows where a name was expected: a str in full, anything else as ``shown``
     does."""
     return repr(value) if isinstance(value, str) else shown(value)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that was meant, if one is near."""
+    if not isinstance(name, str):
+        return ""
+    plain, names = name.lstrip("-").replace("-", "_"), list(known)
+    other = _ELSEWHERE.get(plain, plain)
+    found = [each for each in names if each.lstrip("-").replace("-", "_") == other]
+    found = found or difflib.get_close_matches(name, names, 1)
+    return f": did you mean {found[0]}?" if found else ""

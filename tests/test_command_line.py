@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,18 @@ import torch
 import genrt
 from genrt import models
 from genrt.__main__ import main
-from genrt.errors import EngineFailed, EngineNotInstalled
+from genrt.errors import (
+    EngineFailed,
+    EngineNotInstalled,
+    GenrtError,
+    InvalidAdapter,
+    InvalidConstraint,
+    InvalidRequest,
+    JobRefused,
+    ModelNotFound,
+)
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +128,48 @@ def test_an_error_of_ours_is_told_without_a_traceback(
 
     scripted_demo(monkeypatch, run)
     assert main(["demo"]) == 1
-    assert capsys.readouterr() == ("", "genrt: vLLM is not installed: install it\n")
+    assert capsys.readouterr() == ("", "genrt demo: vLLM is not installed: install it\n")
+
+
+@pytest.mark.parametrize(
+    "kind", [InvalidRequest, InvalidConstraint, InvalidAdapter, JobRefused, ModelNotFound]
+)
+@pytest.mark.parametrize("command", ["demo", "generate", "serve"])
+def test_what_is_refused_ends_with_code_2_in_every_command(
+    command: str,
+    kind: type[GenrtError],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*_: Any) -> int:
+        raise kind("it is wrong:\n  mend it")
+
+    module = {"serve": "genrt.server.command"}.get(command, f"genrt.{command}")
+    monkeypatch.setattr(importlib.import_module(module), "run", run)
+    assert main([command, *(["in", "out"] if command == "generate" else [])]) == 2
+    assert capsys.readouterr().err == f"genrt {command}: it is wrong: mend it\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["generate", "in", "out", "--temprature", "0.5"], "--temperature"),
+        (["generate", "in", "out", "--max-new-tokens=5"], "--max-tokens"),
+        (["demo", "--patern", "a"], "--pattern"),
+        (["info", "--jsn"], "--json"),
+        (["info", "--nothing-like-it"], None),
+    ],
+)
+def test_an_option_that_is_unknown_names_the_nearest(
+    arguments: list[str], meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"usage: genrt {arguments[0]}" in told
+    assert meant is None or told.endswith(f"did you mean {meant}?\n")
+    assert ("did you mean" in told) == (meant is not None)
 
 
 def test_an_interrupt_ends_with_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +195,7 @@ def test_info_aligns_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
     titles = [line for line in lines if not line.startswith(" ")]
-    assert titles == ["versions", "engines", "devices", "default model", "what to do"]
+    assert titles == ["versions", "extras", "engines", "devices", "default model", "what to do"]
     column = len(models.EMBEDDED) + 4
     facts = [line for line in lines if line.startswith("  ") and not line.startswith("  -")]
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in facts)
@@ -172,14 +225,28 @@ def test_info_works_with_nothing_installed_and_says_what_to_install(
     report = info(capsys)
     assert report["facts"]["engines"] == dict.fromkeys(["vllm", "transformers", "exact"])
     assert report["facts"]["versions"]["torch"] is None
+    assert 'pip install "genrt[adapters]"' in report["facts"]["extras"]["adapters"]
     advice = "\n".join(report["advice"])
     for command in (
         "pip install torch transformers llguidance",
         'pip install "genrt[cpu]"',
-        'pip install "genrt[adapters]"',
         models.EMBEDDED_INSTALL,
     ):
         assert command in advice
+
+
+def test_info_knows_every_extra_that_users_may_want(
+    installed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys() - {"cpu", "cuda", "test", "docs", "notebook"}
+    missing = {"peft": None, "ray": None, "genlm-control": None, "llamppl": "0.2.3"}
+    installed(**missing, uvicorn="1", starlette="1", httptools="1")
+    found = info(capsys)["facts"]["extras"]
+    assert found.keys() == extras
+    assert found["serve"] == "installed"
+    assert found["ray"] == 'needs ray: pip install "genrt[ray]"'
+    assert "genlm-control" in found["llamppl"]
 
 
 def test_where_there_is_a_gpu_the_cuda_extra_is_advised(

@@ -117,6 +117,9 @@ def test_a_job_goes_on_with_another_number_of_replicas(
         (["--limit", "0"], "limit"),
         (["--replicas", "0"], "replicas must be from 1"),
         (["--cluster", "auto"], "say how many with --replicas N"),
+        (["--regex", "("], "regex: "),
+        (["--grammar", "start: ("], "grammar: "),
+        (["--schema", "SCHEMA"], "json_schema: "),
     ],
 )
 def test_what_is_refused_opens_no_model_and_changes_nothing(
@@ -126,6 +129,8 @@ def test_what_is_refused_opens_no_model_and_changes_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (folder / "schema").write_text('{"type": "integer", "minimum": 2, "maximum": 1}')
+    arguments = [str(folder / "schema") if each == "SCHEMA" else each for each in arguments]
     assert generate(folder, "--limit", "2") == 0
     before = (folder / "out.jsonl").read_bytes()
     monkeypatch.setattr(genrt, "load", None, raising=False)
@@ -133,6 +138,32 @@ def test_what_is_refused_opens_no_model_and_changes_nothing(
     assert generate(folder, *arguments) == 2
     assert said in refusal(capsys)
     assert (folder / "out.jsonl").read_bytes() == before
+
+
+def test_rows_with_prompts_need_no_template(folder: Path) -> None:
+    write_rows(folder / "in.jsonl", [{"prompt": each["text"]} for each in ROWS])
+    assert generate(folder, template=None) == 0
+    with genrt.load(MODEL, engine="exact") as lm:
+        expected = lm.generate_sync(ROWS[3]["text"], max_tokens=6, seed=3).text
+    assert lines_of(folder)[3]["text"] == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["in.jsonl", "out.csv"], "call it out.jsonl"),
+        (["in.parquet", "out.jsonl"], "pandas.read_parquet"),
+        (["in.jsonl", "in.jsonl"], "is the input"),
+    ],
+)
+def test_files_that_cannot_be_are_refused_with_what_to_do(
+    files: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "in.parquet").write_bytes(b"PAR1")
+    model = ["--engine", "exact", "--model", str(folder / "model")]
+    paths = [str(folder / each) for each in files]
+    assert main(["generate", *paths, *model, "--prompt-template", "{text}"]) == 2
+    assert said in refusal(capsys)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +286,7 @@ def test_texts_may_be_an_adapters(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_vllm_gets_the_rank_that_an_adapter_needs(folder: Path) -> None:
     assert command._rank(str(write_adapter(folder / "one", 5))) == 16
-    with pytest.raises(InvalidRequest, match="no LoRA adapter"):
+    with pytest.raises(InvalidRequest, match="is not a LoRA adapter"):
         command._rank(str(folder))
 
 
@@ -281,7 +312,8 @@ def test_a_job_that_stops_is_told_by_the_exit_code(
         patched.setattr(AsyncLM, "generate", failing)
         assert generate(folder, "--max-consecutive-failures", "3") == 3
     assert "stopped: 3 rows failed one after another" in capsys.readouterr().out
-    assert generate(folder) == 0
+    assert generate(folder) == 3
+    assert generate(folder, "--retry-errors") == 0
 
 
 def test_an_error_of_the_engine_ends_with_code_1_after_the_table(

@@ -523,3 +523,20 @@ def test_the_embedded_tokenizer_is_smollm2s(embedded: str) -> None:
     )
     assert prompt.startswith("<|im_start|>system\n")
     assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("HF_HUB_OFFLINE", "1", True),
+        ("TRANSFORMERS_OFFLINE", "true", True),
+        ("HF_HUB_OFFLINE", "0", False),
+    ],
+)
+def test_a_model_that_is_not_found_offline_says_so(
+    name: str, value: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    assert (f"{name} is set" in models.offline_advice()) == said

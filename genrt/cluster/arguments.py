@@ -80,7 +80,7 @@ def _limits(text: str) -> ReplicaLimits:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise InvalidRequest(f"--replica-limits is no JSON: {error}") from error
+        raise InvalidRequest(f"--replica-limits is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise InvalidRequest(f"--replica-limits must be a JSON object, got {named(text)}")
     if unknown := [name for name in found if name not in names]:

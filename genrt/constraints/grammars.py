@@ -54,14 +54,14 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
 
 
 def json_schema(
-    schema: dict[str, Any] | str | bool, lm: AsyncLM, *, whitespace: Whitespace = "spaced"
+    schema: dict[str, Any] | str | bool | type, lm: AsyncLM, *, whitespace: Whitespace = "spaced"
 ) -> MaskedConstraint:
     """Return the constraint of the JSON texts of the values that are valid under a schema, in the order
     of its properties.
 
-    The schema is a dict, a JSON text, or True for any JSON at all; read as draft 2020-12, or as the
-    draft that its ``$schema`` names. Every text of the set validates, but not every spelling of a valid
-    value is in it:
+    The schema is a dict, a JSON text, a pydantic model, or True for any JSON at all; read as draft
+    2020-12, or as the draft that its ``$schema`` names. Every text of the set validates, but not every
+    spelling of a valid value is in it:
 
     * properties come in the order of ``properties``, then of ``required``, then any others;
     * strings have escapes only where JSON asks for them; integers are digits (``-0`` too, not ``1.0``);
@@ -99,6 +99,8 @@ def json_schema(
         InvalidConstraint: the schema is not one, says more than llguidance can do, allows nothing at all,
             or is too large or too complex; or there is no end token.
     """
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
     lark = lark_of_schema(schema, whitespace)
     constraint = _Grammar(_Vocabulary.of(lm), lark, "JSON schema")
     if not constraint.start().packed().any() and matches_nothing(lark):

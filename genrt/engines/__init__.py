@@ -40,9 +40,10 @@ def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
         if unknown:
             raise InvalidRequest(f"the exact engine has no options {unknown}")
     elif model is not None and not isinstance(model, str | os.PathLike):
+        from genrt.numbers import shown
+
         raise InvalidRequest(
-            f"model must be a name, a directory or None for engine {name!r}, "
-            f"got {type(model).__name__}"
+            f"model must be a name, a directory or None for engine {name!r}, got {shown(model)}"
         )
 
 

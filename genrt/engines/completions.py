@@ -19,6 +19,7 @@ from genrt.errors import InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
 from genrt.structures.guides import Guides
 from genrt.tokens.detokenizing import TextStream
+from genrt.tokens.rows import normalised
 from genrt.tokens.spellings import Spellings
 
 __all__ = ["Writing", "unsupported"]
@@ -111,7 +112,7 @@ class Writing:
         logits = logits.clone()
         if self._guide is not None:
             logits[~self._guide.mask().to(logits.device)] = -math.inf
-            self._guided = logits.log_softmax(-1)
+            self._guided = normalised(logits)
         for *before, last in self._bad:
             if drawn[len(drawn) - len(before) :] == before:
                 logits[last] = -math.inf
@@ -130,7 +131,7 @@ class Writing:
             for token_id, count in Counter(drawn).items():
                 penalty = decoding.frequency_penalty * count + decoding.presence_penalty
                 logits[token_id] -= penalty
-        return logits.log_softmax(-1)
+        return normalised(logits)
 
     def add(self, token_id: int, row: Tensor, drawn_from: Tensor) -> Completion | None:
         """Append a token that was drawn from the law ``drawn_from`` where the model's row was ``row``;

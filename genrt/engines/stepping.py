@@ -41,6 +41,7 @@ from genrt.questions.request import Request, Result, Streamed
 from genrt.questions.samples import SampleRequest
 from genrt.structures.guides import Guides
 from genrt.tokens.parameters import check_parameters
+from genrt.tokens.rows import normalised
 from genrt.tokens.sampling import draw, mixed, truncate
 from genrt.tokens.spellings import Spellings
 
@@ -353,7 +354,7 @@ class SteppedEngine:
         sound = ~(logits.isnan() | (logits == torch.inf)).any(-1) & (logits > -torch.inf).any(-1)
         finished: list[Finished] = []
         laws: dict[int, Tensor | None] = {}
-        rows = logits.log_softmax(-1)
+        rows = normalised(logits)
         for index, (progress, is_sound) in enumerate(zip(group, self._to_host(sound), strict=True)):
             if not is_sound:
                 error = NotFinite("the model's logits are NaN, +inf or all -inf for this context")

@@ -29,6 +29,7 @@ from genrt.errors import (
     ModelNotFound,
     OutOfMemory,
 )
+from genrt.models import offline_advice
 from genrt.questions.contexts import Adapter
 
 _TOKENIZER_FILES = (
@@ -262,7 +263,7 @@ def _translated(name: str) -> Iterator[None]:
     except OSError as error:
         raise ModelNotFound(
             f"{name} cannot be loaded: give a directory or a model name whose weights are "
-            f"safetensors ({error})"
+            f"safetensors ({error}){offline_advice()}"
         ) from error
     except Exception as error:
         raise EngineUnsupported(f"transformers cannot open {name}: {error}") from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,6 +15,8 @@ from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 
 __all__ = ["Fingerprint", "changes", "fingerprint", "model_of", "model_part"]
+
+log = logging.getLogger("genrt.generation")
 
 Fingerprint: TypeAlias = dict[str, dict[str, Any]]
 """For each part, by its name, a ``digest``, and where that may be shown the ``value``."""
@@ -23,12 +27,11 @@ MOST_SHOWN = 80
 PRIVATE = frozenset({"prompt_template", "system_message", "chat_template_kwargs", "validate"})
 """Parts that may say what prompts say."""
 
-SAMPLED_BLOCKS = 64
-BLOCK_BYTES = 4096
-"""Of a file of weights so many blocks of this size are read, evenly spread: training changes all."""
+KINDS = frozenset((".json", ".safetensors", ".jinja", ".model", ".txt"))
+"""The endings of files that decide a model's answers."""
 
-WHOLE_BYTES = 2**26
-"""Smaller files are read whole."""
+TOLD_BYTES = 2**32
+"""From so many bytes of weights on, reading them takes seconds and is logged."""
 
 HARMLESS = frozenset(
     """
@@ -80,24 +83,22 @@ def model_part(model: str) -> dict[str, Any]:
     path = Path(model)
     if not path.is_dir():
         return {"digest": _digest(model.encode(errors="replace")), "value": model}
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(path.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") and file.is_file():
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            for block in _blocks(file):
-                digest.update(block)
-    return {"digest": digest.hexdigest(), "value": model}
+    files = sorted(each for each in path.iterdir() if each.suffix in KINDS and each.is_file())
+    states = [file.stat() for file in files]
+    if (total := sum(each.st_size for each in states)) >= TOLD_BYTES:
+        log.info("reading %s, %.0f GB, to know it again", path, total / 1e9)
+    with ThreadPoolExecutor() as readers:  # hashing lets go of the interpreter
+        identities = ((each.st_size, each.st_mtime_ns, each.st_ino) for each in states)
+        digests = readers.map(lambda file, identity: _sha256(file, *identity), files, identities)
+        found = {file.name: digest for file, digest in zip(files, digests, strict=True)}
+    return {"digest": _digest(json.dumps(found).encode()), "value": model}
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
-    size = os.path.getsize(file)
+@lru_cache(1024)
+def _sha256(file: Path, size: int, mtime_ns: int, inode: int) -> str:
+    """Return the digest of a file's whole content; read once as long as the file is the same."""
     with file.open("rb") as opened:
-        if size <= WHOLE_BYTES:
-            yield opened.read()
-            return
-        for place in range(SAMPLED_BLOCKS):
-            opened.seek((size - BLOCK_BYTES) * place // (SAMPLED_BLOCKS - 1))
-            yield opened.read(BLOCK_BYTES)
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _digest(data: bytes) -> str:

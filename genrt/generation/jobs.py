@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any, Unpack
 from genrt.errors import InvalidRequest
 from genrt.generation.fingerprints import Fingerprint, fingerprint, model_of, model_part
 from genrt.generation.outputs import Schema
-from genrt.generation.prompts import Prompts
-from genrt.generation.reports import JobReport, check_heartbeat
+from genrt.generation.prompts import Prompts, default_columns
+from genrt.generation.reports import JobReport
 from genrt.generation.runs import JobRun, JobSettings
-from genrt.generation.tables import check_input, format_of
+from genrt.generation.tables import check_input, check_output, format_of, read_rows
 from genrt.generation.validators import Judge, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, check_timeout, named, shown
+from genrt.numbers import check_bool, check_float, check_int, check_timeout, named, shown
 from genrt.questions.completions import (
     STRUCTURES,
     CompletionOptions,
@@ -31,6 +32,7 @@ from genrt.questions.completions import (
 from genrt.questions.contexts import Limits, check_seed
 from genrt.runtime.blocking import blocking_twin
 from genrt.runtime.thread import aside
+from genrt.structures.guides import Guides
 
 __all__ = ["Job"]
 
@@ -52,7 +54,8 @@ class Job:
 
     ``OUTPUT.job.json`` beside it says what the lines were made from. A run with another template, schema,
     option, model or ``weights_version`` is refused, and so is one whose input has changed in a row that
-    is finished.
+    is finished. Weights that a runtime got by ``update_weights`` are those of that runtime alone, unless
+    ``model`` names their directory: another runtime's may be others, and are refused.
 
     With ``seed``, row ``i`` is drawn with seed ``seed + i``: a finished job is the same whatever
     interrupted it, as far as the engine computes the same in any batch.
@@ -79,7 +82,7 @@ class Job:
         sort_by_length: bool = False,
         concurrency: int | None = None,
         max_consecutive_failures: int = 10,
-        heartbeat: float = 60.0,
+        heartbeat: float = 15.0,
         log_prompts: bool = False,
         **options: Unpack[TurnOptions],
     ) -> None:
@@ -90,6 +93,7 @@ class Job:
             prompt_template: the prompt of a row, by the names of columns: ``"Summarise: {text}"``.
                 ``{{`` and ``}}`` are braces; values that are no str are written as JSON.
             messages_column: in place of a template, the column with a conversation: a list, or its JSON.
+                Without either, the rows' column ``prompt`` or ``messages`` is what is asked.
             system_message: is put in front of every conversation; makes one of a template too.
             chat: whether the template's text is a message of the user's, answered by ``lm.chat``.
             validate: says whether a text is valid, and what its value is, as of ``generate_valid``: a
@@ -110,11 +114,11 @@ class Job:
                 streamed otherwise.
             concurrency: how many rows are under way at once; by default as many as keep the engine's
                 steps full, with a ``timeout`` no more than a step takes.
-            max_consecutive_failures: after so many rows in a row failed, the run stops, and these are not
-                written: the next run asks them again. 0 is no bound. Rows that are themselves wrong (too
-                long, a column missing) do not count.
-            heartbeat: every so many seconds a line is logged, and the output synchronized with the disk;
-                0 is never.
+            max_consecutive_failures: after so many rows in a row failed, the run stops. 0 is no bound.
+                Rows that are themselves wrong (any InvalidRequest: too long, a column missing, a text
+                that the tokenizer refuses) do not count.
+            heartbeat: every so many seconds a line is logged, with the time that is left, and the output
+                synchronized with the disk; 0 is never.
             log_prompts: whether warnings about failed rows have the rows and the messages of the errors,
                 which may quote prompts.
             options: those of ``lm.chat``. ``timeout`` is each row's; ``seed`` is 0 unless it is
@@ -125,9 +129,12 @@ class Job:
             ExtraNotInstalled: there is a schema, and jsonschema is missing.
         """
         source = check_input(_path("input", input))
+        form = format_of(source, input_format)
         if "json_schema" in options:
             options = {**options, "json_schema": Schema(options["json_schema"]).schema}
         judged = options.get("json_schema") if validate is None else validate
+        if prompt_template is None and messages_column is None:
+            prompt_template, messages_column = default_columns(next(read_rows(source, form), None))
         prompts = Prompts(
             prompt_template, messages_column, chat=chat, system_message=system_message
         )
@@ -156,8 +163,8 @@ class Job:
         self._model_options = _plain("model_options", model_options)
         self._settings = JobSettings(
             input=source,
-            form=format_of(source, input_format),
-            output=_path("output", output),
+            form=form,
+            output=check_output(_path("output", output)),
             prompts=prompts,
             judge=None if judged is None else Judge(judged),
             options=asked,
@@ -172,7 +179,7 @@ class Job:
             max_consecutive_failures=check_int(
                 "max_consecutive_failures", max_consecutive_failures, 0
             ),
-            heartbeat=check_heartbeat(heartbeat),
+            heartbeat=check_float("heartbeat", heartbeat, 0.0, threading.TIMEOUT_MAX),
             log_prompts=check_bool("log_prompts", log_prompts),
         )
 
@@ -198,7 +205,7 @@ class Job:
             raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
         running = JobRun(self._settings)
         try:
-            await aside(lambda: running.open(self._fingerprint(model_of(lm), lm.weights_version)))
+            await aside(lambda: running.open(self._fingerprint(model_of(lm), lm)))
             return await running.run(lm)
         finally:
             try:
@@ -222,8 +229,10 @@ class Job:
             raise
         return running
 
-    def _fingerprint(self, model: str | None, weights_version: int = 0) -> Fingerprint:
-        parts = self._decided | {"weights_version": weights_version}
+    def _fingerprint(self, model: str | None, lm: AsyncLM | None = None) -> Fingerprint:
+        parts = self._decided | {"weights_version": 0 if lm is None else lm.weights_version}
+        if lm is not None and lm.weights_version and self._model is None:
+            parts = parts | {"runtime": lm.runtime_id}
         if self._model_options is not None:
             parts = parts | {"model_options": self._model_options}
         found = fingerprint(parts)
@@ -286,11 +295,11 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _name_of(value: Any) -> Any:
-    """Return what stands for a value that is no JSON: a mapping's dict, a function's name."""
+    """Return what stands for a value that is not JSON: a mapping's dict, a function's name."""
     if isinstance(value, Mapping):
         return dict(value)
     if not isinstance(name := getattr(value, "__qualname__", None), str):
-        raise TypeError(f"{shown(value)} is no JSON")
+        raise TypeError(f"{shown(value)} is not JSON")
     return name
 
 
@@ -317,6 +326,8 @@ def _decided(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
     if given.get("max_tokens") is None:
         decoding["max_tokens"] = None
     structure = decoding.pop("structure")
+    if structure is not None:
+        Guides(None, 0).check(structure)
     structures = dict.fromkeys(STRUCTURES) | dict([structure] if structure else [])
     others |= {"seed": check_seed(seed), "tools": None, "chat_template_kwargs": None} | others
     return decoding | structures | {name: _plain(name, each) for name, each in others.items()}

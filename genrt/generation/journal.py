@@ -29,7 +29,7 @@ from genrt.generation.tables import parse_json
 
 __all__ = ["Journal"]
 
-FORMAT = 1
+FORMAT = 2
 """Of the description; another one is refused."""
 
 REMEDY = (
@@ -214,8 +214,8 @@ class Journal:
     def sync(self) -> None:
         """Have what is written survive the machine's end, too; from any thread."""
         with contextlib.suppress(ValueError), _translated(self.path):  # closed meanwhile
-            if self._file is not None:
-                os.fsync(self._file.fileno())
+            if (file := self._file) is not None:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Close the file once it is on the disk, and let others write. Idempotent."""

@@ -16,10 +16,17 @@ from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any, Literal, TypeAlias, Unpack, cast, get_args, overload
 
-from genrt.errors import Closed, EngineDied, InvalidRequest
+from genrt.errors import (
+    Closed,
+    ContextTooLong,
+    EngineDied,
+    EngineFailed,
+    InvalidRequest,
+    TimedOut,
+)
 from genrt.generation.walk import Source, Walk
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, check_timeout, named, shown
+from genrt.numbers import check_bool, check_int, check_timeout, named, nearest, shown
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
 from genrt.questions.contexts import check_seed, seed_at
 from genrt.questions.token_ids import TokenIds
@@ -241,6 +248,21 @@ class Asked:
         check_timeout(self._given.get("timeout"))
         await self._lm.batch_generate([], **cast("Any", self._given | {"timeout": None}))
 
+    async def probe(self) -> None:
+        """Raise InvalidRequest if the engine cannot do what the options say, whatever the item: draw one
+        token by them."""
+        room = self._lm.max_model_len - 1
+        if (most := self._given.get("max_tokens")) is not None and most > room:
+            raise ContextTooLong(
+                f"max_tokens={most} leaves no room for a prompt in max_model_len={room + 1}"
+            )
+        one: Any = self._given | {"timeout": None, "seed": 0, "max_tokens": 1, "min_tokens": 0}
+        try:
+            await self._lm.batch_generate([[0]], **one)
+        except (EngineFailed, TimedOut) as error:
+            if isinstance(error, EngineDied):
+                raise  # other failures are the first rows' to tell
+
     async def ask(self, number: int, item: Any) -> Completion | Failed:
         """Return the completion of an item, or its error. Raises Closed, EngineDied."""
         stream: Stream | None = None
@@ -285,7 +307,8 @@ def _own(options: dict[str, Any], item: Item) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise InvalidRequest(f"an Item's options must be a mapping, got {shown(own)}")
     if unknown := [name for name in own if name not in GenerateOptions.__annotations__]:
-        raise InvalidRequest(f"an Item has no option {named(unknown[0])}: see GenerateOptions")
+        near = nearest(unknown[0], GenerateOptions.__annotations__) or ": see GenerateOptions"
+        raise InvalidRequest(f"an Item has no option {named(unknown[0])}{near}")
     if any(name in own for name in STRUCTURES):
         options = {name: value for name, value in options.items() if name not in STRUCTURES}
     return {**options, **own}

@@ -24,7 +24,7 @@ class Schema:
         """Take a schema as ``json_schema=`` does: a dict, a JSON text, or a pydantic model.
 
         Raises:
-            InvalidRequest: it is no JSON schema.
+            InvalidRequest: it is not a JSON schema.
             ExtraNotInstalled: jsonschema is missing.
         """
         try:
@@ -38,7 +38,7 @@ class Schema:
         except InvalidRequest:
             raise
         except ValueError as error:
-            raise InvalidRequest(f"json_schema is no JSON: {error}") from error
+            raise InvalidRequest(f"json_schema is not JSON: {error}") from error
         if not isinstance(given, dict):
             raise InvalidRequest(f"json_schema must be an object, got {shown(schema)}")
         self.schema: dict[str, Any] = given
@@ -46,11 +46,11 @@ class Schema:
         try:
             kind.check_schema(given)
         except jsonschema.SchemaError as error:
-            raise InvalidRequest(f"json_schema is no JSON schema: {error.message}") from error
+            raise InvalidRequest(f"json_schema is not a JSON schema: {error.message}") from error
         self._validator = kind(given, format_checker=kind.FORMAT_CHECKER)
 
     def check(self, record: Any) -> Any:
-        """Return a record, or what it says if it is a JSON text. Raises ValueError if it is no JSON, and
+        """Return a record, or what it says if it is a JSON text. Raises ValueError if it is not JSON, and
         jsonschema's ValidationError of what is most wrong with it."""
         from jsonschema.exceptions import best_match
 

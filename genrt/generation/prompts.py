@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from genrt.errors import InvalidRequest, UnknownColumn
-from genrt.generation.tables import parse_json
+from genrt.generation.tables import Row, parse_json
 from genrt.numbers import check_bool, named, shown
 
-__all__ = ["Prompt", "Prompts", "Template", "value_of"]
+__all__ = ["Prompt", "Prompts", "Template", "default_columns", "value_of"]
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """A text, or a conversation."""
@@ -82,7 +82,10 @@ class Prompts:
     ) -> None:
         """Raise InvalidRequest unless one of the two is given, and fits the others."""
         if (template is None) == (messages_column is None):
-            raise InvalidRequest("give one of prompt_template and messages_column")
+            raise InvalidRequest(
+                "give one of prompt_template (--prompt-template) and messages_column "
+                "(--messages-column)"
+            )
         if messages_column is not None and (
             not isinstance(messages_column, str) or not messages_column
         ):
@@ -128,13 +131,36 @@ class Prompts:
         return messages
 
 
+def default_columns(first: Row | None) -> tuple[str | None, str | None]:
+    """Return the template and the column of messages for rows like this one.
+
+    Raises:
+        InvalidRequest: the row has no column of the names ``prompt`` and ``messages``, or both.
+    """
+    columns = {} if first is None else first.columns
+    found = [name for name in ("prompt", "messages") if name in columns]
+    if len(found) != 1:
+        among = "both 'prompt' and 'messages'" if found else f"the columns {_listed(columns)}"
+        raise InvalidRequest(
+            "say what is asked: give --prompt-template (prompt_template=) or --messages-column "
+            f"(messages_column=); the rows have {among}"
+        )
+    [name] = found
+    is_conversation = name == "messages" or isinstance(columns[name], list)
+    return (None, name) if is_conversation else (f"{{{name}}}", None)
+
+
 def value_of(columns: Mapping[str, Any], name: str) -> Any:
     """Return a row's value. Raises UnknownColumn if it has none, and says which columns there are."""
     if name not in columns:
-        names = ", ".join(map(repr, itertools.islice(columns, MOST_NAMED)))
-        more = f" and {len(columns) - MOST_NAMED} more" if len(columns) > MOST_NAMED else ""
-        raise UnknownColumn(f"there is no column {name!r}: there are {names or 'none'}{more}")
+        raise UnknownColumn(f"there is no column {name!r}: there are {_listed(columns)}")
     return columns[name]
+
+
+def _listed(columns: Mapping[str, Any]) -> str:
+    names = ", ".join(map(repr, itertools.islice(columns, MOST_NAMED)))
+    more = f" and {len(columns) - MOST_NAMED} more" if len(columns) > MOST_NAMED else ""
+    return f"{names or 'none'}{more}"
 
 
 def _written(value: Any) -> str:
@@ -147,7 +173,7 @@ def _messages(name: str, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise InvalidRequest(f"column {name!r} is no JSON text: {error}") from error
+            raise InvalidRequest(f"column {name!r} is not a JSON text: {error}") from error
     if (
         not isinstance(value, list)
         or not value

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,16 +19,16 @@ from typing import Any, Self, cast
 
 from genrt.errors import (
     Closed,
-    ContextTooLong,
     EngineDied,
     InvalidRequest,
     JobRefused,
     OutputFailed,
+    UnknownAdapter,
 )
 from genrt.generation.journal import REMEDY, Journal
 from genrt.generation.many import AHEAD, Asked, Failed, Item
 from genrt.generation.prompts import Prompt, Prompts, value_of
-from genrt.generation.reports import Counting, JobReport, heartbeat
+from genrt.generation.reports import JobReport
 from genrt.generation.tables import Row, read_rows
 from genrt.generation.validators import Fault, Judge
 from genrt.generation.walk import Walk
@@ -97,7 +98,8 @@ class JobRun:
     def __init__(self, settings: JobSettings) -> None:
         self._settings = settings
         self._journal = Journal(settings.output)
-        self._counting = Counting()
+        self._report = JobReport()
+        self._began = time.monotonic()
         self._opening = threading.Lock()
         self._closed = self._is_ready = False
         self._weights_version = 0  # which all lines are made with
@@ -108,8 +110,7 @@ class JobRun:
         self._started = 0
         self._again: deque[_Asked] = deque()
         self._news = asyncio.Event()
-        # Rows that failed one after another: they are written once another one does not.
-        self._held: list[tuple[Row, Exception, Completion | None]] = []
+        self._failures: list[Exception] = []  # of rows that failed one after another
 
     # -- before there is a model ----------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class JobRun:
         """Read the input once: rows that are finished have to be as they were, columns to be known.
 
         Return False if the run was closed meanwhile."""
-        at, counting, digests = self._settings, self._counting, self._journal.digests
+        at, report, digests = self._settings, self._report, self._journal.digests
         known: dict[str, None] = {}
         read = 0
         for row in itertools.islice(read_rows(at.input, at.form), max(at.limit, len(digests))):
@@ -160,14 +161,14 @@ class JobRun:
                     "over (--overwrite, overwrite=True). A row that failed may be mended, and is asked "
                     "again with --retry-errors, retry_errors=True"
                 )
-            counting.skipped += was != 0 and row.index < at.limit
+            report.skipped += was != 0 and row.index < at.limit
         if read < len(digests):
             raise JobRefused(
                 f"{at.input} has {read} rows, and {at.output} an answer to row {len(digests) - 1}: rows "
                 "of the input may not go"
             )
-        counting.rows = min(read, at.limit)
-        counting.failed_before = min(self._journal.failed, counting.skipped)
+        report.rows = min(read, at.limit)
+        report.failed_before = min(self._journal.failed, report.skipped)
         for name in (*at.prompts.columns, *(at.keep_columns or ())) if read else ():
             value_of(known, name)
         return True
@@ -175,7 +176,7 @@ class JobRun:
     def _todo(self) -> Iterator[_Asked | None]:
         """Yield the rows that are left, and ``None`` for each that is not."""
         at, digests = self._settings, self._journal.digests
-        for row in itertools.islice(read_rows(at.input, at.form), self._counting.rows):
+        for row in itertools.islice(read_rows(at.input, at.form), self._report.rows):
             if row.index < len(digests) and digests[row.index]:
                 yield None
                 continue
@@ -201,25 +202,29 @@ class JobRun:
         self._is_ready = False
         if lm.weights_version != self._weights_version:
             self._refuse()
-        self._counting.restart_clock()
+        self._began = time.monotonic()
         options: Any = {**at.options, "concurrency": at.concurrency}
         asked = Asked(lm, options)
-        with heartbeat(at.heartbeat, self._beat) as end:
-            try:
+        beats = asyncio.create_task(self._beat(at.heartbeat)) if at.heartbeat else None
+        try:
+            if self._report.left:
+                await asked.check()
+                await asked.probe()
                 await self._ask_all(asked)
-            finally:
-                await aside(end)  # a beat may wait for the disk
-        return self._counting.report()
+        finally:
+            if beats is not None:
+                beats.cancel()
+        return self.report()
 
     run_sync = blocking_twin(run)
 
     def report(self) -> JobReport:
         """Return what has been done so far."""
-        return self._counting.report()
+        report, seconds = self._report, time.monotonic() - self._began
+        counted = Counter(report.failed), Counter(report.invalid)
+        return replace(report, failed=counted[0], invalid=counted[1], seconds=seconds)
 
     async def _ask_all(self, asked: Asked) -> None:
-        await asked.check()
-
         async def answer(number: int, item: Item) -> _Answer:
             return await self._judged(await asked.ask(number, item))
 
@@ -230,7 +235,7 @@ class JobRun:
             most_ahead=AHEAD * asked.concurrency,
         )
         try:
-            while not self._counting.stopped and (taken := await walk.take()) is not None:
+            while not self._report.stopped and (taken := await walk.take()) is not None:
                 self._settle(*taken)
         except OutputFailed:
             await walk.close()
@@ -241,14 +246,12 @@ class JobRun:
         await self._end(walk)
         if self._refused is not None:
             raise self._refused
-        if not self._counting.stopped:
-            self._write_held()
 
     def _refuse(self) -> None:
         """Stop: the runtime has other weights than the lines were made with."""
         made = f"{self._journal.path} was made with version {self._weights_version} of them"
         self._refused = JobRefused(f"the runtime has new weights, and {made}: {REMEDY}")
-        self._counting.stopped = str(self._refused)
+        self._report.stopped = str(self._refused)
 
     async def _judged(self, result: Completion | Failed) -> _Answer:
         judge, values, faults = self._settings.judge, list[Any](), list[Fault]()
@@ -268,7 +271,7 @@ class JobRun:
     async def _items(self) -> AsyncIterator[Item]:
         rows = self._todo() if self._sorted is None else _drained(self._sorted)
         for place, asked in enumerate(rows):
-            if self._counting.stopped:
+            if self._report.stopped:
                 return
             while self._again:
                 yield self._start(self._again.popleft())
@@ -276,7 +279,7 @@ class JobRun:
                 yield self._start(asked)
                 continue
             if asked is not None:
-                self._fail(asked.row, cast("InvalidRequest", asked.prompt), is_own_fault=True)
+                self._fail(asked.row, cast("InvalidRequest", asked.prompt))
             if place % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         while self._again or (self._under_way and self._settings.num_retries_invalid):
@@ -304,16 +307,16 @@ class JobRun:
     def _settle(self, number: int, answer: _Answer) -> None:
         asked, result, faults = self._under_way.pop(number), answer.result, answer.faults
         self._news.set()
-        at, counting = self._settings, self._counting
+        at, report = self._settings, self._report
         text = result.partial if isinstance(result, Failed) else result
         was = self._weights_version  # a text that nobody began has none
         if text is not None and text.token_ids and text.weights_version != was:
             self._refuse()
             return
         if isinstance(result, Failed):
-            self._fail(asked.row, result.error, result.partial, is_own_fault=False)
+            self._fail(asked.row, result.error, result.partial)
             return
-        counting.completion_tokens += len(result.token_ids)
+        report.completion_tokens += len(result.token_ids)
         entry = self._entry(asked.row) | answer_of(result) | {"seed": self._seed(asked)}
         if faults and asked.again < at.num_retries_invalid:
             self._again.append(replace(asked, again=asked.again + 1))
@@ -322,52 +325,40 @@ class JobRun:
             entry |= {"output": answer.output, "valid": not faults}
             entry["fault"] = f"{faults[0].category} ({faults[0].detail})" if faults else None
         if faults and not result.truncated:
-            counting.invalid[faults[0].category] += 1
-        if not counting.stopped:
-            self._write_held()
+            report.invalid[faults[0].category] += 1
         self._journal.write(entry)
-        counting.done += 1
-        counting.truncated += result.truncated
-        counting.prompt_tokens += len(result.prompt_token_ids)
+        self._failures.clear()
+        report.done += 1
+        report.truncated += result.truncated
+        report.prompt_tokens += len(result.prompt_token_ids)
 
-    def _fail(
-        self, row: Row, error: Exception, partial: Completion | None = None, *, is_own_fault: bool
-    ) -> None:
-        """Write a row's error, whatever its kind; hold it back if the next rows may fail too."""
-        at, counting = self._settings, self._counting
+    def _fail(self, row: Row, error: Exception, partial: Completion | None = None) -> None:
+        """Write a row's error, whatever its kind; stop if too many rows in a row failed, and none by a
+        fault of its own."""
+        at, report, name = self._settings, self._report, type(error).__name__
+        if not isinstance(error, InvalidRequest) or isinstance(error, UnknownAdapter):
+            if report.stopped:
+                return  # the next run asks it
+            self._failures.append(error)
         told = f": {error}; the row is {row.columns}" if at.log_prompts else ""
-        log.warning("row %d failed with %s%s", row.index, type(error).__name__, told)
-        is_own_fault = is_own_fault or isinstance(error, ContextTooLong)
-        if is_own_fault or not at.max_consecutive_failures:
-            self._write_failed(row, error, partial)
-            return
-        self._held.append((row, error, partial))
-        counting.kept_back = len(self._held)
-        if len(self._held) == at.max_consecutive_failures:
-            counting.stopped = self._stopped()
-
-    def _stopped(self) -> str:
-        kinds = Counter(type(error).__name__ for _, error, _ in self._held)
-        messages = {str(error) for _, error, _ in self._held}
-        # What is said of one row alone may quote its prompt; what is said of all does not.
-        shown = len(messages) == 1 < len(self._held) or self._settings.log_prompts
-        told = messages.pop() if shown else "log_prompts (--log-prompts) shows their messages"
-        return (
-            f"{len(self._held)} rows failed one after another, with {' and '.join(kinds)}: {told}. They "
-            "are not written, and the next run asks them again"
-        )
-
-    def _write_held(self) -> None:
-        while self._held:
-            self._write_failed(*self._held[0])
-            del self._held[0]
-            self._counting.kept_back = len(self._held)
-
-    def _write_failed(self, row: Row, error: Exception, partial: Completion | None) -> None:
-        name = type(error).__name__
+        log.warning("row %d failed with %s%s", row.index, name, told)
         entry = self._entry(row) | answer_of(partial) | {"error": str(error), "error_type": name}
         self._journal.write(entry)
-        self._counting.failed[name] += 1
+        report.failed[name] += 1
+        if len(self._failures) == at.max_consecutive_failures > 0:
+            report.stopped = self._stopped()
+
+    def _stopped(self) -> str:
+        kinds = Counter(type(error).__name__ for error in self._failures)
+        messages = {str(error) for error in self._failures}
+        # What is said of one row alone may quote its prompt; what is said of all does not.
+        shown = len(messages) == 1 < len(self._failures) or self._settings.log_prompts
+        told = messages.pop() if shown else "log_prompts (--log-prompts) shows their messages"
+        return (
+            f"{len(self._failures)} rows failed one after another, with {' and '.join(kinds)}: {told}. "
+            "They are written with their errors: once the reason is gone, ask them again with "
+            "--retry-errors (retry_errors=True)"
+        )
 
     def _entry(self, row: Row) -> dict[str, Any]:
         at, columns = self._settings, row.columns
@@ -376,12 +367,15 @@ class JobRun:
         judged = {} if at.judge is None else {"output": None, "valid": None, "fault": None}
         return {"index": row.index, "digest": f"{row.digest:016x}", "input": columns} | judged
 
-    def _beat(self) -> None:
-        log.info("%s: %s", self._settings.output, str(self._counting))
-        try:
-            self._journal.sync()
-        except OutputFailed as error:
-            log.warning("%s", error)
+    async def _beat(self, seconds: float) -> None:
+        """Log how far the run is, and write the output to the disk, every so many seconds."""
+        while True:
+            await asyncio.sleep(seconds)
+            log.info("%s: %s", self._settings.output, self.report().progress)
+            try:
+                await aside(self._journal.sync)
+            except OutputFailed as error:
+                log.warning("%s", error)
 
     def close(self) -> None:
         """Close the output once it is on the disk, and let others write it. Idempotent, from any thread;

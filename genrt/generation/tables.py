@@ -15,10 +15,21 @@ from typing import Any, NoReturn
 from genrt.errors import InvalidRequest
 from genrt.numbers import named
 
-__all__ = ["FORMATS", "Row", "format_of", "parse_json", "read_rows"]
+__all__ = [
+    "FORMATS",
+    "Row",
+    "check_input",
+    "check_output",
+    "format_of",
+    "parse_json",
+    "read_rows",
+]
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 """The formats by the endings of files' names."""
+
+CONVERTED = {".parquet": "read_parquet", ".json": "read_json", ".xlsx": "read_excel"}
+"""Other formats by the endings of files' names, and the functions of pandas that read them."""
 
 DIGEST_BYTES = 8
 
@@ -45,12 +56,19 @@ def format_of(path: Path, chosen: str | None = None) -> str:
         InvalidRequest: no format has this name, or the file's name does not tell.
     """
     known = sorted(set(FORMATS.values()))
-    if chosen is None and (chosen := FORMATS.get(path.suffix.lower())) is None:
+    ending = path.suffix.lower()
+    if chosen is None and (reader := CONVERTED.get(ending)) is not None:
         raise InvalidRequest(
-            f"the name of {path} does not say its format: give the input format, one of {known}"
+            f"a job reads {', '.join(known)}, and {path} is none of these: convert it, as with "
+            f'pandas.{reader}("{path.name}").to_json("{path.stem}.jsonl", orient="records", lines=True)'
+        )
+    if chosen is None and (chosen := FORMATS.get(ending)) is None:
+        raise InvalidRequest(
+            f"the name of {path} does not say its format: give --input-format (input_format=), one of "
+            f"{known}"
         )
     if chosen not in known:
-        raise InvalidRequest(f"the input format must be one of {known}, got {named(chosen)}")
+        raise InvalidRequest(f"input_format must be one of {known}, got {named(chosen)}")
     return chosen
 
 
@@ -69,7 +87,7 @@ def read_rows(path: Path, form: str) -> Iterator[Row]:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InvalidRequest(
-            f"{path} is no UTF-8 ({error.reason}): convert it, for example with iconv"
+            f"{path} is not UTF-8 ({error.reason}): convert it, for example with iconv"
         ) from error
 
 
@@ -97,7 +115,7 @@ def _finite(digits: str) -> float:
 
 
 def _refused(name: str) -> NoReturn:
-    raise ValueError(f"it has {name}, which is no JSON: write null")
+    raise ValueError(f"it has {name}, which is not JSON: write null")
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -116,11 +134,11 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                     "" if line.endswith(b"\n") else "; the file ends in it, and may be unfinished"
                 )
                 raise InvalidRequest(
-                    f"line {number} of {path} is no JSON: {error}{whole}"
+                    f"line {number} of {path} is not JSON: {error}{whole}"
                 ) from error
             if not isinstance(columns, dict):
                 raise InvalidRequest(
-                    f"line {number} of {path} is no JSON object: each line must be one, like "
+                    f"line {number} of {path} is not a JSON object: each line must be one, like "
                     '{"column": "value"}'
                 )
             yield columns
@@ -135,7 +153,7 @@ def _csv_lines(path: Path, form: str) -> Iterator[dict[str, Any]]:
                 if not fields:
                     continue
                 if not header:
-                    header = _checked_header(path, fields)
+                    header = _checked_header(path, fields, form)
                     continue
                 if len(fields) != len(header):
                     raise InvalidRequest(
@@ -152,7 +170,18 @@ def _csv_lines(path: Path, form: str) -> Iterator[dict[str, Any]]:
         raise InvalidRequest(f"{path} has no header: its first line must name the columns")
 
 
-def _checked_header(path: Path, names: list[str]) -> list[str]:
+def _checked_header(path: Path, names: list[str], form: str) -> list[str]:
+    separators = [each for each in ";|\t," if len(names) == 1 and each in names[0]]
+    if separators:
+        advice = {
+            "\t": "give --input-format tsv (input_format=)",
+            ",": "give --input-format csv (input_format=)",
+        }
+        convert = f"separate them by {'tabs' if form == 'tsv' else 'commas'}"
+        raise InvalidRequest(
+            f"the header of {path} is one column, {names[0]!r}, with {separators[0]!r} between names: "
+            f"{advice.get(separators[0], convert)}"
+        )
     if empty := [place for place, name in enumerate(names, 1) if not name.strip()]:
         raise InvalidRequest(f"column {empty[0]} of {path} has no name in the header")
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -171,7 +200,18 @@ def check_input(path: Path) -> Path:
     if not path.exists():
         raise InvalidRequest(f"there is no file {path}")
     if not path.is_file():
-        raise InvalidRequest(f"{path} is no file: a job reads its input more than once")
+        raise InvalidRequest(f"{path} is not a file: a job reads its input more than once")
     if not os.access(path, os.R_OK):
         raise InvalidRequest(f"{path} cannot be read: its permissions forbid it")
+    return path
+
+
+def check_output(path: Path) -> Path:
+    """Return the path of an output. Raises InvalidRequest if its name says that it is not JSONL."""
+    ending = path.suffix.lower()
+    if FORMATS.get(ending, "jsonl") != "jsonl" or ending in CONVERTED.keys() - {".json"}:
+        raise InvalidRequest(
+            f"the output is a line of JSON for each row, and its name says {ending}: call it "
+            f"{path.with_suffix('.jsonl').name}"
+        )
     return path

@@ -32,6 +32,7 @@ from genrt.interop.foreign import importing
 from genrt.lm import AsyncLM
 from genrt.questions.token_ids import TokenIds
 from genrt.tokens import vocabulary
+from genrt.tokens.rows import normalised
 
 with importing("genlm"):
     from genlm.backend.llm import AsyncLM as GenlmLM
@@ -135,7 +136,7 @@ class GenrtLM:
         if missing > 0:
             return pad(rows, (0, missing), value=-math.inf)
         if missing < 0:
-            return rows[..., :missing].log_softmax(dim=-1)
+            return normalised(rows[..., :missing])
         return rows
 
     # -- samples ------------------------------------------------------------------------------

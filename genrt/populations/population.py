@@ -276,6 +276,7 @@ class Population:
 
     def cut(self, lengths: int | Integers) -> None:
         """Drop what each sequence has beyond ``lengths``, one for all or ``[n]``, each at least 1.
+        Shorter sequences stay as they are, as in ``text[:100]``.
 
         Raises:
             InvalidRequest: no integers, too small, or not one for each sequence.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from genrt.errors import InvalidRequest
-from genrt.numbers import check_bool, check_float, check_int, named, shown
+from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
 from genrt.questions.samples import (
     DECODING_CHECKS,
@@ -336,7 +336,10 @@ def _checked(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``Decoding`` that were given, in plain types."""
     for name in options:
         if name not in CompletionOptions.__annotations__:
-            raise InvalidRequest(f"a completion has no option {named(name)}: see GenerateOptions")
+            raise InvalidRequest(
+                f"a completion has no option {named(name)}"
+                f"{nearest(name, GenerateOptions.__annotations__) or ': see GenerateOptions'}"
+            )
     given: dict[str, Any] = {**options}
     structure = _structure({name: given.pop(name) for name in STRUCTURES if name in given})
     checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}
@@ -383,7 +386,7 @@ def schema_text(schema: Mapping[str, Any] | str | type) -> str:
         if isinstance(given, Mapping):
             return json.dumps(dict(given), allow_nan=False)
     except Exception as error:  # a pydantic model's are of its own kinds
-        raise InvalidRequest(f"json_schema is no JSON: {error}") from error
+        raise InvalidRequest(f"json_schema is not JSON: {error}") from error
     raise InvalidRequest(
         f"json_schema must be a dict, a JSON text or a pydantic model, got {shown(schema)}"
     )

@@ -3,7 +3,7 @@
 Rules:
     An array's dtype says what it is: bool is a mask, int32 a packed one, int64 holds token ids. Any
     other is refused, since its numbers could be flags as well as ids.
-    A sequence or set holds token ids. One that looks like flags, 0 or 1 for each token, is refused.
+    A sequence or set holds token ids. Zeros and ones that repeat are flags, and refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ packed bitmask, int32 ``[ceil(vocab_size / 32)]`` with token ``i`` at bit ``i % 
 
 Masks: TypeAlias = Sequence[Mask | None] | torch.Tensor | np.ndarray
 """A mask for each context, or a bool or packed matrix of them."""
-
-MANY_IDS = 256
-"""So many token ids that are all 0 or 1 are no ids, whatever the length of the vocabulary."""
 
 
 def packed_mask(mask: Mask, vocab_size: int) -> bytes:
@@ -162,7 +159,7 @@ _BOOLS: set[type] = {bool, np.bool_}
 def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
     """Return bool ``[vocab_size]``, true at these token ids."""
     words = id_words(token_ids, vocab_size, allow_empty=True, name="mask")
-    if _are_flags(words, vocab_size):
+    if _are_flags(words):
         raise InvalidRequest(
             f"mask has {len(words)} entries, all of them 0 or 1, which as token ids allow no token but "
             f"these: {_advice(vocab_size)}, each once"
@@ -172,12 +169,9 @@ def _bits_of_ids(token_ids: TokenIds, vocab_size: int) -> np.ndarray:
     return bits
 
 
-def _are_flags(words: array.array[int], vocab_size: int) -> bool:
-    """Tell whether these numbers are 0 or 1 for each token, or may be meant so, rather than token ids."""
-    count = len(words)
-    if count != vocab_size and count < MANY_IDS:
-        return False
-    return max(words) <= 1 and len(set(words)) < count
+def _are_flags(words: array.array[int]) -> bool:
+    """Tell whether these numbers are 0 or 1 for each token rather than token ids."""
+    return len(words) > 0 and max(words) <= 1 and len(set(words)) < len(words)
 
 
 def _check_shape(mask: Table, length: int, vocab_size: int) -> None:

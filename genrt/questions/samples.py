@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Required, TypeAlias, TypedDict
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.numbers import check_float, check_int, shown
+from genrt.numbers import check_float, check_int, nearest, shown
 from genrt.questions.contexts import TOKEN_BYTES, Adapter, Limits, abbreviated, check_seed, seed_at
 from genrt.questions.token_ids import TokenIds
 
@@ -224,7 +224,8 @@ def sample_requests(
     ``max_tokens`` is missing; else as ``sample_request``."""
     for name in options:
         if name not in SampleOptions.__annotations__:
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+            near = nearest(name, SampleOptions.__annotations__)
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{near}")
     if "max_tokens" not in options:
         raise TypeError(f"{method}() missing a required keyword argument: 'max_tokens'")
     if len(contexts) == 0:

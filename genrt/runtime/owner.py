@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, Self, Unpack
@@ -32,12 +33,16 @@ class EngineOwner:
 
     Every ``AsyncLM`` is one. Safe from any thread and any event loop. A context manager both ways;
     leaving it closes the engine, and so does the end of the last reference to it.
+
+    Attributes:
+        runtime_id: tells this runtime from every other one, in any process.
     """
 
     def __init__(self, thread: EngineThread, cache: RowCache, engine: Engine) -> None:
         self._thread = thread
         self._cache = cache
         self._limits = Limits(engine.vocab_size, engine.max_model_len)
+        self.runtime_id = secrets.token_hex(8)
         self._adapters = AdapterNames(
             thread, engine.adapters if isinstance(engine, Reading) else {}
         )

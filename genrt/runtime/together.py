@@ -111,12 +111,23 @@ class Asked:
                     return number, answer
                 keep(number, answer)
             except BaseException as error:
-                return error
+                return _noted(error, call)
         return None
 
     async def _await(self, calls: _Calls, keep: Keep, limit: asyncio.Semaphore) -> None:
         """Take calls from the shared ones and await their answers, until none is left."""
         for number, call in calls:
             async with limit:
-                answer = call()
-                keep(number, await answer if inspect.isawaitable(answer) else answer)
+                try:
+                    answer = call()
+                    keep(number, await answer if inspect.isawaitable(answer) else answer)
+                except Exception as error:
+                    _noted(error, call)
+                    raise
+
+
+def _noted(error: BaseException, call: Callable[[], Any]) -> BaseException:
+    """Return an error of the function with what it was asked about in a note."""
+    if isinstance(call, partial):
+        error.add_note(f"the function was asked about {call.args[-1]!r:.300}")
+    return error

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
+import pydantic
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from genrt.constraints import (
     abitmasks,
     all_of,
     bitmasks,
+    json_schema,
     masking,
     masks,
     regex,
@@ -50,6 +52,16 @@ def reach(constraint: MaskedConstraint, token_ids: Sequence[int]) -> ConstraintS
 
 def matches(pattern: str) -> Callable[[bytes], bool]:
     return of_texts(lambda text: bool(re.fullmatch(pattern, text)))
+
+
+def test_a_pydantic_model_is_a_schema() -> None:
+    class Answer(pydantic.BaseModel):
+        yes: bool
+
+    lm = lm_over(*(bytes([byte]) for byte in range(32, 127)))
+    for schema in (Answer, Answer.model_json_schema()):
+        state = reach(json_schema(schema, lm), [byte - 31 for byte in b'{"yes": true}'])
+        assert state.accepting
 
 
 PATTERNS = [

@@ -278,8 +278,10 @@ async def test_what_the_predicate_raises_reaches_the_caller(kind: Any) -> None:
 
     failing = Failing()
     state: Any = predicate(kind(failing), lm_over(b"a", b"b", b"c")).start()
-    with pytest.raises(BrokenError, match="by the user"):
+    with pytest.raises(BrokenError, match="by the user") as raised:
         await state.check([1, 2, 3])
+    [note] = raised.value.__notes__
+    assert note == f"the function was asked about {Text((2,), b'b')!r}"
     assert await state.check([1, 2, 3]) == [True, True, True]
     assert Counter(failing.texts)[Text((2,), b"b")] == 1
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -106,6 +106,21 @@ def expect_right(ends: dict[Request, Finished], requests: Sequence[LogprobsReque
         torch.testing.assert_close(result, wanted(request.token_ids))
 
 
+def test_rows_of_a_large_vocabulary_sum_to_one() -> None:
+    class Wide(Script):
+        vocab_size = 128_256
+
+        def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
+            shape, generator = (len(contexts), self.vocab_size), torch.Generator().manual_seed(0)
+            return 20 + 5 * torch.randn(shape, generator=generator)
+
+    engine, requests = stepper(Wide()), questions(1, 2, 3)
+    engine.submit(requests)
+    for end in drain(engine, 3).values():
+        assert isinstance(end.result, Tensor)
+        assert abs(float(end.result.double().logsumexp(-1))) <= 3e-7
+
+
 @pytest.mark.promise(number=19)
 def test_the_oldest_go_first_and_no_more_than_fit() -> None:
     script = Script()

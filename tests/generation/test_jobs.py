@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
 import json
 import logging
 import os
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from genrt.errors import (
     JobRefused,
     OutputFailed,
     TimedOut,
+    UnknownAdapter,
     UnknownColumn,
 )
 from genrt.generation import fingerprints, many, runs, tables
@@ -32,7 +34,7 @@ from genrt.generation.jobs import Job
 from genrt.generation.journal import Journal
 from genrt.generation.many import Failed
 from genrt.generation.outputs import Schema
-from genrt.generation.reports import heartbeat
+from genrt.generation.reports import JobReport
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from tests.generation.job_cases import MODEL, VOCABULARY, job, lines_of, rows, write_rows
@@ -286,16 +288,16 @@ async def test_the_loop_goes_on_while_a_job_waits_for_the_disk(
     assert (await job(folder).run(lm)).complete
     waits = disk.waits
     assert waits > 1
+    original, beaten = AsyncLM.generate, asyncio.Event()
 
-    @contextlib.contextmanager
-    def beating(seconds: float, beat: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Beat once, at the end."""
-        with heartbeat(0, beat):
-            yield beat
+    async def generate(lm: AsyncLM, *args: Any, **options: Any) -> Completion:
+        disk.meanwhile = beaten.set
+        await beaten.wait()
+        return await original(lm, *args, **options)
 
-    monkeypatch.setattr(runs, "heartbeat", beating)
-    assert (await job(folder, overwrite=True).run(lm)).complete
-    assert disk.waits == 2 * waits + 1
+    monkeypatch.setattr(AsyncLM, "generate", generate)
+    assert (await job(folder, overwrite=True, heartbeat=1e-9).run(lm)).complete
+    assert disk.waits > 2 * waits
 
 
 async def test_the_output_is_free_once_a_run_is_cancelled_while_it_waits_for_the_disk(
@@ -431,11 +433,11 @@ def test_a_schema_is_judged_by_however_it_is_given() -> None:
     wrong: dict[str, Any] = {
         "must be a dict, a JSON text or a pydantic model, got 5": 5,
         "must be an object": "[]",
-        "is no JSON: Expecting": "{",
-        "is no JSON: it has NaN": '{"maximum": NaN}',
-        "is no JSON: Out of range float": {"maximum": float("nan")},
-        "is no JSON: Cannot generate a JsonSchema": NoSchema,
-        "is no JSON schema": {"type": "nothing"},
+        "is not JSON: Expecting": "{",
+        "is not JSON: it has NaN": '{"maximum": NaN}',
+        "is not JSON: Out of range float": {"maximum": float("nan")},
+        "is not JSON: Cannot generate a JsonSchema": NoSchema,
+        "is not a JSON schema": {"type": "nothing"},
     }
     for message, given in wrong.items():
         with pytest.raises(InvalidRequest, match=f"^json_schema {message}"):
@@ -470,13 +472,7 @@ def test_overwriting_starts_over(lm: AsyncLM, folder: Path) -> None:
     assert job(folder, temperature=0.5).run_sync(lm).skipped == 12
 
 
-@pytest.mark.parametrize("whole", [2**26, 2**10])
-def test_a_model_is_compared_by_what_is_in_its_directory(
-    whole: int, lm: AsyncLM, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Large files by parts of them, all over the file."""
-    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", whole)
-    monkeypatch.setattr(fingerprints, "BLOCK_BYTES", 16)
+def test_a_model_is_compared_by_all_that_is_in_its_directory(lm: AsyncLM, folder: Path) -> None:
     for name in ("one", "copy", "other"):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text("{}")
@@ -487,6 +483,39 @@ def test_a_model_is_compared_by_what_is_in_its_directory(
     assert job(folder, model=folder / "copy").run_sync(lm).skipped == 3
     with pytest.raises(JobRefused, match="another model"):
         job(folder, model=folder / "other").run_sync(lm)
+
+
+def test_a_byte_of_large_weights_makes_another_model(tmp_path: Path) -> None:
+    weights, digests = tmp_path / "model.safetensors", set()
+    weights.touch()
+    os.truncate(weights, 2**26 + 2**20)
+    for place in (0, 2**20 + 100_000, 2**26 + 2**20 - 1):  # the second is in none of 64 samples
+        with weights.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        digests.add(fingerprints.model_part(str(tmp_path))["digest"])
+    assert len(digests) == 3
+
+
+def test_weights_are_read_once_while_they_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    first, digest = fingerprints.model_part(str(tmp_path)), hashlib.file_digest
+    reads: list[Any] = []
+
+    def counted(file: Any, name: Any) -> Any:
+        reads.append(file)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    assert fingerprints.model_part(str(tmp_path)) == first
+    assert not reads
+    stat = (tmp_path / "model.safetensors").stat()
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    os.utime(tmp_path / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert fingerprints.model_part(str(tmp_path)) != first
+    assert len(reads) == 1
 
 
 # -- outputs that are not the job's ---------------------------------------------------------------
@@ -537,7 +566,7 @@ def test_a_row_that_is_there_twice_is_refused(lm: AsyncLM, folder: Path) -> None
         "",
         "{}",
         "[1]",
-        '{"format": 2, "parts": {}}',
+        '{"format": 1, "parts": {}}',
         '{"format": 1, "parts": null}',
         '{"format": 1, "parts": [1]}',
         '{"format": 1, "parts": {"prompt_template": "say {text}"}}',
@@ -770,11 +799,29 @@ def test_failures_one_after_another_stop_the_job_and_are_asked_again(
     report = job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm)
     assert report.stopped is not None
     assert "3 rows failed one after another, with EngineFailed: broken" in report.stopped
-    assert (report.done, report.kept_back, report.failed) == (4, 3, {})
-    assert [line["index"] for line in lines_of(folder)] == [0, 1, 2, 3]
+    assert (report.done, report.failed, report.left) == (4, {"EngineFailed": 3}, 5)
+    assert [line["index"] for line in lines_of(folder)] == [*range(7)]
     assert "stopped: 3 rows" in str(report)
     scripted.errors.clear()
-    assert job(folder).run_sync(lm).complete
+    assert job(folder, retry_errors=True).run_sync(lm).complete
+
+
+def test_no_more_failures_are_written_after_those_that_stop_a_job(
+    lm: AsyncLM, folder: Path, scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.errors = {index: EngineFailed("broken") for index in range(12)}
+    report = job(folder, max_consecutive_failures=3, concurrency=12).run_sync(lm)
+    assert (report.failed, report.left, len(lines_of(folder))) == ({"EngineFailed": 3}, 9, 3)
+    assert caplog.text.count("failed with EngineFailed") == 3
+
+
+def test_rows_that_stop_a_job_do_not_stop_the_next_run(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {index: EngineFailed("broken") for index in range(3)}
+    assert job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm).left == 9
+    report = job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm)
+    assert (report.done, report.left, report.failed_before) == (9, 0, 3)
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
@@ -793,18 +840,44 @@ def test_failures_before_one_that_is_none_are_written(
     scripted.errors = {index: EngineFailed("broken") for index in (0, 1, 3, 4, 6, 11)}
     report = job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm)
     assert report.stopped is None
-    assert (report.failed, report.kept_back) == ({"EngineFailed": 6}, 0)
+    assert report.failed == {"EngineFailed": 6}
 
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_rows_that_are_wrong_themselves_stop_nothing(
     most: int, lm: AsyncLM, tmp_path: Path
 ) -> None:
+    refused = [{"text": "NO TOKENS"}] * 12  # for capital letters
     wrong = [{"text": "a" * 99}] * 6 + [{"other": "a"}] * 6
-    write_rows(tmp_path / "in.jsonl", [*wrong, ROWS[0]])
+    write_rows(tmp_path / "in.jsonl", [*refused, *wrong, ROWS[0]])
     report = job(tmp_path, max_consecutive_failures=most).run_sync(lm)
     assert (report.done, report.stopped) == (1, None)
-    assert report.failed == {"ContextTooLong": 6, "UnknownColumn": 6}
+    assert report.failed == {"InvalidRequest": 12, "ContextTooLong": 6, "UnknownColumn": 6}
+
+
+def test_an_adapter_that_has_gone_is_no_rows_own_fault(
+    lm: AsyncLM, folder: Path, scripted: Scripted
+) -> None:
+    scripted.errors = {index: UnknownAdapter("it was removed") for index in range(12)}
+    report = job(folder, max_consecutive_failures=3, concurrency=1).run_sync(lm)
+    assert report.stopped is not None
+    assert "it was removed" in report.stopped
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"regex": "a"}, "end token|this"), ({"max_tokens": 64}, "leaves no room for a prompt")],
+)
+def test_what_no_row_can_have_ends_the_job_before_its_first_row(
+    options: dict[str, Any], said: str, folder: Path
+) -> None:
+    model = NGram.random(VOCABULARY, order=1, seed=1)  # it has no end token
+    with (
+        genrt.load(model, engine="exact", engine_options={"max_model_len": 64}) as lm,
+        pytest.raises(InvalidRequest, match=said),
+    ):
+        job(folder, **options).run_sync(lm)
+    assert lines_of(folder) == []
 
 
 def test_without_a_bound_all_failures_are_written(
@@ -974,18 +1047,18 @@ def test_a_heartbeat_tells_how_far_the_job_is(
     finally:
         log.removeHandler(handler)
     assert "out.jsonl: 0 of 1 rows, 0 failed" in caplog.records[0].getMessage()
-    assert "0:00:00 elapsed" in caplog.records[0].getMessage()
+    assert "0:00:00 elapsed, unknown left" in caplog.records[0].getMessage()
 
 
-def test_a_heartbeat_ends_with_what_it_watches() -> None:
-    beats = threading.Semaphore(0)
-    before = threading.active_count()
-    with heartbeat(0.001, beats.release):
-        assert beats.acquire(timeout=60)
-        assert beats.acquire(timeout=60)
-    assert threading.active_count() == before
-    with heartbeat(0, beats.release):
-        assert threading.active_count() == before
+async def test_a_heartbeat_ends_with_its_run(lm: AsyncLM, folder: Path) -> None:
+    await job(folder, heartbeat=1e-9).run(lm)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_progress_says_how_long_the_rest_takes() -> None:
+    report = JobReport(rows=100, skipped=40, done=10, failed=Counter(a=5), seconds=30.0)
+    assert report.progress == "50 of 100 rows, 5 failed, 0 tokens/s, 0:00:30 elapsed, 0:01:30 left"
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
@@ -1053,9 +1126,40 @@ def test_what_does_not_go_together_is_refused(folder: Path) -> None:
         {"json_schema": "{"},
         {"unknown": 1},
         {"min_tokens": 7},
+        {"regex": "("},
+        {"grammar": "no grammar"},
+        {"output": folder / "out.csv"},
+        {"output": folder / "out.parquet"},
     ):
+        given: dict[str, Any] = {"prompt_template": "{text}", "max_tokens": 6} | wrong
         with pytest.raises(InvalidRequest):
-            job(folder, **({"prompt_template": "{text}"} | wrong))
+            Job(folder / "in.jsonl", given.pop("output", folder / "out.jsonl"), **given)
+
+
+@pytest.mark.parametrize(
+    ("columns", "chosen"),
+    [
+        ({"prompt": "a", "other": 1}, "{prompt}"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, "prompt"),
+        ({"messages": "[]", "text": "a"}, "messages"),
+        ({"text": "a"}, None),
+        ({"prompt": "a", "messages": []}, None),
+        (None, None),
+    ],
+)
+def test_a_column_named_prompt_or_messages_is_what_is_asked(
+    columns: dict[str, Any] | None, chosen: str | None, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "in.jsonl", [] if columns is None else [columns])
+    if chosen is None:
+        with pytest.raises(InvalidRequest, match=r"--prompt-template .* the rows have "):
+            Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+        return
+    with Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl").begin():
+        parts = json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["parts"]
+    wanted = ("messages_column", "prompt_template")["{" in chosen]
+    digests = fingerprints.fingerprint({wanted: chosen})
+    assert parts[wanted]["digest"] == digests[wanted]["digest"]
 
 
 def test_a_job_runs_on_a_runtime_alone(folder: Path) -> None:
@@ -1177,6 +1281,21 @@ def test_a_job_is_not_resumed_with_other_weights(folder: Path) -> None:
         ):
             begun.run_sync(lm)
         assert job(folder, overwrite=True).run_sync(lm).complete
+
+
+def test_weights_of_another_runtime_may_be_others(folder: Path) -> None:
+    def run(**options: Any) -> Any:
+        with genrt.load(MODEL, engine="exact") as lm:
+            lm.update_weights_sync(OTHER)
+            job(folder, limit=3, **options).run_sync(lm)
+            return job(folder, limit=4, **options).run_sync(lm)
+
+    assert run().skipped == 3  # in one runtime the version tells
+    with pytest.raises(JobRefused, match="another runtime"):
+        run()
+    (folder / "weights").mkdir()
+    assert run(model=folder / "weights", overwrite=True).done == 4
+    assert run(model=folder / "weights").skipped == 4
 
 
 async def test_texts_by_weights_that_came_meanwhile_are_not_written(

@@ -75,16 +75,16 @@ def test_a_rows_digest_is_that_of_its_values(tmp_path: Path) -> None:
 
 SECRET = "SECRET"
 BAD_LINES = [
-    (b"[1]", "no JSON object"),
-    (b'"SECRET"', "no JSON object"),
-    (b'{"a": "SECRET}', "no JSON"),
+    (b"[1]", "not a JSON object"),
+    (b'"SECRET"', "not a JSON object"),
+    (b'{"a": "SECRET}', "not JSON"),
     (b'{"a": NaN, "b": "SECRET"}', "NaN"),
     (b'{"a": -Infinity}', "Infinity"),
     (b'{"a": 1e999}', "beyond all floats"),
     (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
-    (b'{"a": ' + b"9" * 5000 + b"}", "no JSON"),
-    (b'{"a": "\xff SECRET"}', "no UTF-8"),
-    ('{"a": "SECRET"}'.encode("utf-16"), "no UTF-8"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+    (b'{"a": "\xff SECRET"}', "not UTF-8"),
+    ('{"a": "SECRET"}'.encode("utf-16"), "not UTF-8"),
 ]
 
 
@@ -95,7 +95,7 @@ def test_a_line_that_is_no_row_is_refused_without_being_shown(
     with pytest.raises(InvalidRequest, match=said) as refused:
         rows_of(tmp_path, b'{"a": 1}\n' + line + b"\n")
     assert SECRET not in str(refused.value)
-    assert said == "no UTF-8" or "line 2" in str(refused.value)
+    assert said == "not UTF-8" or "line 2" in str(refused.value)
 
 
 def test_an_unfinished_last_line_is_told(tmp_path: Path) -> None:
@@ -108,13 +108,15 @@ def test_an_unfinished_last_line_is_told(tmp_path: Path) -> None:
     [
         (b"", "no header"),
         (b"\n\n", "no header"),
+        (b"a;b\n1;2\n", r"one column, 'a;b', with ';' between names: separate them by commas"),
+        (b"a\tb\n", "give --input-format tsv"),
         (b"a,,b\n1,2,3\n", "column 2 of .* has no name"),
         (b"a,b,a\n1,2,3\n", r"has \['a'\] more than once"),
         (b"a,b\n1,2\n3\n", "line 3 of .* has 1 fields, and the header 2"),
         (b"a,b\n1,2,3\n", "line 2 of .* has 3 fields"),
         (b'a,b\n1,"SECRET\n', "line 2"),
         (b'a,b\n1,"SEC"RET\n', "line 2"),
-        (b"a,b\n1,\xff\n", "no UTF-8"),
+        (b"a,b\n1,\xff\n", "not UTF-8"),
         (b"a\n" + b"x" * 200_000 + b"\n", "field_size_limit"),
     ],
 )
@@ -124,6 +126,12 @@ def test_a_csv_that_is_none_is_refused(content: bytes, said: str, tmp_path: Path
         rows_of(tmp_path, content, "in.csv")
     assert "SEC" not in str(refused.value)
     assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.XLSX"])
+def test_formats_that_are_not_read_are_named_with_what_converts_them(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"convert it, as with pandas\.read_\w+\("):
+        format_of(Path(name))
 
 
 def test_the_format_is_the_names_or_the_one_that_is_chosen(tmp_path: Path) -> None:
@@ -137,7 +145,7 @@ def test_the_format_is_the_names_or_the_one_that_is_chosen(tmp_path: Path) -> No
 def test_an_input_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="there is no file"):
         check_input(tmp_path / "none.jsonl")
-    with pytest.raises(InvalidRequest, match="no file"):
+    with pytest.raises(InvalidRequest, match="is not a file"):
         check_input(tmp_path)
     with pytest.raises(InvalidRequest, match="cannot be read"):
         list(read_rows(tmp_path, "jsonl"))

@@ -12,7 +12,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,6 +301,16 @@ def hooks() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_search_works_from_files(hooks: ModuleType, tmp_path: Path) -> None:
+    """There the theme reads its index as a script, and its worker runs in a frame."""
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "search_index.json").write_text('{"docs": []}')
+    hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
+    assert (tmp_path / "search" / "search_index.js").read_text() == 'var __index = {"docs": []}'
+    [shim] = re.findall(r"polyfills: \[(.*?)\]", (ROOT / "mkdocs.yml").read_text())
+    assert 'location.protocol === "file:"' in (DOCS / shim).read_text()
 
 
 SOUND = r"""<p id="a">See <a href="../index.html#top">there</a>, <a href="#a">here</a> and

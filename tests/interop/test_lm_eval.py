@@ -63,7 +63,7 @@ def write_tasks(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def lm(llama: Path) -> Iterator[AsyncLM]:
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": LENGTH + 1}
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": LENGTH}
     with genrt.load(str(llama), engine_options=options, cache_bytes=0) as lm:
         yield lm
 

@@ -104,7 +104,7 @@ def test_a_job_that_is_killed_again_and_again_is_finished(tmp_path: Path) -> Non
     again = len(asked) - ROWS
     assert again <= killed * 2 * CONCURRENCY, f"seed {seed}: {again} rows were asked again"
     assert sorted(tmp_path.glob(".*")) in ([], [tmp_path / ".out.jsonl.lock"])
-    assert json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["format"] == 1
+    assert json.loads((tmp_path / "out.jsonl.job.json").read_bytes())["format"] == 2
 
 
 @pytest.mark.proof

@@ -78,7 +78,7 @@ FORMS: list[Callable[[torch.Tensor], Any]] = [
     lambda mask: mask.nonzero()[:, 0],
     lambda mask: mask.nonzero()[:, 0].numpy(),
     lambda mask: mask.nonzero()[:, 0].tolist()[::-1],
-    lambda mask: tuple(mask.nonzero()[:, 0].tolist() * 2),
+    lambda mask: (*mask.nonzero()[:, 0].tolist(), *mask.nonzero()[:, 0].tolist()[2:]),
     lambda mask: set(mask.nonzero()[:, 0].tolist()),
 ]
 

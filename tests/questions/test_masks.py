@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrt.errors import InvalidRequest
-from genrt.questions.masks import MANY_IDS, check_masks, packed_mask, packed_masks
+from genrt.questions.masks import check_masks, packed_mask, packed_masks
 
 V = 41  # no multiple of 32, nor of 8
 
@@ -103,9 +103,9 @@ def test_flags_for_each_token_are_refused_and_what_to_give_is_said(
         packed_mask(form(flags), V)
 
 
-@pytest.mark.parametrize("length", [MANY_IDS, 500, 1000])
+@pytest.mark.parametrize("length", [4, 256, 500, 1000])
 def test_flags_for_a_vocabulary_of_another_length_are_refused(length: int) -> None:
-    """A tokenizer's vocabulary is often shorter than the model's."""
+    """A tokenizer's vocabulary is often shorter than the model's, and a guess shorter still."""
     with pytest.raises(InvalidRequest, match=f"{length} entries, all of them 0 or 1"):
         packed_mask([0, 1] * (length // 2), 512)
 
@@ -114,9 +114,9 @@ def test_flags_for_a_vocabulary_of_another_length_are_refused(length: int) -> No
 def test_token_ids_are_taken_in_any_order_and_as_often_as_they_come(
     every: list[int], some: list[int]
 ) -> None:
-    """Also as many as the vocabulary has, unless they are all 0 or 1."""
+    """Also as many as the vocabulary has, unless zeros and ones repeat."""
     assert packed_mask(every, 9) == packed_mask(np.ones(9, dtype=np.bool_), 9)
-    if not (len(some) == 9 and max(some) <= 1):
+    if not (len({*some}) < len(some) and max(some) <= 1):
         assert packed_mask(some, 9) == packed_mask(set(some), 9)
 
 

@@ -42,7 +42,7 @@ KEY = "open-sesame-42"
         (["--cluster", "auto"], "say how many with --replicas N"),
         (["--replica-limits", "{}"], "say how many with --replicas N"),
         (["--replicas", "2", "--cluster", ""], "cluster must be"),
-        (["--replicas", "2", "--replica-limits", "{"], "--replica-limits is no JSON"),
+        (["--replicas", "2", "--replica-limits", "{"], "--replica-limits is not JSON"),
         (["--replicas", "2", "--replica-limits", "[1]"], "must be a JSON object"),
         (
             ["--replicas", "2", "--replica-limits", '{"patience": 1}'],
@@ -54,7 +54,7 @@ KEY = "open-sesame-42"
 def test_wrong_arguments_are_told_before_a_model_is_loaded(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "no/such/model", *arguments]) == 1
+    assert main(["serve", "no/such/model", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 

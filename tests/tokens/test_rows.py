@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from genrt.tokens.rows import Leaving, apart, stacked, together
+from genrt.tokens.rows import Leaving, apart, normalised, stacked, together
 
 
 def step(count: int = 6, width: int = 5) -> Tensor:
@@ -27,6 +27,31 @@ def padded(count: int = 6, width: int = 5) -> Tensor:
 def inferred() -> Tensor:
     with torch.inference_mode():
         return step() + 0.5
+
+
+@pytest.mark.parametrize("shape", [(128_256,), (3, 128_256), (40, 999), (2, 3, 7), (1, 1), (0, 5)])
+def test_rows_sum_to_one_up_to_the_rounding_of_their_entries(shape: tuple[int, ...]) -> None:
+    logits = 20 + 5 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    for kind in (torch.float32, torch.bfloat16):
+        rows = normalised(logits.to(kind))
+        assert rows.dtype == torch.float32
+        assert rows.shape == shape
+        assert bool((rows.double().logsumexp(-1).abs() <= 3e-7).all())
+        torch.testing.assert_close(rows, logits.to(kind).float().log_softmax(-1))
+    assert bool((logits == before).all())
+
+
+def test_flat_rows_are_off_by_half_an_ulp_of_their_entries() -> None:
+    rows = normalised(torch.randn(128_256, generator=torch.Generator().manual_seed(0)))
+    assert abs(float(rows.double().logsumexp(-1))) <= 6e-7  # entries are about -12
+
+
+def test_what_is_not_finite_stays_in_normalised_rows() -> None:
+    some, none = [0.0, -torch.inf, 0.0], [-torch.inf] * 3
+    rows = normalised(torch.tensor([some, none, [0.0, torch.nan, 0.0], [0.0, torch.inf, 0.0]]))
+    torch.testing.assert_close(rows[0].exp(), torch.tensor([0.5, 0.0, 0.5]))
+    assert bool(rows[1:].isnan().all())
 
 
 STEPS: list[Callable[[], Tensor]] = [step, padded, inferred, lambda: step(12)[1::2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.rank import LAUNCHED
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
+from genrt.models import offline_advice
 
 __all__ = [
     "check_version",
@@ -63,6 +65,10 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         del os.environ[GLOO]
+
+
+NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not supported", re.I)
+"""The errors by which vLLM refuses a model whose layers it has no kernels for."""
 
 
 def check_version(version: str) -> None:
@@ -125,10 +131,16 @@ def configure(
             ReasoningParserManager.import_reasoning_parser(plugin)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
     except mistakes as error:
+        if NOT_COMPUTED.search(str(error)):
+            raise translated(error, f"vLLM could not open {checkpoint}") from error
         raise InvalidRequest(f"vLLM does not take these engine_options: {error}") from error
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
     ReasoningParsers(config)  # raises before weights are loaded
+    if not changes_with_length(config):
+        # vLLM reserves a place for the following token, which is drawn and never computed. With one more,
+        # the longest context is as long as the model takes.
+        config.model_config.max_model_len += 1
     # Add an eighth for rows, which would otherwise wait for a text to end.
     texts = config.scheduler_config.max_num_seqs
     config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)
@@ -148,6 +160,14 @@ def configure(
         CaptureV2 if config.use_v2_model_runner else CaptureV1,
     ]
     return config
+
+
+def changes_with_length(config: VllmConfig) -> bool:
+    """Return whether vLLM computes the model otherwise from some ``max_model_len`` on, so that one more
+    could give another law: Phi 3's long factors of RoPE, Llama 4's temperatures of attention."""
+    text = config.model_config.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    return "longrope" in str(rope) or str(getattr(text, "model_type", "")).startswith("llama4")
 
 
 def can_be_ahead(config: VllmConfig) -> bool:
@@ -199,8 +219,12 @@ LOGPROBS = SamplingParams(
 
 def without_layers(config: VllmConfig) -> VllmConfig:
     """Return a copy of the configuration without the model's layers. vLLM stores the layers of an open
-    model in it, with weights and KV cache, and front ends may send it to another process."""
+    model in it, with weights and KV cache, and front ends may send it to another process. Its
+    ``max_model_len`` is the model's."""
     found = copy(config)
+    if not changes_with_length(config):
+        found.model_config = copy(config.model_config)
+        found.model_config.max_model_len -= 1
     found.compilation_config = copy(config.compilation_config)
     found.compilation_config.static_forward_context = {}
     return found
@@ -234,9 +258,14 @@ def translated(error: Exception, what: str) -> GenrtError:
         kind = EngineDied
     elif isinstance(error, OSError) and not isinstance(error, ConnectionError):
         kind = ModelNotFound
+    elif NOT_COMPUTED.search(str(error)):
+        kind = EngineUnsupported
     else:
         return failure(error, what)
-    translated = kind(f"{what}: {type(error).__name__}: {error}")
+    advice = offline_advice() if kind is ModelNotFound else ""
+    if kind is EngineUnsupported:
+        advice = '. genrt.load(…, engine="transformers") computes such models, more slowly'
+    translated = kind(f"{what}: {type(error).__name__}: {error}{advice}")
     translated.__cause__ = error
     return translated
 

@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -172,14 +173,55 @@ def test_the_longest_context_has_a_row_and_one_token_more_an_error(
     lm: AsyncLM, oracle: Callable[[Sequence[int]], torch.Tensor]
 ) -> None:
     context = mixed_prompts(2, lm.max_model_len, lm.vocab_size, seed=4)[1]
-    assert len(context) == lm.max_model_len == 511
+    assert len(context) == lm.max_model_len == 512  # the checkpoint's own
+    assert engine_of(lm).vllm_config.model_config.max_model_len == 512  # as front ends read it
     before = lm.statistics().batcher.questions
     for length in (lm.max_model_len - 1, lm.max_model_len):
         row = lm.next_token_logprobs_sync(context[:length])
         assert worst([row], [oracle(context[:length])]) < TOLERANCE
-    with pytest.raises(ContextTooLong, match="over max_model_len=511"):
+    with pytest.raises(ContextTooLong, match="over max_model_len=512"):
         lm.next_token_logprobs_sync([*context, 1])
     assert lm.statistics().batcher.questions - before == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, False),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, True),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, True),
+        ({"model_type": "llama4_text"}, True),
+    ],
+)
+def test_models_that_change_with_the_length_get_none_more(
+    text: dict[str, Any], changes: bool
+) -> None:
+    from genrt.engines.vllm.config import changes_with_length
+
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(**text))
+    assert changes_with_length(cast("Any", SimpleNamespace(model_config=model))) == changes
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "advice"),
+    [
+        (ValueError("Head size 17 is not supported"), EngineUnsupported, 'engine="transformers"'),
+        (RuntimeError("No valid attention backend found"), EngineUnsupported, "transformers"),
+        (OSError("no such model"), ModelNotFound, "HF_HUB_OFFLINE is set"),
+        (RuntimeError("it broke"), EngineFailed, ""),
+    ],
+)
+def test_vllms_refusals_say_what_to_do(
+    error: Exception, kind: type[Exception], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genrt.engines.vllm.config import translated
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = translated(error, "vLLM could not open it")
+    assert isinstance(found, kind)
+    assert advice in str(found)
+    assert advice or "HF_HUB" not in str(found)
 
 
 # -- faults ---------------------------------------------------------------------------------------

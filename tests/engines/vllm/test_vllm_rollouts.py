@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": 32,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
-    "max_model_len": 257,
+    "max_model_len": 256,
     "kv_cache_memory_bytes": 24 * BLOCK,
 } | ({"enable_lora": True, "max_loras": 2} if HAS_LORA else {})
 needs_lora = pytest.mark.skipif(not HAS_LORA, reason="vLLM's LoRA on CUDA has no float32")
