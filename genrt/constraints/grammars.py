@@ -17,13 +17,13 @@ from genrt.constraints.protocols import MaskedConstraint
 from genrt.constraints.tokens import PackedState, lm_of, tokens_of
 from genrt.errors import InvalidConstraint
 from genrt.structures.forms import (
-    Whitespace,
     lark_of_grammar,
     lark_of_regex,
     lark_of_schema,
     name_of_regex,
     syntax_advice,
 )
+from genrt.structures.json_grammar import Whitespace
 from genrt.structures.matching import brief, matches_nothing, new_matcher, new_tokenizer
 from genrt.structures.tokens import Tokens, Words, has_bit
 from genrt.tokens.vocabulary import checked_token_id

@@ -7,8 +7,11 @@ derives. Of characters none is a prefix of another: with these for terminals, no
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from genrt.errors import InvalidConstraint
+from genrt.structures.lark import check_depth
+from genrt.structures.regexes import character_code
 
 _PARTS = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
@@ -26,8 +29,8 @@ _RANGE = re.compile(f"(?P<low>{_WRITTEN})(?:-(?P<high>{_WRITTEN}))?", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-^/.|(){}?*+"}
 
 
-def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
-    """Return the grammar for llguidance, and what its rules are called in the EBNF.
+def lark_of_ebnf(text: str) -> str:
+    """Return the grammar for llguidance.
 
     Raises:
         InvalidConstraint: it does not parse, a rule is missing or there twice, or a range is empty.
@@ -67,9 +70,63 @@ def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
         raise InvalidConstraint(
             "the EBNF grammar has no rule 'root', which it starts from: write root ::= …"
         )
-    lines = [f"{_rule_name(name)}: {' '.join(body) or _NOTHING}" for name, body in rules.items()]
-    names = {_rule_name(name): name for name in rules} | {"start": "root"}
-    return "\n".join(["start: " + _rule_name("root"), *lines]), names
+    named = {name: [part for part in body if part.startswith("r_")] for name, body in rules.items()}
+    by_rule = {_rule_name(name): parts for name, parts in named.items()}
+    check_depth(_rule_name("root"), lambda name: by_rule[name], "EBNF grammar")
+    return "\n".join(_productive({_rule_name(name): body for name, body in rules.items()}))
+
+
+def _productive(rules: dict[str, list[str]]) -> list[str]:
+    """Return the lines of the rules that derive a finite text, without alternatives that derive none.
+
+    A mask would lead into those: to a prefix of nothing. Cf. Hopcroft, Motwani and Ullman, Introduction to
+    Automata Theory, Languages, and Computation, 7.1.
+    """
+    alive: set[str] = set()
+    before = -1
+    while before < len(alive):
+        before = len(alive)
+        for name in (*rules, *reversed(rules)):
+            if name not in alive and _kept(rules[name], alive)[0] is not None:
+                alive.add(name)
+    start = _rule_name("root")
+    if start not in alive:
+        raise InvalidConstraint(
+            "the EBNF grammar derives no text: each alternative of 'root' leads back to such a rule; add one "
+            "that ends"
+        )
+    return [
+        f"start: {start}",
+        *(f"{name}: {_kept(rules[name], alive)[0]}" for name in rules if name in alive),
+    ]
+
+
+def _kept(body: list[str], alive: Collection[str], at: int = 0) -> tuple[str | None, int]:
+    """Return the alternatives from a place to the end of their group, and where that is.
+
+    Those that need a rule that is not alive are left out; ``None`` if none remains.
+    """
+    options: list[list[str] | None] = [[]]
+    while at < len(body) and body[at] != ")":
+        item: str | None = body[at]
+        at += 1
+        if item == "|":
+            options.append([])
+            continue
+        if item == "(":
+            inside, at = _kept(body, alive, at)
+            at += 1
+            item = None if inside is None else f"({inside})"
+        elif str(item).startswith("r_") and item not in alive:
+            item = None
+        times = body[at] if at < len(body) and body[at][0] in "?*+{~" else ""
+        at += bool(times)
+        if item is not None and options[-1] is not None:
+            options[-1].append(item + times)
+        elif not re.match(r"[?*~]|\{0*[,}]", times):
+            options[-1] = None
+    kept = [" ".join(option) or _NOTHING for option in options if option is not None]
+    return (" | ".join(kept) if kept else None), at
 
 
 _NOTHING = '""'
@@ -126,11 +183,6 @@ def _rule_name(name: str) -> str:
     return "r_" + "".join(
         letter if letter.islower() or letter.isdigit() else f"_{ord(letter):x}_" for letter in name
     )
-
-
-def character_code(letter: str) -> str:
-    """Return a character as it stands in a regular expression for itself."""
-    return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):X}}}"
 
 
 def _error(text: str, position: int, problem: str) -> InvalidConstraint:

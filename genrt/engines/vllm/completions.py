@@ -29,7 +29,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.engines.vllm.laws import LAW
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
-from genrt.engines.vllm.structures import StructureCompilers
+from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
 from genrt.questions.contexts import seed_of
@@ -97,7 +97,7 @@ class Completions:
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
-        self.compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
+        self.structures = GuidedStructures(llm_engine) if self._has_tokenizer else None
         self._streamed: dict[int | None, str] = {}  # by nonce, which each has for itself
         self._parsed: dict[str, Reasoning] = {}  # of those streamed
 
@@ -119,10 +119,8 @@ class Completions:
             reasoning = self._parsers.begin(request)
             params.skip_special_tokens = reasoning.skip_special_tokens
         asked = None
-        if decoding.structure is not None and self.compilers is not None:
-            asked = self.compilers.asked(decoding.structure)
-            if asked._backend is None:  # else vLLM does not see it yet: it would choose another
-                params.structured_outputs = asked
+        if decoding.structure is not None and self.structures is not None:
+            asked = self.structures.asked(decoding.structure)
         made = self._inputs.process_inputs(
             request_id,
             tokens_input(list(request.token_ids)),
@@ -147,9 +145,7 @@ class Completions:
             params.extra_args = extra or None
         if self._is_v2:
             check_v2(params)
-        if asked is not None and self.compilers is not None:
-            params.structured_outputs = params.structured_outputs or asked
-            self.compilers.open(params.structured_outputs._backend)
+        params.structured_outputs = asked  # which vLLM's checks would read in their own way
         self._outputs.add_request(made, None)
         nonce = request.nonce if request.streamed else None
         structure = decoding.structure and decoding.structure[0]

@@ -28,6 +28,7 @@ from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.rank import LAUNCHED
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
+from genrt.engines.vllm.structures import check_structures_config
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
 
 __all__ = [
@@ -126,6 +127,7 @@ def configure(
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
     ReasoningParsers(config)  # raises before weights are loaded
+    check_structures_config(config)
     # Beside as many texts as are to run at once, an eighth for rows, which would wait for one to end.
     texts = config.scheduler_config.max_num_seqs
     config.scheduler_config.max_num_seqs = texts + max(1, texts // 8)

@@ -47,7 +47,7 @@ class Samples:
 
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
         self.completions = Completions(llm_engine, drawn_here=drawn_here)
-        self.natives = NativeTexts(llm_engine, self.completions.compilers, drawn_here=drawn_here)
+        self.natives = NativeTexts(llm_engine, self.completions.structures, drawn_here=drawn_here)
         self._drawn_here = drawn_here
         self._most = slots - max(1, slots // 9)
         self._waiting: dict[Generated, None] = {}
