@@ -26,6 +26,8 @@ _PARTS = re.compile(
 _WRITTEN = r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)|[^\\]"
 _LETTER = re.compile(_WRITTEN, re.DOTALL)
 _RANGE = re.compile(f"(?P<low>{_WRITTEN})(?:-(?P<high>{_WRITTEN}))?", re.DOTALL)
+_MOST_GROUPS = 30  # how deeply groups may be nested in llguidance's Lark
+_DEAD = "r_"  # not the name of any rule
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-^/.|(){}?*+"}
 
 
@@ -53,6 +55,8 @@ def lark_of_ebnf(text: str) -> str:
             body = rules[part] = []
         elif body is not None and kind != "space":
             depth += (part == "(") - (part == ")") if kind == "sign" else 0
+            if depth > _MOST_GROUPS:
+                raise _error(text, position, "groups are too deeply nested")
             if depth < 0:
                 raise _error(text, position, "nothing is open that ')' could close")
             if kind == "times" and (not body or body[-1] in "(|" or body[-1][-1] in "?*+}"):
@@ -70,17 +74,25 @@ def lark_of_ebnf(text: str) -> str:
         raise InvalidConstraint(
             "the EBNF grammar has no rule 'root', which it starts from: write root ::= …"
         )
-    named = {name: [part for part in body if part.startswith("r_")] for name, body in rules.items()}
-    by_rule = {_rule_name(name): parts for name, parts in named.items()}
-    check_depth(_rule_name("root"), lambda name: by_rule[name], "EBNF grammar")
-    return "\n".join(_productive({_rule_name(name): body for name, body in rules.items()}))
+    bodies = {_rule_name(name): body for name, body in rules.items()}
+    named = {name: [part for part in body if part in bodies] for name, body in bodies.items()}
+    check_depth(_rule_name("root"), named.__getitem__, "EBNF grammar")
+    alive = _alive(bodies)
+    if _rule_name("root") not in alive:
+        dead = [repr(name) for name in rules if _rule_name(name) not in alive]
+        shown = ", ".join(dead[:4]) + (", …" if len(dead) > 4 else "")
+        raise InvalidConstraint(
+            f"the EBNF grammar derives no text: each alternative of {shown} leads back to such a rule, or "
+            "needs what matches nothing; add one that ends"
+        )
+    lines = [f"{name}: {_kept(bodies[name], alive)[0]}" for name in bodies if name in alive]
+    return "\n".join([f"start: {_rule_name('root')}", *lines])
 
 
-def _productive(rules: dict[str, list[str]]) -> list[str]:
-    """Return the lines of the rules that derive a finite text, without alternatives that derive none.
+def _alive(rules: dict[str, list[str]]) -> set[str]:
+    """Return the rules that derive a finite text. A mask would lead from others to a prefix of nothing.
 
-    A mask would lead into those: to a prefix of nothing. Cf. Hopcroft, Motwani and Ullman, Introduction to
-    Automata Theory, Languages, and Computation, 7.1.
+    Cf. Hopcroft, Motwani and Ullman, Introduction to Automata Theory, Languages, and Computation, 7.1.
     """
     alive: set[str] = set()
     before = -1
@@ -89,16 +101,7 @@ def _productive(rules: dict[str, list[str]]) -> list[str]:
         for name in (*rules, *reversed(rules)):
             if name not in alive and _kept(rules[name], alive)[0] is not None:
                 alive.add(name)
-    start = _rule_name("root")
-    if start not in alive:
-        raise InvalidConstraint(
-            "the EBNF grammar derives no text: each alternative of 'root' leads back to such a rule; add one "
-            "that ends"
-        )
-    return [
-        f"start: {start}",
-        *(f"{name}: {_kept(rules[name], alive)[0]}" for name in rules if name in alive),
-    ]
+    return alive
 
 
 def _kept(body: list[str], alive: Collection[str], at: int = 0) -> tuple[str | None, int]:
@@ -158,10 +161,23 @@ def _class(match: re.Match[str]) -> str:
         if low > high:
             problem = f"the range {low}-{high} is empty: turn it round"
             raise _error(match.string, match.start(), problem)
-        ranges.append(f"{character_code(low)}-{character_code(high)}")
+        ranges.append((low, high))
     if not ranges:
         raise _error(match.string, match.start(), "the class is empty")
-    return f"/{opening}{''.join(ranges)}]/"
+    if opening == "[^" and _is_all(ranges):
+        return _DEAD
+    inside = "".join(f"{character_code(low)}-{character_code(high)}" for low, high in ranges)
+    return f"/{opening}{inside}]/"
+
+
+def _is_all(ranges: list[tuple[str, str]]) -> bool:
+    """Tell whether ranges hold every character."""
+    following = 0
+    for low, high in sorted(ranges):
+        if ord(low) > following and not (following == 0xD800 and ord(low) == 0xE000):
+            return False
+        following = max(following, ord(high) + 1)
+    return following > 0x10FFFF
 
 
 def _character(match: re.Match[str], group: str | int = 0) -> str:

@@ -404,8 +404,8 @@ class _Compiler:
         for kind in KINDS:
             for facts in self._claims.cases(place, kind):
                 match facts:
-                    case Literals(texts):
-                        nodes: list[Node] | None = [literal(text) for text in sorted(texts)]
+                    case Literals():
+                        nodes: list[Node] | None = [literal(text) for text in sorted(facts.texts)]
                     case Strings(listed, regexes) if listed is not None:
                         quote = literal('"')
                         kept = [
