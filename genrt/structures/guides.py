@@ -26,13 +26,15 @@ from genrt.structures.forms import (
     syntax_of,
 )
 from genrt.structures.matching import brief, check_begins, new_matcher, new_tokenizer
+from genrt.structures.tags import lark_of_tags
 from genrt.structures.tokens import Tokens, set_bits, unpacked
 from genrt.tokens.vocabulary import byte_vocab
 
 __all__ = ["Guide", "Guides", "Structure"]
 
 Structure: TypeAlias = tuple[str, str | tuple[str, ...]]
-"""An option's name and its value: ``json_schema`` (a JSON text), ``regex``, ``grammar``, ``choice``."""
+"""An option's name and its value: ``json_schema`` (a JSON text), ``regex``, ``grammar``, ``choice``;
+from vLLM's front ends also ``structural_tag`` (a JSON text)."""
 
 MOST_KEPT = 64
 """How many structures stay compiled, the last ones that were asked for."""
@@ -126,10 +128,11 @@ class Guide:
     def words(self) -> Tensor:
         """Return which tokens may follow, as a packed mask: int32 ``[⌈vocab_size / 32⌉]``; raises as
         ``mask``."""
+        count = -(-self._vocab_size // 32)
         if self.is_over:
-            return torch.full((-(-self._vocab_size // 32),), -1, dtype=torch.int32)
+            return torch.full((count,), -1, dtype=torch.int32)
         accepting = self._matcher.is_accepting()
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32).copy()
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[:count].copy()
         error = self._matcher.get_error()
         # A dead end is an error of this name.
         if error and not error.startswith("NoExtension"):
@@ -178,5 +181,7 @@ def _lark_of(name: str, value: Any) -> str:
             return lark_of_regex(value)
         case "choice":
             return lark_of_choice(value)
+        case "structural_tag":
+            return lark_of_tags(value)
         case _:
             return lark_of_grammar(value, syntax_of(value))

@@ -66,10 +66,15 @@ def new_matcher(tokenizer: Any, lark: str) -> Any:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
 
 
+def byte_matcher(lark: str) -> Any:
+    """Return a matcher over bytes: token 0 is the end token, and ``1 + byte`` a byte."""
+    return new_matcher(_bytes(), lark)
+
+
 def matches_nothing(lark: str) -> bool:
     """Tell whether no text begins as the grammar wants: for a grammar of one terminal, whether that
     matches nothing at all. False for a grammar that does not compile."""
-    matcher = new_matcher(_bytes(), lark)
+    matcher = byte_matcher(lark)
     return not matcher.is_error() and _is_dead(matcher)
 
 
@@ -84,7 +89,7 @@ def _is_dead(matcher: Any) -> bool:
 def first_characters(regex: str) -> frozenset[str]:
     """Return the ASCII characters with which texts of a regular expression in llguidance's dialect
     begin."""
-    matcher = new_matcher(_bytes(), f"start: /{regex}/")
+    matcher = byte_matcher(f"start: /{regex}/")
     if matcher.is_error():
         raise InvalidConstraint(f"{regex} does not compile: {brief(matcher.get_error())}")
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -95,7 +100,7 @@ def first_characters(regex: str) -> frozenset[str]:
 def check_begins(lark: str) -> None:
     """Raise InvalidConstraint unless a grammar compiles and some text, of any bytes, begins as it wants;
     of a grammar that is too complex to tell too."""
-    matcher = new_matcher(_bytes(), lark)
+    matcher = byte_matcher(lark)
     if matcher.is_error():
         raise InvalidConstraint(f"it does not compile: {brief(matcher.get_error())}")
     if _is_dead(matcher):

@@ -216,7 +216,7 @@ _HEX = re.compile(
 )
 _PROPERTY = re.compile(r"\\[pP](?:[A-Z]|\{\^?[A-Za-z0-9_=: -]+\})")
 _TIMES = re.compile(r"[?*+]|\{(?:(\d+)(,(\d*))?|,(\d+))\}")
-_GROUP = re.compile(r"\?(?:P?<[A-Za-z_]\w*>|([A-Za-z]*)(?:-([A-Za-z]+))?([:)]))")
+_GROUP = re.compile(r"\?(?:P?<(?P<name>[A-Za-z_]\w*)>|([A-Za-z]*)(?:-([A-Za-z]+))?([:)]))")
 _AROUND = {
     "?=": "look-ahead", "?!": "look-ahead", "?<=": "look-behind", "?<!": "look-behind",
     "?>": "an atomic group", "?(": "a condition", "?#": "a comment", "?P=": "a back-reference",
@@ -253,6 +253,7 @@ class _Parser:
     reading: str | None
     at: int = 0
     flags: _Flags = field(default_factory=_Flags)
+    names: set[str] = field(default_factory=set)  # of groups
 
     def error(self, problem: str) -> InvalidConstraint:
         return InvalidConstraint(f"the {self.name} does not compile: at {self.at}, {problem}")
@@ -357,8 +358,11 @@ class _Parser:
             if match is None:
                 raise self.error(f"({self._peek(3)} is not known: write (?:…) or (…)")
             self.at = match.end()
-            self._set_flags(match[1] or "", match[2] or "")
-            if match[3] == ")":
+            if match["name"] in self.names:
+                raise self.error(f"a second group has the name {match['name']}: give it another")
+            self.names.update({match["name"]} - {None})
+            self._set_flags(match[2] or "", match[3] or "")
+            if match[4] == ")":
                 return None  # for the rest of the group around it
         node = self._options()
         if self._peek() != ")":

@@ -130,7 +130,7 @@ class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
         except InvalidRequest:
             # An empty mask fails this request alone; an error here would fail the step.
             words = torch.zeros_like(bitmask[batch_index])
-        bitmask[batch_index, : len(words)] = words
+        bitmask[batch_index] = words
 
     def is_terminated(self) -> bool:
         return self._guide.is_over
