@@ -1,12 +1,11 @@
-"""Do structures accept what they say? Drawn regular expressions against Python's ``re``, drawn JSON schemas
-against jsonschema.
+"""Do structures accept what they say? Drawn patterns against Python's ``re``, schemas against jsonschema.
 
     python -m benchmarks.structures --patterns 10000 --schemas 2000
 
-It prints a table by construct and by keyword. ``agreed`` counts texts or values on which both say the same,
-``refused`` those of a structure that genrt refuses by name, ``too wide`` and ``too narrow`` the others: they
-are errors. Texts that masks lead to are drawn too, and have to be valid. Every engine compiles a structure by
-``genrt.structures``, so that one comparison stands for all.
+It prints a table by construct and by keyword. ``agreed`` counts texts or values on which both say the
+same, ``refused`` structures that genrt refuses by name, ``too wide`` and ``too narrow`` the others, which
+are errors. Texts that masks lead to are drawn too, and have to be valid. Every
+engine compiles a structure by ``genrt.structures``, so that one comparison stands for all.
 """
 
 from __future__ import annotations
@@ -50,8 +49,10 @@ class Table:
     def __str__(self) -> str:
         head = f"{'':22}" + "".join(f"{column:>12}" for column in COLUMNS)
         lines = [f"{self.compiled:,} of {self.drawn:,} compile", head]
-        for name in sorted(self.rows):
-            lines.append(f"{name:22}" + "".join(f"{self.rows[name][each]:12,}" for each in COLUMNS))
+        lines += [
+            f"{name:22}" + "".join(f"{self.rows[name][each]:12,}" for each in COLUMNS)
+            for name in sorted(self.rows)
+        ]
         return "\n".join([*lines, *self.wrong[:20]])
 
 
@@ -91,45 +92,19 @@ def walked(matcher: Any, random: Random, longest: int) -> str | None:
 
 LETTERS = 'abAB01 _-.\n"\\/]é^$'
 ATOMS = [
-    *("a", "b", "A", "0", " ", "é", "_", "-", "/", '"', "]", "}"),
-    *(
-        r"\.",
-        r"\\",
-        r"\"",
-        r"\/",
-        r"\-",
-        r"\]",
-        r"\^",
-        r"\$",
-        r"\ ",
-        r"\n",
-        r"\t",
-        r"\x41",
-        r"\x41b",
-        r"\u0061",
-    ),
-    *(".", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"),
-    *(
-        "[ab]",
-        "[^ab]",
-        "[a-c]",
-        r"[\^a]",
-        "[a^]",
-        "[a-]",
-        "[-a]",
-        r"[\d_]",
-        r"[^\w]",
-        r"[\]]",
-        r"[a\-b]",
-        "[.]",
-    ),
-    *("^", "$", "(?:)", "()", "(?i:a)", "(?s:.)", "(?-i:a)", "(?P<n>a)"),
+    *[r'a', r'b', r'A', r'0', r'é', r'_', r'-', r'/', r'"', r']', r'}', r'.', r'\d', r'\w', r'\s', r'\D', r'\W', r'\S', r'^', r'$'],
+    *[r"\.", r"\\", r'\"', r"\/", r"\-", r"\]", r"\^", r"\$", r"\n", r"\t", r"\x41", r"\x41b", r"\u0061"],
+    *[r"[ab]", r"[^ab]", r"[a-c]", r"[\^a]", r"[a^]", r"[a-]", r"[-a]", r"[\d_]", r"[^\w]", r"[\]]", r"[a\-b]", r"[.]"],
+    *["(?:)", "()", "(?i:a)", "(?s:.)", "(?-i:a)", "(?P<n>a)"],
+    " ",
+    r"\ ",
 ]
 ODD = [
-    *(r"\A", r"\Z", r"\z", r"\b", r"\B", r"\1", r"\q", r"\y", r"\cA", r"\Q", r"\K", r"\07", r"\x4", r"\u00"),
-    *("(?=a)", "(?!a)", "(?<=a)", "(?<!a)", "(?>a)", "(?#a)", "[[:alpha:]]", "[a&&b]", "[a--b]", "[]a]", "[[a]]"),
-    *("{", "a{", "a{2", "(?m:^a)", "(?u)", "a*+", "a**", "a{2}{3}", "[z-a]", r"[\d-a]", "[", "(", ")", "\\"),
-]  # fmt: skip
+    *[r"\A", r"\Z", r"\z", r"\b", r"\B", r"\1", r"\q", r"\y", r"\cA", r"\Q", r"\K", r"\07", r"\x4", r"\u00"],
+    *["(?=a)", "(?!a)", "(?<=a)", "(?<!a)", "(?>a)", "(?#a)", "[[:alpha:]]", "[a&&b]", "[a--b]", "[]a]", "[[a]]"],
+    *[r"{", r"a{", r"a{2", r"(?m:^a)", r"(?u)", r"a*+", r"a**", r"a{2}{3}", r"[z-a]", r"[\d-a]", r"[", r"(", r")"],
+    "\\",
+]
 TIMES = ["", "", "", "", "?", "*", "+", "{2}", "{0,1}", "{1,}", "{,2}", "??", "*?", "{2}?"]
 FLAGS = ["", "", "", "", "(?i)", "(?s)", "(?is)", "(?x)"]
 
@@ -330,15 +305,14 @@ class SchemaDraws:
         return choices
 
 
-OF = {
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), {"integer", "number"}),
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), {"string"}),
-    **dict.fromkeys(("minItems", "maxItems", "uniqueItems", "items", "prefixItems"), {"array"}),
-    **dict.fromkeys(("contains", "minContains", "maxContains"), {"array"}),
-    **dict.fromkeys(("minProperties", "maxProperties", "required", "dependentRequired"), {"object"}),
-    **dict.fromkeys(("properties", "additionalProperties", "patternProperties"), {"object"}),
-    **dict.fromkeys(("propertyNames", "dependentSchemas"), {"object"}),
-}  # fmt: skip
+KEYWORDS = {
+    "integer number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
+    "string": "minLength maxLength pattern format",
+    "array": "minItems maxItems uniqueItems items prefixItems contains minContains maxContains",
+    "object": "minProperties maxProperties required dependentRequired properties additionalProperties "
+    "patternProperties propertyNames dependentSchemas",
+}
+OF = {key: {*kinds.split()} for kinds, keys in KEYWORDS.items() for key in keys.split()}
 
 
 def drawn_schema(random: Random) -> tuple[Any, set[str]]:

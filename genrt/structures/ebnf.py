@@ -82,7 +82,8 @@ def lark_of_ebnf(text: str) -> str:
         dead = [repr(name) for name in rules if _rule_name(name) not in alive]
         shown = ", ".join(dead[:4]) + (", …" if len(dead) > 4 else "")
         raise InvalidConstraint(
-            f"the EBNF grammar derives no text: each alternative of {shown} leads back to such a rule, or "
+            f"the EBNF grammar derives no text: each alternative of {shown} leads back to such a "
+            "rule, or "
             "needs what matches nothing; add one that ends"
         )
     lines = [f"{name}: {_kept(bodies[name], alive)[0]}" for name in bodies if name in alive]

@@ -1,7 +1,7 @@
 """The formats of strings in JSON schemas, as regular expressions of genrt's dialect.
 
-Each is a subset of the format that Python's standard library reads: without leap seconds, the year 0, lower
-case letters between date and time, comments in addresses.
+Each is a subset of the format that Python's standard library reads: without leap seconds, the year
+0, lower case letters between date and time, comments in addresses.
 """
 
 from __future__ import annotations

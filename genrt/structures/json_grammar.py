@@ -1,8 +1,8 @@
 """A JSON schema as a grammar in llguidance's Lark, with one rule for each place in a value.
 
-Every text of the grammar is the JSON text of a valid value. Strings are spelt in one way: escapes only where
-JSON asks for them. A rule that derives no finite text is left out with all that needs it, so that masks lead
-only to beginnings of valid texts.
+Every text of the grammar is the JSON text of a valid value. Strings are spelt in one way: escapes
+only where JSON asks for them. A rule that derives no finite text is left out with all that needs
+it, so that masks lead only to beginnings of valid texts.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def schema_rules(
 
     Args:
         whitespace: see ``Whitespace``; llguidance's options under ``x-guidance`` go before it.
-        closed: whether objects have no other properties than those named, where no schema speaks of others.
-        prefix: what names of rules begin with, in lower case; the first line defines the rule ``prefix``.
+        closed: whether objects have no other properties than those named, where no schema speaks of
+        others. prefix: what names of rules begin with, in lower case; the first line defines the
+        rule ``prefix``.
 
     Raises:
         InvalidConstraint: the schema is wrong, too large, cannot be compiled, or allows no value.
@@ -198,7 +199,8 @@ class _Compiler:
         return alive
 
     def _kept(self, option: _Option, alive: set[str]) -> _Option | None:
-        """Return an option without what may be left out and derives nothing; ``None`` if it needs that."""
+        """Return an option without what may be left out and derives nothing; ``None`` if it needs
+        that."""
         kept: list[_Symbol] = []
         for symbol in option:
             if isinstance(symbol, _Times):

@@ -1,8 +1,8 @@
 """Sets of numbers in JSON schemas, as regular expressions of their texts.
 
 Numbers are written in decimals: an integer without a fraction, a number with bounds without an exponent.
-Numbers with ``multipleOf`` are not negative, and their fraction has no last zero: so llguidance's automaton
-takes them.
+Numbers with ``multipleOf`` are not negative, and their fraction has no last zero: so llguidance's
+automaton takes them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 r"""Regular expressions in genrt's dialect: parsed, and written again in the form that llguidance reads.
 
-The dialect is the part of the Rust crate ``regex`` that Python's ``re`` reads alike. docs/guide/structures.md
-lists it. The parser refuses everything else by name, so that no pattern has two readings.
+The dialect is the part of the Rust crate ``regex`` that Python's ``re`` reads alike.
+docs/guide/structures.md lists it. The parser refuses everything else by name, so that no pattern
+has two readings.
 
 Rules:
-    A pattern becomes a tree of ``Node``. Trees are also intersected (``Both``) and complemented (``Not``).
-    ``^`` and ``$`` vanish from the tree: ``parsed`` matches a whole text, ``searched`` a part of it.
-    Schemas' patterns are judged by validators of several languages, which read ``\d \w \s .`` differently.
-    ``searched`` takes the narrow reading, of which all agree that it matches; ``wide=True`` takes the one
-    outside of which all agree that nothing matches.
+    A pattern becomes a tree of ``Node``. Trees are also intersected (``Both``) and complemented
+    (``Not``). ``^`` and ``$`` vanish from the tree: ``parsed`` matches a whole text, ``searched`` a
+    part of it. Schemas' patterns are judged by validators of several languages, which read ``\d \w
+    \s .`` differently. ``searched`` takes the narrow reading, of which all agree that it matches;
+    ``wide=True`` takes the one outside of which all agree that nothing matches.
 """
 
 from __future__ import annotations
@@ -418,6 +419,8 @@ class _Parser:
                 raise self.error("a class is not closed")
             self._check_member(sign, is_first=not members)
             low = self._member(sign)
+            if self._peek(2) == "--":
+                raise self.error("-- inside a class is read in several ways: escape it")
             if self._peek() == "-" and self._peek(2)[1:] not in ("]", ""):
                 self.at += 1
                 self._check_member(self._peek(), is_first=True)

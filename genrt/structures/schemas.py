@@ -1,8 +1,8 @@
 """A JSON schema as it is given: read, checked keyword by keyword, its references resolved.
 
-Drafts 4 to 2020-12 are read together: older keywords mean what they mean in their draft, whatever ``$schema``
-says (``items`` as a list, ``additionalItems``, ``dependencies``, ``exclusiveMinimum: true``). Only in a schema
-of draft 7 or older does a ``$ref`` replace the keywords beside it.
+Drafts 4 to 2020-12 are read together: older keywords mean what they mean in their draft, whatever
+``$schema`` says (``items`` as a list, ``additionalItems``, ``dependencies``, ``exclusiveMinimum:
+true``). Only in a schema of draft 7 or older does a ``$ref`` replace the keywords beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MOST_ITEMS = 10_000
 _MOST_PROPERTIES = 2_000
 _MOST_PATTERNS = 100
 
-_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+_DEFINITIONS = ("$defs", "definitions")
+_MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
 _LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")
 _SINGLE = (
     *("items", "additionalItems", "additionalProperties", "propertyNames", "contains"),
@@ -98,7 +99,10 @@ def object_of(schema: object) -> Schema:
     Raises:
         InvalidConstraint: it is none of these, or false, or has no JSON form.
     """
-    wrong = f"the JSON schema is {schema!r}: give a dict, a JSON text, a pydantic model or True for any JSON"
+    wrong = (
+        f"the JSON schema is {schema!r}: give a dict, a JSON text, a pydantic model or True for any "
+        "JSON"
+    )
     try:
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -148,12 +152,6 @@ class Document:
         self._anchors: dict[str, Schema] = {}
         self._visit(root, "")
 
-    def keywords(self, schema: Schema) -> Schema:
-        """Return what of a schema asserts something."""
-        if self._ref_is_alone and "$ref" in schema:
-            return {"$ref": schema["$ref"]}
-        return schema
-
     def _visit(self, root: Any, base: str) -> None:
         left = [(root, base)]
         while left:
@@ -164,6 +162,9 @@ class Document:
                 raise InvalidConstraint(
                     f"the JSON schema has {schema!r} where a schema belongs: change it"
                 )
+            if self._ref_is_alone and "$ref" in schema:
+                for key in [key for key in schema if key not in ("$ref", *_DEFINITIONS)]:
+                    del schema[key]
             _check(schema)
             if not (self._ref_is_alone and "$ref" in schema):
                 identity = schema.get("id" if self._is_first else "$id", "")
@@ -193,7 +194,8 @@ class Document:
         found: Any = self._by_id.get(base)
         if found is None or (fragment and not fragment.startswith("/")):
             raise InvalidConstraint(
-                f"the JSON schema's $ref {reference!r} is not in the schema: put what it refers to into $defs"
+                f"the JSON schema's $ref {reference!r} is not in the schema: put what it "
+                "refers to into $defs"
             )
         for step in unquote(fragment).split("/")[1:] if fragment != "/" else ():
             key: Any = step.replace("~1", "/").replace("~0", "~")
@@ -273,7 +275,8 @@ def _refuse_what_is_too_large(schema: Schema) -> None:
     for key in ("minItems", "maxItems"):
         if schema.get(key, 0) > _MOST_ITEMS:
             raise InvalidConstraint(
-                f"the JSON schema has {key} {schema[key]}, and {_MOST_ITEMS:,} is the most: leave it out, or "
+                f"the JSON schema has {key} {schema[key]}, and {_MOST_ITEMS:,} is the most: "
+                "leave it out, or "
                 "check it by a predicate"
             )
     for key, most in (("properties", _MOST_PROPERTIES), ("patternProperties", _MOST_PATTERNS)):

@@ -69,32 +69,30 @@ class _Tags:
             "optional": lambda: f"({self._form(form['content'])})?",
             "plus": lambda: f"({self._form(form['content'])})+",
             "star": lambda: f"({self._form(form['content'])})*",
-            "repeat": lambda: (
-                f"({self._form(form['content'])}){{{form['min']},{max(form['max'], -1)}}}".replace(
-                    ",-1}", ",}"
-                )
-            ),
+            "repeat": lambda: f"({self._form(form['content'])}){_times(form['min'], form['max'])}",
             "tags_with_separator": lambda: self._separated(form),
             "triggered_tags": lambda: self._triggered(form, is_last),
             "any_text": lambda: self._any_text(form, is_last),
         }
         if form["type"] not in made:
             raise InvalidConstraint(
-                f"the structural tag has the format {form['type']!r}, which genrt cannot compile: give one of "
-                f"{', '.join(made)}; vLLM's tool parsers ask for it unless VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
+                f"the structural tag has the format {form['type']!r}, which genrt cannot "
+                "compile: give one of "
+                f"{', '.join(made)}; vLLM's tool parsers ask for it unless "
+                "VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
             )
         return made[form["type"]]()
 
     def _rule(self, *options: str) -> str:
         name = f"g{len(self._lines)}"
-        self._lines.append("")  # whose number is the name's
-        self._lines[int(name[1:])] = f"{name}: {' | '.join(options)}"
+        self._lines.append(f"{name}: {' | '.join(options)}")
         return name
 
     def _schema(self, form: Any) -> str:
         if form.get("style", "json") != "json" or form.get("excludes"):
             raise InvalidConstraint(
-                f"the structural tag has a schema in the style {form.get('style')!r}, or that excludes texts: "
+                f"the structural tag has a schema in the style {form.get('style')!r}, or "
+                "that excludes texts: "
                 "genrt compiles JSON alone; unset by VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
             )
         prefix = f"s{len(self._lines)}"
@@ -177,6 +175,10 @@ class _Tags:
             return one if form.get("stop_after_first") else self._rule(f"{one} {some}* {text}")
         end = text if not form.get("stop_after_first") else None
         return self._rule(f"{some}* {end}") if end else self._rule(some, text)
+
+
+def _times(low: int, high: int) -> str:
+    return f"{{{low},{'' if high < 0 else high}}}"
 
 
 def _escaped(text: str) -> str:

@@ -2,10 +2,10 @@
 
 Rules:
     A ``Claim`` says that a schema holds, or that it does not. A value's place is a set of claims.
-    ``Claims.cases`` returns the values of one type that some claims allow, as alternatives. Each alternative
-    is one object of facts. A value may be in several.
-    Facts never admit a value that is not valid. They admit all valid ones, except where docs/guide/structures.md
-    says so. What cannot be done is refused.
+    ``Claims.cases`` returns the values of one type that some claims allow, as alternatives. Each
+    alternative is one object of facts. A value may be in several.
+    Facts never admit a value that is not valid. They admit all valid ones, except where the guide's
+    page on structures says so. What cannot be done is refused.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Claims:
         loops = self._loops
         self._open.add(key)
         try:
-            schema = self._document.keywords(self._schemas[claim[0]])
+            schema = self._schemas[claim[0]]
             found = self._valid(schema, kind) if claim[1] else self._invalid(schema, kind)
         finally:
             self._open.discard(key)

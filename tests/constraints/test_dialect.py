@@ -47,15 +47,12 @@ def takes(lark: str, text: str) -> bool:
     ids=str,
 )
 def test_regular_expressions(pattern: str, has: list[str], has_not: list[str]) -> None:
-    for form in (lark_of_regex(pattern), lark_of_grammar(f"start: /{slashed(pattern)}/", "lark")):
-        if pattern:
-            assert [text for text in has if not takes(form, text)] == []
-            assert [text for text in has_not if takes(form, text)] == []
-    assert takes(lark_of_regex(pattern), has[0])
-
-
-def slashed(pattern: str) -> str:
-    return pattern.replace("\\/", "/").replace("/", "\\/") or "a"
+    forms = [lark_of_regex(pattern)]
+    if pattern and "/" not in pattern:
+        forms.append(lark_of_grammar(f"start: /{pattern}/", "lark"))
+    for form in forms:
+        assert [text for text in has if not takes(form, text)] == []
+        assert [text for text in has_not if takes(form, text)] == []
 
 
 @pytest.mark.parametrize(
@@ -196,7 +193,7 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     # What is rewritten.
     ({"not": {"type": ["string", "object"]}}, ["1", "[]", "null"], ['"a"', "{}"]),
     ({"not": {"enum": [1, "a", None]}}, ["2", '"b"', "true"], ["1", "1.0", '"a"', "null"]),
-    ({"not": {"required": ["a"]}}, ['{"b": 1}', "1"], ['{"a": 1}']),
+    ({"not": {"required": ["a"]}}, ['{"b": 1}'], ['{"a": 1}', "1"]),
     ({"not": {"properties": {"a": {"type": "string"}}}}, ['{"a": 1}'], ["{}", '{"a": "x"}', "1"]),
     ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, ["1", "2.5"], ["2", "1.5"]),
     ({"oneOf": [BASE, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}', "{}"]),
@@ -206,8 +203,12 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"k": "a", "x": 1}', '{"k": "b", "y": 1}', '{"y": 1}'],
         ['{"k": "a", "y": 1}', '{"k": "b", "x": 1}'],
     ),
-    ({"dependentRequired": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"b": 1, "a": 1}'], ['{"a": 1}']),
-    ({"dependentSchemas": {"a": {"maxProperties": 1}}}, ['{"a": 1}', '{"b": 1, "c": 1}'], ['{"a": 1, "b": 1}']),
+    ({"dependentRequired": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
+    (
+        {"dependentSchemas": {"a": {"maxProperties": 1}}},
+        ['{"a": 1}', '{"b": 1, "c": 1}'],
+        ['{"a": 1, "b": 1}'],
+    ),
     ({"contains": {"const": 5}}, ["[5]", "[1, 5, 2]", "1"], ["[]", "[1, 2]"]),
     ({"contains": {"const": 5}, "minContains": 2, "maxContains": 2}, ["[5, 1, 5]"], ["[5]", "[5, 5, 5]"]),
     ({"items": {"enum": ["a", "b"]}, "uniqueItems": True}, ["[]", '["b", "a"]'], ['["a", "a"]']),
@@ -247,7 +248,7 @@ def test_schemas(schema: Any, has: list[str], has_not: list[str]) -> None:
         ({"not": {"format": "date"}}, "a 'not' of format"),
         ({"type": "number", "not": {"multipleOf": 3}}, "a 'not' of multipleOf"),
         ({"$schema": "http://example.com/mine"}, "which is not a draft from 4 to 2020-12"),
-        ({"$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, "refers to itself"),
+        ({"$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, "allows no value"),
     ],
     ids=str,
 )
@@ -330,7 +331,10 @@ def test_structural_tags_of_older_clients() -> None:
         ("[]", "cannot be read"),
         ("{", "cannot be read"),
         ('{"format": {"type": "token", "token": 1}}', "the format 'token', which genrt cannot"),
-        ('{"structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["<"]}', "of the triggers"),
+        (
+            '{"structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["<"]}',
+            "of the triggers",
+        ),
         (
             '{"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}',
             "in the style 'qwen_xml'",

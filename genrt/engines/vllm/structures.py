@@ -1,7 +1,9 @@
-"""Structured texts in vLLM: a backend of vLLM's that judges texts by genrt's guides, as every other engine.
+"""Structured texts in vLLM: a backend of vLLM's that judges texts by genrt's guides, as every other
+engine.
 
-vLLM would choose among backends that read the same regular expression, schema or grammar differently. This
-one takes the place of all of them, for genrt's own texts and for vLLM's front ends.
+vLLM would choose among backends that read the same regular expression, schema or grammar
+differently. This one takes the place of all of them, for genrt's own texts and for vLLM's front
+ends.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def check_structures_config(config: VllmConfig) -> None:
     options = config.structured_outputs_config
     if options.backend not in ("auto", NAME):
         raise InvalidRequest(
-            f"structured_outputs_config names the backend {options.backend!r}: give 'auto' or {NAME!r}, since "
+            f"structured_outputs_config names the backend {options.backend!r}: give 'auto' or "
+            f"{NAME!r}, since "
             "genrt compiles all structures by llguidance"
         )
 
