@@ -114,7 +114,7 @@ class Guide:
 
     @property
     def is_over(self) -> bool:
-        """Whether a token has ended the text."""
+        """True if a token has ended the text."""
         return self._after > 0
 
     def mask(self) -> Tensor:

@@ -95,14 +95,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """What all parts match."""
+    """The texts that all parts match."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """What the part does not match."""
+    """The texts that the part does not match."""
 
     part: Node
 

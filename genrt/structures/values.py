@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from genrt.errors import InvalidConstraint
 from genrt.structures.formats import FORMATS, LONGEST
@@ -127,7 +127,7 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What one schema says of an object's properties: by name, by patterns, of all others."""
+    """The places of an object's properties under one schema: by name, by patterns, of all others."""
 
     properties: tuple[tuple[str, Place], ...] = ()
     patterns: tuple[tuple[str, Place], ...] = ()
@@ -362,9 +362,7 @@ class Claims:
         match kind:
             case "null" | "boolean":
                 texts = frozenset(json.dumps(value) for value in own)
-                facts = _ALL[kind]
-                assert isinstance(facts, Literals)
-                kept = texts if holds else facts.texts - texts
+                kept = texts if holds else cast("Literals", _ALL[kind]).texts - texts
                 return [Literals(kept)] if kept else []
             case "number" if holds:
                 return [Numbers(listed=tuple(dict.fromkeys(map(_number_text, own))))]
