@@ -91,11 +91,11 @@ def walked(matcher: Any, random: Random, longest: int) -> str | None:
 
 
 LETTERS = 'abAB01 _-.\n"\\/]é^$'
-_SIGNS = r"""a b A 0 é _ - / " ] } . \d \w \s \D \W \S ^ $ \. \\ \" \/ \- \] \^
-\$ \n \t \x41 \x41b \u0061 [^ab] [ab] [a-c] [\^a] [a^] [a-] [-a] [\d_] [^\w] [\]] [a\-b] [.] (?:) () (?i:a) (?s:.)
-(?-i:a) (?P<n>a)"""
-_ODD = r"""\A \Z \z \b \B \1 \q \y \cA \Q \K \07 \x4 \u00 (?=a) (?!a) (?<=a) (?<!a) (?>a) (?#a) (?m:^a) (?u)
-[[:alpha:]] [a&&b] [a--b] []a] [[a]] [z-a] [\d-a] [ ( ) { a{ a{2 a*+ a** a{2}{3} \\"""
+_SIGNS = r"""a b A 0 é _ - / " ] } . \d \w \s \D \W \S ^ $ \. \\ \" \/ \- \] \^ \$ \n \t \x41 \x41b
+\u0061 [^ab] [ab] [a-c] [\^a] [a^] [a-] [-a] [\d_] [^\w] [\]] [a\-b] [.] (?:) () (?i:a) (?s:.) (?-i:a)
+(?P<n>a)"""
+_ODD = r"""\A \Z \z \b \B \1 \q \y \cA \Q \K \07 \x4 \u00 (?=a) (?!a) (?<=a) (?<!a) (?>a) (?#a) (?m:^a)
+(?u) [[:alpha:]] [a&&b] [a--b] []a] [[a]] [z-a] [\d-a] [ ( ) { a{ a{2 a*+ a** a{2}{3} \\"""
 ATOMS = [*_SIGNS.split(), " ", r"\ "]
 ODD = [*_ODD.replace(r"\\", "\\").split()]
 TIMES = ["", "", "", "", "?", "*", "+", "{2}", "{0,1}", "{1,}", "{,2}", "??", "*?", "{2}?"]
