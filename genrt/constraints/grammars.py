@@ -17,14 +17,14 @@ from genrt.constraints.protocols import MaskedConstraint
 from genrt.constraints.tokens import PackedState, lm_of, tokens_of
 from genrt.errors import InvalidConstraint
 from genrt.structures.forms import (
-    Whitespace,
     lark_of_grammar,
     lark_of_regex,
     lark_of_schema,
     name_of_regex,
     syntax_advice,
 )
-from genrt.structures.matching import brief, matches_nothing, new_matcher, new_tokenizer
+from genrt.structures.json_grammar import Whitespace
+from genrt.structures.matching import brief, new_matcher, new_tokenizer
 from genrt.structures.tokens import Tokens, Words, has_bit
 from genrt.tokens.vocabulary import checked_token_id
 
@@ -39,15 +39,16 @@ def regex(pattern: str, lm: AsyncLM) -> MaskedConstraint:
     r"""Return the constraint of the texts that ``pattern`` matches from their first to their last
     character.
 
-    The syntax is that of the Rust crate ``regex``, close to Python's: classes, ``\d \w \s`` and
-    ``\p{..}`` over Unicode, repetition, alternation, groups, inline flags. There is no look-around,
-    ``\b`` or back-reference: a finite automaton cannot judge these from a text's prefix. ``^`` and ``$``
-    may stand at the very ends; laziness (``*?``) is without effect.
+    The dialect is the part of the Rust crate ``regex`` that Python's ``re`` reads alike;
+    docs/guide/structures.md lists it: classes, ``\d \w \s`` and ``\p{..}`` over Unicode,
+    repetition, alternation, groups, the flags ``i``, ``s`` and ``x``. ``^`` and ``$`` may stand at
+    the ends of an alternative; laziness (``*?``) is without effect. Look-around, ``\b``,
+    back-references and all that has several readings are refused.
 
     The first constraint over an ``lm`` also reads its vocabulary, about 0.1 s for 50,000 tokens.
 
     Raises:
-        InvalidConstraint: the pattern does not compile or is too complex, or there is no end token.
+        InvalidConstraint: the pattern is not in the dialect or is too complex, or there is no end token.
     """
     lark = lark_of_regex(pattern)
     return _Grammar(_Vocabulary.of(lm), lark, name_of_regex(pattern))
@@ -59,53 +60,43 @@ def json_schema(
     """Return the constraint of the JSON texts of the values that are valid under a schema, in the order
     of its properties.
 
-    The schema is a dict, a JSON text, a pydantic model, or True for any JSON at all; read as draft
-    2020-12, or as the draft that its ``$schema`` names. Every text of the set validates, but not every
-    spelling of a valid value is in it:
+    The schema is a dict, a JSON text, a pydantic model, or True for any JSON at all, of a draft from 4 to
+    2020-12. Every text of the set validates, but not every spelling of a valid value is in it:
 
-    * properties come in the order of ``properties``, then of ``required``, then any others;
-    * strings have escapes only where JSON asks for them; integers are digits (``-0`` too, not ``1.0``);
-      numbers with bounds have no exponent; constants and enums are written as in the schema;
+    * properties come in the order of ``allOf`` and ``$ref``, then of ``properties``, then of
+      ``required``, then any others;
+    * strings and names have escapes only where JSON asks for them; integers are digits (``-0`` too, not
+      ``1.0``); numbers with bounds have no exponent; constants and enums are written as in the schema;
     * a number with ``multipleOf`` is not negative.
 
-    Exceptions: names that are not in ``properties`` may occur twice. If ``additionalProperties`` is a
-    schema, or if there are ``patternProperties``, such names may also be spelt with escapes, as
-    ``"\\u0061"`` for ``a``, and so evade ``properties``. ``"additionalProperties": false`` prevents
-    both. And if bounds of one number come from several schemas that hold together (``allOf``), less than
-    1 apart, a whole exclusive one is taken for inclusive: give them in one schema.
+    Names that are not in ``properties`` may occur twice. A ``pattern`` is searched for in the
+    string; where validators read it differently, only strings are drawn on which they agree.
 
-    Parts that no finite value satisfies are left out: an optional property, or one of several
-    alternatives, whose ``$ref`` leads back to itself without end. Masks lead only to beginnings of valid
-    texts, unless schemas that hold together (``allOf``) contradict each other in numbers, or in names by
-    patterns.
+    Parts that no finite value satisfies are left out, so that masks lead only to beginnings of
+    valid texts.
 
     A ``format`` is checked where it is known (date, time, date-time, duration, email, hostname, ipv4,
-    ipv6, uuid, uri), and is an error where not. A keyword that llguidance does not implement (``not``,
-    ``if``, ``uniqueItems``, ``contains``, …) is an error: take it out of the schema and check it by a
-    predicate, ``all_of(json_schema(…), predicate(…))``.
+    ipv6, uuid, uri), and is an error where not. So is a keyword that looks misspelt, and one that
+    cannot be compiled, as docs/guide/structures.md lists them: take it out of the schema and check
+    it by a predicate, ``all_of(json_schema(…), predicate(…))``.
 
     A schema that would take many seconds is refused: beyond 10,000 for ``minItems`` and ``maxItems``,
     2,000 properties or 100 patterns in one object, 100,000 for ``multipleOf`` (in units of its last
-    decimal), 500 schemas each in the one before, or llguidance's own limits. So are integers that are no
+    decimal), 1,000 rules each in the one before, or llguidance's own limits. So are integers that are no
     64-bit floats.
 
     Args:
         whitespace: ``"spaced"``, one space after each comma and colon, as Python's ``json.dumps`` and
             most models write; ``"compact"``, none at all; ``"flexible"``, any between the parts, which
             makes the texts of even one value infinitely many. There is none around the whole.
-            llguidance's own options, in the schema under ``"x-guidance"``, go before it.
+            ``whitespace_flexible``, ``item_separator`` and ``key_separator``, in the schema under
+            ``"x-guidance"``, go before it.
 
     Raises:
-        InvalidConstraint: the schema is not one, says more than llguidance can do, allows nothing at all,
+        InvalidConstraint: the schema is not one, says more than can be compiled, allows nothing at all,
             or is too large or too complex; or there is no end token.
     """
-    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
-    lark = lark_of_schema(schema, whitespace)
-    constraint = _Grammar(_Vocabulary.of(lm), lark, "JSON schema")
-    if not constraint.start().packed().any() and matches_nothing(lark):
-        raise InvalidConstraint("no finite value satisfies the JSON schema: change it")
-    return constraint
+    return _Grammar(_Vocabulary.of(lm), lark_of_schema(schema, whitespace), "JSON schema")
 
 
 def grammar(
@@ -115,21 +106,22 @@ def grammar(
     (Lark) or ``root`` (EBNF).
 
     ``"lark"`` is llguidance's dialect of Lark: rules in lower case, terminals in upper case and as
-    literals, ``/regular expressions/`` as in ``regex``, ``%import common.NUMBER``, ``%ignore``, inline
-    ``%json {schema}`` as in ``json_schema``. There are no priorities, templates or look-around. **A
-    terminal takes the longest match**, and what could have matched less is not tried again: ``A "a"``
-    with ``A: /a+/`` derives no text at all, and ``("a" | "ab") "b"`` only ``abb``. That is fast, and
-    right for grammars over words, as those of programming languages are. Names of special tokens, and
-    the rule options ``stop``, ``max_tokens`` and ``temperature``, are refused, since what they say is
-    not about the text.
+    literals, strings in double quotes, ``/regular expressions/`` as in ``regex``, ``%import
+    common.NUMBER``, ``%ignore``, inline ``%json {schema}`` as in ``json_schema``. There are no
+    priorities, templates or look-around. **A terminal takes the longest match**, and what could
+    have matched less is not tried again: ``A "a"`` with ``A: /a+/`` derives no text at all, and
+    ``("a" | "ab") "b"`` only ``abb``. That is fast, and right for grammars over words, as those of
+    programming languages are. Names of special tokens, and the rule options ``stop``,
+    ``max_tokens`` and ``temperature``, are refused, since what they say is not about the text.
 
     ``"ebnf"`` is that of GBNF: ``root ::= item ("," item)*``, literals, classes ``[a-z]`` and ``[^\n]``,
     ``.`` for any character, ``? * + {2} {2,} {2,5}``, groups, ``#`` comments. It has no terminals: every
     text that can be derived is in the set, character by character, and masks cost more.
 
-    Alternatives that derive no finite text (``a: "x" a``) are left out, and a grammar without others is
-    refused. So is one that is nested through more than 1,000 rules and groups, each in the one before, or
-    has more than 200,000 parts.
+    Alternatives of an EBNF that derive no finite text (``a ::= "x" a``) are left out, and a grammar
+    without others is refused. Those of Lark are not looked for: masks may lead into them. A grammar
+    that is nested through more than 1,000 rules, each in the one before, or has more than 200,000
+    parts, is refused.
 
     Raises:
         InvalidConstraint: the grammar does not compile, asks for what is refused, derives nothing, or is

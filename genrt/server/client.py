@@ -87,12 +87,18 @@ class RuntimeClient(EngineClient):  # type: ignore[misc]
             raise NotImplementedError("a prompt that is still being written is not supported")
         if isinstance(prompt, EngineCoreRequest):
             prompt = tokens_input(list(prompt.prompt_token_ids or ()))
+        # vLLM's checks read structures in their own way: the engine checks them.
+        structures = sampling_params.structured_outputs
+        if structures is not None:
+            sampling_params = copy(sampling_params)
+            sampling_params.structured_outputs = None
         if isinstance(prompt, dict) and "type" in prompt:
             made = self.input_processor.process_inputs(request_id, prompt, sampling_params, TASKS)
         else:
             made = await self.input_processor.process_inputs_async(
                 request_id, prompt, sampling_params, TASKS, tokenization_kwargs=tokenization_kwargs
             )
+        made.sampling_params.structured_outputs = structures
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
         if made.prompt_token_ids is None or made.mm_features:

@@ -7,8 +7,11 @@ derives. Of characters none is a prefix of another: with these for terminals, no
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from genrt.errors import InvalidConstraint
+from genrt.structures.lark import check_depth
+from genrt.structures.regexes import character_code
 
 _PARTS = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
@@ -23,11 +26,13 @@ _PARTS = re.compile(
 _WRITTEN = r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)|[^\\]"
 _LETTER = re.compile(_WRITTEN, re.DOTALL)
 _RANGE = re.compile(f"(?P<low>{_WRITTEN})(?:-(?P<high>{_WRITTEN}))?", re.DOTALL)
+_MOST_GROUPS = 30  # how deeply groups may be nested in llguidance's Lark
+_DEAD = "r_"  # not the name of any rule
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-^/.|(){}?*+"}
 
 
-def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
-    """Return the grammar for llguidance, and what its rules are called in the EBNF.
+def lark_of_ebnf(text: str) -> str:
+    """Return the grammar for llguidance.
 
     Raises:
         InvalidConstraint: it does not parse, a rule is missing or there twice, or a range is empty.
@@ -50,6 +55,8 @@ def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
             body = rules[part] = []
         elif body is not None and kind != "space":
             depth += (part == "(") - (part == ")") if kind == "sign" else 0
+            if depth > _MOST_GROUPS:
+                raise _error(text, position, "groups are too deeply nested")
             if depth < 0:
                 raise _error(text, position, "nothing is open that ')' could close")
             if kind == "times" and (not body or body[-1] in "(|" or body[-1][-1] in "?*+}"):
@@ -67,9 +74,63 @@ def lark_of_ebnf(text: str) -> tuple[str, dict[str, str]]:
         raise InvalidConstraint(
             "the EBNF grammar has no rule 'root', which it starts from: write root ::= …"
         )
-    lines = [f"{_rule_name(name)}: {' '.join(body) or _NOTHING}" for name, body in rules.items()]
-    names = {_rule_name(name): name for name in rules} | {"start": "root"}
-    return "\n".join(["start: " + _rule_name("root"), *lines]), names
+    bodies = {_rule_name(name): body for name, body in rules.items()}
+    named = {name: [part for part in body if part in bodies] for name, body in bodies.items()}
+    check_depth(_rule_name("root"), named.__getitem__, "EBNF grammar")
+    alive = _alive(bodies)
+    if _rule_name("root") not in alive:
+        dead = [repr(name) for name in rules if _rule_name(name) not in alive]
+        shown = ", ".join(dead[:4]) + (", …" if len(dead) > 4 else "")
+        raise InvalidConstraint(
+            f"the EBNF grammar derives no text: each alternative of {shown} leads back to such a "
+            "rule, or "
+            "needs what matches nothing; add one that ends"
+        )
+    lines = [f"{name}: {_kept(bodies[name], alive)[0]}" for name in bodies if name in alive]
+    return "\n".join([f"start: {_rule_name('root')}", *lines])
+
+
+def _alive(rules: dict[str, list[str]]) -> set[str]:
+    """Return the rules that derive a finite text. A mask would lead from others to a prefix of nothing.
+
+    Cf. Hopcroft, Motwani and Ullman, Introduction to Automata Theory, Languages, and Computation, 7.1.
+    """
+    alive: set[str] = set()
+    before = -1
+    while before < len(alive):
+        before = len(alive)
+        for name in (*rules, *reversed(rules)):
+            if name not in alive and _kept(rules[name], alive)[0] is not None:
+                alive.add(name)
+    return alive
+
+
+def _kept(body: list[str], alive: Collection[str], at: int = 0) -> tuple[str | None, int]:
+    """Return the alternatives from a place to the end of their group, and where that is.
+
+    Those that need a rule that is not alive are left out; ``None`` if none remains.
+    """
+    options: list[list[str] | None] = [[]]
+    while at < len(body) and body[at] != ")":
+        item: str | None = body[at]
+        at += 1
+        if item == "|":
+            options.append([])
+            continue
+        if item == "(":
+            inside, at = _kept(body, alive, at)
+            at += 1
+            item = None if inside is None else f"({inside})"
+        elif str(item).startswith("r_") and item not in alive:
+            item = None
+        times = body[at] if at < len(body) and body[at][0] in "?*+{~" else ""
+        at += bool(times)
+        if item is not None and options[-1] is not None:
+            options[-1].append(item + times)
+        elif not re.match(r"[?*~]|\{0*[,}]", times):
+            options[-1] = None
+    kept = [" ".join(option) or _NOTHING for option in options if option is not None]
+    return (" | ".join(kept) if kept else None), at
 
 
 _NOTHING = '""'
@@ -101,10 +162,23 @@ def _class(match: re.Match[str]) -> str:
         if low > high:
             problem = f"the range {low}-{high} is empty: turn it round"
             raise _error(match.string, match.start(), problem)
-        ranges.append(f"{character_code(low)}-{character_code(high)}")
+        ranges.append((low, high))
     if not ranges:
         raise _error(match.string, match.start(), "the class is empty")
-    return f"/{opening}{''.join(ranges)}]/"
+    if opening == "[^" and _is_all(ranges):
+        return _DEAD
+    inside = "".join(f"{character_code(low)}-{character_code(high)}" for low, high in ranges)
+    return f"/{opening}{inside}]/"
+
+
+def _is_all(ranges: list[tuple[str, str]]) -> bool:
+    """Tell whether ranges hold every character."""
+    following = 0
+    for low, high in sorted(ranges):
+        if ord(low) > following and not (following == 0xD800 and ord(low) == 0xE000):
+            return False
+        following = max(following, ord(high) + 1)
+    return following > 0x10FFFF
 
 
 def _character(match: re.Match[str], group: str | int = 0) -> str:
@@ -126,11 +200,6 @@ def _rule_name(name: str) -> str:
     return "r_" + "".join(
         letter if letter.islower() or letter.isdigit() else f"_{ord(letter):x}_" for letter in name
     )
-
-
-def character_code(letter: str) -> str:
-    """Return a character as it stands in a regular expression for itself."""
-    return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):X}}}"
 
 
 def _error(text: str, position: int, problem: str) -> InvalidConstraint:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from genrt.errors import InvalidConstraint
-from genrt.structures.ebnf import character_code, lark_of_ebnf
-from genrt.structures.matching import checked_pattern
-from genrt.structures.productive import productive
-from genrt.structures.schemas import schema_text
-
-Whitespace = Literal["compact", "spaced", "flexible"]
-"""The spaces between the parts of a JSON text: none, those of ``json.dumps``, or any."""
+from genrt.structures.ebnf import lark_of_ebnf
+from genrt.structures.json_grammar import Whitespace, schema_rules
+from genrt.structures.lark import checked_lark
+from genrt.structures.regexes import character_code, parsed, regex_text
 
 Syntax = Literal["lark", "ebnf"]
 
-_WHITESPACE: dict[str, dict[str, Any]] = {
-    "compact": {"whitespace_flexible": False},
-    "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-    "flexible": {"whitespace_flexible": True},
-}
+_WHITESPACE = ("compact", "spaced", "flexible")
 
 _FIRST_RULE = {
     "lark": re.compile(
@@ -41,24 +33,14 @@ def lark_of_regex(pattern: str) -> str:
     """Return the grammar of the texts that a regular expression matches as a whole.
 
     Raises:
-        InvalidConstraint: the pattern is no str, or more than llguidance takes.
+        InvalidConstraint: the pattern is no str, or not in genrt's dialect.
     """
     given: object = pattern
     if isinstance(given, re.Pattern):
         raise InvalidConstraint(f"the pattern is {pattern!r}; give its text, pattern.pattern")
     if not isinstance(given, str):
         raise InvalidConstraint(f"the pattern is {pattern!r}; give a regular expression as str")
-    name = name_of_regex(pattern)
-    # llguidance silently drops a last, lone backslash.
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        raise InvalidConstraint(f"the {name} ends in a lone backslash")
-    from llguidance import regex_to_lark
-
-    try:
-        escaped = regex_to_lark(checked_pattern(pattern, name), use_ascii="")
-    except UnicodeEncodeError as error:
-        raise InvalidConstraint(f"the {name} holds a lone surrogate, which no text has") from error
-    return f"start: /{escaped}/"
+    return f"start: /{regex_text(parsed(pattern, name_of_regex(pattern)))}/"
 
 
 def lark_of_choice(texts: Sequence[str]) -> str:
@@ -71,18 +53,20 @@ def lark_of_choice(texts: Sequence[str]) -> str:
     return f"start: /{'|'.join(''.join(map(character_code, text)) for text in texts)}/"
 
 
-def lark_of_schema(schema: dict[str, Any] | str | bool, whitespace: Whitespace) -> str:
+def lark_of_schema(schema: object, whitespace: Whitespace, *, closed: bool = False) -> str:
     """Return the grammar of the JSON texts of the values that are valid under a schema.
 
+    With ``closed``, objects have no other properties than those named, where no schema speaks of others.
+
     Raises:
-        InvalidConstraint: the schema is not one, or says more than llguidance can do; or no such
+        InvalidConstraint: the schema is not one, or says more than can be compiled; or no such
             whitespace.
     """
     if whitespace not in _WHITESPACE:
         raise InvalidConstraint(
             f"whitespace is {whitespace!r}: give one of {', '.join(map(repr, _WHITESPACE))}"
         )
-    return f"start: %json {schema_text(schema, _WHITESPACE[whitespace])}"
+    return "\n".join(["start: j", *schema_rules(schema, whitespace, closed=closed)])
 
 
 def syntax_of(grammar: str) -> Syntax:
@@ -93,10 +77,10 @@ def syntax_of(grammar: str) -> Syntax:
 
 
 def lark_of_grammar(text: str, syntax: Syntax) -> str:
-    """Return a grammar without what derives no text.
+    """Return a grammar for llguidance.
 
     Raises:
-        InvalidConstraint: it does not parse, derives nothing, or is too large; or no such syntax.
+        InvalidConstraint: it does not parse, an EBNF derives nothing, or is too large; or no such syntax.
     """
     if not isinstance(text, str):
         raise InvalidConstraint(f"the grammar is {text!r}: give its text as str")
@@ -104,9 +88,9 @@ def lark_of_grammar(text: str, syntax: Syntax) -> str:
     if syntax not in _FIRST_RULE:
         raise InvalidConstraint(f"syntax is {syntax!r}: give 'lark' or 'ebnf'")
     try:
-        lark, names = lark_of_ebnf(text) if syntax == "ebnf" else (text, {})
-        inlined = partial(schema_text, options=_WHITESPACE["spaced"])
-        return productive(lark, inlined=inlined, names=names)
+        if syntax == "ebnf":
+            return lark_of_ebnf(text)
+        return checked_lark(text, lambda schema, name: schema_rules(schema, "spaced", prefix=name))
     except InvalidConstraint as error:
         raise InvalidConstraint(f"{error}{syntax_advice(text, syntax)}") from error
 

@@ -1,12 +1,22 @@
-"""llguidance's dialect of Lark, parsed just far enough to see which rules need which."""
+"""A grammar in llguidance's dialect of Lark: its parts that genrt has a say in, checked and replaced.
+
+genrt reads the tokens of a grammar, and leaves its rules to llguidance. Regular expressions are those of
+genrt's dialect, and a ``%json`` becomes rules of genrt's own.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from genrt.errors import InvalidConstraint
+from genrt.structures.regexes import parsed, regex_text
+
+__all__ = ["check_depth", "checked_lark"]
 
 # llguidance's lexer, which takes the longest match: a comment before a regex, a rule before an operator.
 _PARTS = re.compile(
@@ -21,19 +31,15 @@ _PARTS = re.compile(
     |(?P<terminal>_?[A-Z][_A-Z0-9\-]*)
     |(?P<number>0[xX][0-9a-fA-F]+|[+-]?[0-9]+(?:\.(?!\.)[0-9]*)?(?:[eE][+-]?[0-9]+)?)
     |(?P<sign>->|::|\.\.|[:,.(){}\[\]~|&=_+*?])""",
-    re.VERBOSE,
+    re.VERBOSE | re.DOTALL,
 )
 
-MOST_GROUPS = 30
-"""How deeply groups may be nested in llguidance's Lark."""
-
-
-class NotLarkError(Exception):
-    """A text that llguidance would not read either; its own message says best where it is wrong."""
+_MOST_PARTS = 200_000
+_MOST_LEVELS = 1_000  # llguidance's stack overflows, which ends the process, at some 2,500
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class _Token:
     """A part of the text; ``value`` is the JSON after ``%json`` and its like."""
 
     kind: str
@@ -43,13 +49,63 @@ class Token:
     value: Any = None
 
 
-def tokens_of(lark: str) -> Iterator[Token]:
-    """Yield the tokens of a text, without spaces and comments. Raises NotLarkError where none fits."""
-    decoder, position = json.JSONDecoder(), 0
+def checked_lark(lark: str, rules_of: Callable[[Any, str], list[str]]) -> str:
+    """Return a grammar with its regular expressions and schemas as genrt reads them.
+
+    A text that is not Lark comes back as it is: llguidance's message says best where it is wrong.
+
+    Args:
+        rules_of: makes the lines of the rules of a schema, the first of which defines the rule of a name.
+
+    Raises:
+        InvalidConstraint: it names special tokens, is nested too deeply or too large, or has a regular
+            expression, a schema or a quote that is not in the dialect.
+    """
+    tokens = _tokens(lark)
+    if tokens is None:
+        return lark
+    if len(tokens) > _MOST_PARTS:
+        raise InvalidConstraint(
+            f"the grammar has {len(tokens):,} parts, and {_MOST_PARTS:,} is the most: make it smaller"
+        )
+    for before, token in pairwise(tokens):
+        _refuse_what_is_no_text(before, token)
+    named = _named(tokens)
+    for start in ("start", *named):
+        check_depth(start, lambda name: named.get(name, ()), "grammar")
+    prefix = "json"
+    while any(name.lower().startswith(prefix) for name in named):
+        prefix += "x"
+    parts: list[str] = []
+    lines: list[list[str]] = []
+    position = 0
+    for token in tokens:
+        if token.kind == "regex":
+            part = _regex(token.text)
+        elif token.text == "%json":
+            part = f"{prefix}{len(lines)}"
+            lines.append(rules_of(token.value, part))
+        else:
+            continue
+        parts += [lark[position : token.start], part]
+        position = token.end
+    return "\n".join(
+        ["".join([*parts, lark[position:]]), *(line for each in lines for line in each)]
+    )
+
+
+def _tokens(lark: str) -> list[_Token] | None:
+    """Return the tokens of a text, without spaces and comments; ``None`` where none fits."""
+    decoder, position, found = json.JSONDecoder(), 0, [_Token("newline", "", 0, 0)]
     while position < len(lark):
         match = _PARTS.match(lark, position)
         if match is None:
-            raise NotLarkError
+            if lark[position] == "'":
+                raise InvalidConstraint(
+                    f"the grammar has a single quote at line {lark.count(chr(10), 0, position) + 1}: "
+                    'llguidance\'s Lark has strings in double quotes alone, "…"'
+                )
+            return None
         kind, value, start = str(match.lastgroup), None, position
         position = match.end()
         if kind == "json":
@@ -57,203 +113,70 @@ def tokens_of(lark: str) -> Iterator[Token]:
                 position += 1
             try:
                 value, position = decoder.raw_decode(lark, position)
-            except (ValueError, RecursionError) as error:
-                raise NotLarkError from error
+            except (ValueError, RecursionError):
+                return None
         if kind != "space":
-            yield Token(kind, match[0], start, position, value)
+            found.append(_Token(kind, match[0], start, position, value))
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a rule, without the sign that says how often it comes.
-
-    Attributes:
-        kind: what has to derive a text for the part to do so: all of its ``parts``, any of them, a rule
-            or a terminal, a nested grammar; or nothing, in a ``text``.
-        optional: whether it may be left out.
-        name: a rule's name, or a terminal's source.
-    """
-
-    kind: Literal["all", "any", "rule", "terminal", "grammar", "text"]
-    start: int
-    end: int
-    optional: bool = False
-    name: str = ""
-    parts: tuple[Part, ...] = ()
-    grammar: Grammar | None = None
+def _refuse_what_is_no_text(before: _Token, token: _Token) -> None:
+    if token.kind == "special" and token.text.startswith("<"):
+        raise InvalidConstraint(
+            f"the grammar names the special token {token.text}, and constraints are on text: "
+            "write what stands for text as a string"
+        )
+    if token.text == "=" and before.text in ("stop", "max_tokens", "temperature"):
+        raise InvalidConstraint(
+            f"the grammar has the rule option {before.text}, which is not about the text: leave it out"
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """Rules by name, the source of each terminal by name, and the sources of all imports."""
-
-    rules: dict[str, Part]
-    terminals: dict[str, str]
-    imports: list[str]
-
-
-def grammar_of(lark: str, tokens: Sequence[Token]) -> Grammar:
-    """Return the grammar that the tokens of a text define. Raises NotLarkError if they don't parse."""
-    return _Reader(lark, tokens).grammar()
-
-
-class _Reader:
-    """A recursive descent through the tokens, which end with one of no kind."""
-
-    def __init__(self, lark: str, tokens: Sequence[Token]) -> None:
-        self._lark = lark
-        self._tokens = [*tokens, Token("", "", len(lark), len(lark))]
-        self._next = 0
-        self._depth = 0
-
-    def grammar(self) -> Grammar:
-        grammar = Grammar({}, {}, [])
-        while self._kind():
-            first, token = self._next, self._take()
-            if token.kind in ("rule", "terminal"):
-                self._skip_to(":")
-                options = self._options()
-                if token.kind == "rule":
-                    grammar.rules[token.text.removeprefix("!").removeprefix("?")] = options
-                else:
-                    grammar.terminals[token.text] = self._source(first)
-            elif token.text == "%ignore":
-                self._options()
-            elif token.text == "%import":
-                while self._kind() not in ("newline", ""):
-                    self._take()
-                grammar.imports.append(self._source(first))
-            elif token.kind != "newline" and token.text != "%llguidance":
-                raise NotLarkError
-        return grammar
-
-    def _kind(self, ahead: int = 0) -> str:
-        return self._tokens[self._next + ahead].kind
-
-    def _sign(self, ahead: int = 0) -> str:
-        """Return the text of a coming sign or keyword; ``""`` for another token."""
-        is_sign = self._kind(ahead) in ("sign", "keyword")
-        return self._tokens[self._next + ahead].text if is_sign else ""
-
-    def _take(self) -> Token:
-        if not self._kind():
-            raise NotLarkError
-        self._next += 1
-        return self._tokens[self._next - 1]
-
-    def _took(self, sign: str) -> bool:
-        taken = self._sign() == sign
-        self._next += taken
-        return taken
-
-    def _skip_to(self, sign: str) -> None:
-        """Take all tokens of this line up to a sign: a rule's parameters and attributes, a range."""
-        while not self._took(sign):
-            if self._take().kind == "newline":
-                raise NotLarkError
-
-    def _skip_group(self, opening: str, closing: str) -> None:
-        """Take what is in parentheses, with them, if any come."""
-        depth = 0
-        while depth or self._sign() == opening:
-            depth += (self._sign() == opening) - (self._sign() == closing)
-            self._take()
-
-    def _part(self, kind: Any, first: int, **more: Any) -> Part:
-        """Return the part from the first token to the last that was taken."""
-        return Part(kind, self._tokens[first].start, self._tokens[self._next - 1].end, **more)
-
-    def _source(self, first: int) -> str:
-        return self._lark[self._tokens[first].start : self._tokens[self._next - 1].end]
-
-    def _terminal(self, first: int) -> Part:
-        return self._part("terminal", first, name=self._source(first))
-
-    def _options(self) -> Part:
-        self._depth += 1
-        if self._depth > MOST_GROUPS:
-            raise NotLarkError
-        first, options = self._next, [self._option()]
-        while self._took_bar():
-            options.append(self._option())
-        self._depth -= 1
-        return self._part("any", first, parts=tuple(options))
-
-    def _took_bar(self) -> bool:
-        if self._kind() == "newline" and self._sign(ahead=1) == "|":
-            self._next += 1
-        return self._took("|")
-
-    def _option(self) -> Part:
-        first, items, is_terminal = self._next, [], False
-        while self._kind() not in ("newline", ""):
-            if self._sign() in ("|", "->", ")", "]", "}", "%if"):
-                break
-            if self._took("&"):
-                is_terminal = True
-            else:
-                items.append(self._item())
-        option = self._part("all", first, parts=tuple(items))
-        if is_terminal:
-            option = replace(option, parts=(self._terminal(first),))
-        if self._took("->"):
-            self._take()
-        if self._took("%if"):
-            self._take()
-            self._skip_group("(", ")")
-        return option
-
-    def _item(self) -> Part:
-        first = self._next
-        if self._took("~"):
-            self._item()
-            return self._terminal(first)
-        item = self._atom()
-        return replace(item, optional=item.optional or self._is_optional())
-
-    def _is_optional(self) -> bool:
-        """Take the sign that says how often an item comes, and tell whether that may be never."""
-        sign, low = self._sign(), ""
-        if sign in ("~", "{") and self._kind(ahead=1) == "number":
-            low = self._tokens[self._next + 1].text
-        if sign in ("?", "*", "+"):
-            return self._take().text != "+"
-        if sign == "~" and low:
-            self._next += 2
-            if self._took(".."):
-                self._take()
-        elif sign == "{":
-            self._skip_to("}")
-        else:
-            return False
-        return low.lstrip("+0") == ""
-
-    def _atom(self) -> Part:
-        first, token = self._next, self._take()
-        if token.kind == "sign" and token.text in ("(", "["):
-            options = self._options()
-            if not self._took(")" if token.text == "(" else "]"):
-                raise NotLarkError
-            return replace(options, optional=token.text == "[")
-        if token.text == "%lark":
-            return self._part("grammar", first, grammar=self._nested())
-        if token.kind == "regex":
-            return self._terminal(first)
+def _named(tokens: Iterable[_Token]) -> dict[str, list[str]]:
+    """Return the rules and terminals that each rule or terminal names, by its own name."""
+    found: dict[str, list[str]] = {}
+    own: list[str] = []
+    is_first = True
+    for token in tokens:
         if token.kind in ("rule", "terminal"):
-            if self._took("::"):
-                self._take()
-                self._skip_group("(", ")")
-            return self._part(token.kind, first, name=token.text)
-        if token.kind == "string":
-            if self._took(".."):
-                self._take()
-        elif token.kind != "special" and token.text not in ("%json", "%regex"):
-            raise NotLarkError
-        return self._part("text", first)
+            name = token.text.lstrip("!?")
+            if is_first:
+                own = found.setdefault(name, [])
+            else:
+                own.append(name)
+        is_first = token.kind == "newline"
+    return found
 
-    def _nested(self) -> Grammar:
-        first = self._next
-        self._skip_group("{", "}")
-        if first == self._next:
-            raise NotLarkError
-        return grammar_of(self._lark, self._tokens[first + 1 : self._next - 1])
+
+def _regex(source: str) -> str:
+    text, _, flags = source[1:].rpartition("/")
+    for letter in flags:
+        if letter not in "isx":
+            raise InvalidConstraint(
+                f"the grammar has the flag {letter} of {source}: only i, s and x are known"
+            )
+    prefix = f"(?{flags})" if flags else ""
+    name = f"grammar's regular expression {source[:60]}"
+    return f"/{regex_text(parsed(prefix + text, name))}/"
+
+
+def check_depth(start: str, named: Callable[[str], Iterable[str]], what: str) -> None:
+    """Raise InvalidConstraint if a rule leads to another through too many rules, each in the one before.
+
+    The search is depth first, as llguidance compiles: by recursion, on a stack that can overflow.
+    """
+    seen = {start}
+    stack: list[tuple[str, Iterator[str]]] = [(start, iter(named(start)))]
+    while stack:
+        for after in stack[-1][1]:
+            if after not in seen:
+                seen.add(after)
+                stack.append((after, iter(named(after))))
+                break
+        else:
+            stack.pop()
+        if len(stack) > _MOST_LEVELS:
+            raise InvalidConstraint(
+                f"the {what} is nested too deeply: {start!r} leads to {stack[-1][0]!r} through more than "
+                f"{_MOST_LEVELS:,} rules, each in the one before"
+            )

@@ -110,6 +110,15 @@ def has_bit(words: Words, token_id: int) -> bool:
     return bool(words[token_id // 32] >> (token_id % 32) & 1)
 
 
+def set_bits(words: Words, token_ids: Iterable[int], allowed: bool) -> None:
+    """Allow tokens in a packed mask, or forbid them."""
+    for token_id in token_ids:
+        bit = np.uint32(1 << token_id % 32).view(np.int32)
+        words[token_id // 32] = (
+            words[token_id // 32] | bit if allowed else words[token_id // 32] & ~bit
+        )
+
+
 def unpacked(words: Words, vocab_size: int) -> Tensor:
     """Unpack words ``[..., n]`` into bool ``[..., vocab_size]``, in memory of its own."""
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")

@@ -310,7 +310,7 @@ def test_a_choice_between_itself_and_values_that_are_none_allows_nothing(
     """llguidance drops the values, and lets begin what then leads back to itself without end."""
     array = {"type": "array", "minItems": 1, "maxItems": 1}
     n = array | {"prefixItems": [{"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string"} | none]}]}
-    with pytest.raises(InvalidConstraint, match="leads back to itself"):
+    with pytest.raises(InvalidConstraint, match="allows no value"):
         json_schema({"$defs": {"n": n}, "$ref": "#/$defs/n"}, LM)
     state = json_schema(
         {"$defs": {"n": n}, "type": "object", "additionalProperties": {"$ref": "#/$defs/n"}}, LM
@@ -346,41 +346,31 @@ def test_what_refers_to_one_another_is_compiled_once_each(
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    "schema",
     [
-        (
-            {
-                "$defs": {"n": {**NODE, "required": ["next"]}, "node": {"$ref": "#/$defs/n"}},
-                "$ref": "#/$defs/n",
-            },
-            "allows no value: '#/$defs/n', '#/$defs/node' leads back to itself without end",
-        ),
-        ({"$ref": "#"}, "'#' leads back to itself"),
-        (
-            {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["b", "ab"]},
-            "'#' leads back to itself",
-        ),
-        (
-            {
-                "type": "object",
-                "patternProperties": {"^a": True},
-                "required": ["b"],
-                "additionalProperties": {"$ref": "#"},
-            },
-            "'#' leads back to itself",
-        ),
-        ({"type": "integer", **NO_MULTIPLE}, "no number from 0 on has this multipleOf"),
-        (
-            {"type": "object", "required": ["a"], "additionalProperties": False},
-            "something in it is required",
-        ),
-        ({"allOf": [True, False]}, "something in it is required"),
+        {
+            "$defs": {"n": {**NODE, "required": ["next"]}, "node": {"$ref": "#/$defs/n"}},
+            "$ref": "#/$defs/n",
+        },
+        {"$ref": "#"},
+        {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["b", "ab"]},
+        {
+            "type": "object",
+            "patternProperties": {"^a": True},
+            "required": ["b"],
+            "additionalProperties": {"$ref": "#"},
+        },
+        {"type": "integer", **NO_MULTIPLE},
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"allOf": [True, False]},
+        {"type": "string", "minLength": 2, "maxLength": 1},
+        {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2},
+        {"not": {}},
     ],
-)  # fmt: skip
-def test_a_schema_that_nothing_satisfies_is_refused(schema: Schema, message: str) -> None:
-    with pytest.raises(InvalidConstraint) as caught:
+)
+def test_a_schema_that_nothing_satisfies_is_refused(schema: Schema) -> None:
+    with pytest.raises(InvalidConstraint, match="allows no value"):
         json_schema(schema, LM)
-    assert message in str(caught.value)
 
 
 # Of each format that llguidance knows or genrt defines: what is of it, what is not, and who says so.
@@ -594,7 +584,6 @@ def test_numbers_are_taken_as_they_are(number: float) -> None:
             "nested too deeply",
         ),
         (json.loads("[" * 400 + "]" * 400), "give a dict"),
-        (json.loads('{"items":' * 200 + "true" + "}" * 200), "recursion limit exceeded"),
         ('{"items":' * 100_000 + "true" + "}" * 100_000, "recursion"),
     ],
 )  # fmt: skip

@@ -15,17 +15,17 @@ import torch
 
 import genrt
 from genrt.engines.exact import ExactEngine, NGram
-from genrt.errors import InvalidConstraint, InvalidRequest
+from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion
 from genrt.structures import guides
 from genrt.structures.guides import Guides
-from genrt.structures.schemas import closed, with_required_named
 from tests.scripted import passes
 
 BYTES = [bytes([byte]) for byte in range(1, 128)]
 EOS = len(BYTES)
 MODEL = NGram.random([*BYTES, b""], order=1, seed=3, eos_token_id=EOS)
+MODEL_TOKENIZER = MODEL.tokenizer
 RECORD = {
     "type": "object",
     "properties": {"n": {"type": "integer"}, "b": {"type": "boolean"}},
@@ -259,49 +259,56 @@ def test_logprobs_of_a_structured_text_are_within_the_structure(lm: AsyncLM) -> 
         assert likeliest == pytest.approx(inside, abs=1e-5)
 
 
+BASE = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
 @pytest.mark.parametrize(
-    ("schema", "is_closed"),
+    ("schema", "has", "has_not"),
     [
-        ({"properties": {"a": {}}}, True),
-        ({"properties": {"a": {}}, "required": ["a"]}, True),
-        ({"properties": {"a": {}}, "required": ["b"]}, False),
-        ({"properties": {"a": {}}, "additionalProperties": {"type": "null"}}, False),
-        ({"properties": {"a": {}}, "anyOf": [{}, {"properties": {"b": {}}}]}, False),
-        ({"allOf": [{"properties": {"a": {}}}]}, False),
-        ({"type": "object"}, False),
-        ({"items": {"properties": {"a": {}}}}, True),
-        ({"$defs": {"x": {"properties": {"a": {}}}}, "$ref": "#/$defs/x"}, True),
+        ({"properties": {"a": {}}}, '{"a":1}', '{"a":1,"b":1}'),
+        ({"properties": {"a": {}}, "required": ["a"]}, '{"a":1}', '{"a":1,"b":1}'),
+        ({"properties": {"a": {}}, "required": ["b"]}, '{"b":1,"c":1}', '{"a":1}'),
+        (
+            {"properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+            '{"a":1,"b":null}',
+            '{"a":1,"b":1}',
+        ),
+        # Properties of schemas that hold together are all named.
+        ({"allOf": [BASE], "properties": {"b": {}}}, '{"a":1,"b":1}', '{"a":1,"c":1}'),
+        ({"allOf": [BASE], "properties": {"b": {}}}, '{"a":1}', '{"a":"x"}'),
+        (
+            {"$defs": {"A": BASE}, "$ref": "#/$defs/A", "properties": {"b": {}}},
+            '{"a":1,"b":1}',
+            '{"b":1}',
+        ),
+        ({"anyOf": [BASE, {"properties": {"b": {}}}]}, '{"b":1}', '{"a":"x","b":1}'),
+        ({"type": "object"}, '{"a":1}', "[]"),
+        ({"items": {"properties": {"a": {}}}}, '[{"a":1}]', '[{"b":1}]'),
+        ({"$defs": {"x": {"properties": {"a": {}}}}, "$ref": "#/$defs/x"}, '{"a":1}', '{"b":1}'),
     ],
     ids=str,
 )
 def test_objects_have_no_other_properties_unless_the_schema_speaks_of_them(
-    schema: dict[str, Any], is_closed: bool
+    schema: dict[str, Any], has: str, has_not: str
 ) -> None:
-    assert ('"additionalProperties": false' in json.dumps(closed(schema))) == is_closed
-    assert "additionalProperties" not in schema or not is_closed
+    guided = Guides(MODEL_TOKENIZER, len(BYTES) + 1)
+    for text, is_of_it in ((has, True), (has_not, False)):
+        guide = guided.begin(("json_schema", json.dumps(schema)), ())
+        tokens = [BYTES.index(letter.encode()) for letter in text]
+        assert (all(map(guide.took, tokens)) and guide.took(EOS)) == is_of_it
 
 
-ANY: dict[str, Any] = {"type": "array"}
-
-
-@pytest.mark.parametrize(
-    ("schema", "named"),
-    [
-        ({"required": ["a"]}, {"a": True}),
-        ({"required": ["a"], "properties": {"b": {}}}, {"b": {}, "a": True}),
-        ({"required": ["a"], "additionalProperties": ANY}, {"a": ANY}),
-        ({"required": ["a"], "patternProperties": {"b": {}}}, {"a": True}),
-        ({"required": ["a"], "patternProperties": {"b": {}}, "additionalProperties": ANY}, None),
-        ({"properties": {"a": {}}}, {"a": {}}),
-    ],
-    ids=str,
-)
-def test_what_is_required_is_among_the_properties(
-    schema: dict[str, Any], named: dict[str, Any] | None
-) -> None:
-    for whole in (schema, {"items": schema}, {"$defs": {"x": schema}}):
-        found: Any = with_required_named(whole)
-        inside = found.get("items") or found.get("$defs", {}).get("x") or found
-        assert inside.get("properties") == named
-    with pytest.raises(InvalidConstraint, match="'a' is required, and forbidden"):
-        with_required_named({"required": ["a"], "additionalProperties": False})
+def test_a_guide_goes_back_over_its_end() -> None:
+    """vLLM takes drafts of tokens back."""
+    guide = Guides(MODEL_TOKENIZER, len(BYTES) + 1).begin(("regex", "ab*"), [BYTES.index(b"c")])
+    first, more, end = (BYTES.index(each) for each in (b"a", b"b", b"c"))
+    assert not guide.took(end)
+    assert all(map(guide.took, (first, more, end, more, EOS)))
+    assert guide.is_over
+    guide.take_back(2)
+    assert guide.is_over
+    guide.take_back(2)
+    assert not guide.is_over
+    assert [guide.mask()[each].item() for each in (first, more, end, EOS)] == [0, 1, 1, 1]
+    guide.begin_again()
+    assert guide.mask().nonzero().flatten().tolist() == [first]

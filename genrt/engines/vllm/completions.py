@@ -31,7 +31,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from genrt.engines.vllm.capture import TEXT_SEED
 from genrt.engines.vllm.laws import LAW
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
-from genrt.engines.vllm.structures import StructureCompilers
+from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, FinishReason
 from genrt.questions.contexts import seed_of
@@ -102,7 +102,7 @@ class Completions:
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._parsers = ReasoningParsers(llm_engine.vllm_config)
         self._courses: dict[str, _Course] = {}
-        self.compilers = StructureCompilers(llm_engine) if self._has_tokenizer else None
+        self.structures = GuidedStructures(llm_engine) if self._has_tokenizer else None
         self.spellings = Spellings(
             self._outputs.tokenizer, llm_engine.model_config.get_vocab_size()
         )
@@ -130,10 +130,8 @@ class Completions:
             reasoning = self._parsers.begin(request)
             params.skip_special_tokens = reasoning.skip_special_tokens
         asked = None
-        if decoding.structure is not None and self.compilers is not None:
-            asked = self.compilers.asked(decoding.structure)
-            if asked._backend is None:  # else vLLM does not see it yet: it would choose another
-                params.structured_outputs = asked
+        if decoding.structure is not None and self.structures is not None:
+            asked = self.structures.asked(decoding.structure)
         made = self._inputs.process_inputs(
             request_id,
             tokens_input(list(request.token_ids)),
@@ -162,9 +160,7 @@ class Completions:
             params._all_stop_token_ids = {*decoding.stop_token_ids}
         if self._is_v2:
             check_v2(params)
-        if asked is not None and self.compilers is not None:
-            params.structured_outputs = params.structured_outputs or asked
-            self.compilers.open(params.structured_outputs._backend)
+        params.structured_outputs = asked  # which vLLM's checks would read in their own way
         self._outputs.add_request(made, None)
         leave_out_prompt(self._outputs, made)
         nonce = request.nonce if request.streamed else None

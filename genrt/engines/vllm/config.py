@@ -29,6 +29,7 @@ from genrt.engines.vllm.open_scheduler import OPEN, OpenScheduler
 from genrt.engines.vllm.positions import FIRST
 from genrt.engines.vllm.rank import LAUNCHED
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
+from genrt.engines.vllm.structures import check_structures_config
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidRequest, ModelNotFound
 from genrt.models import offline_advice
 
@@ -137,6 +138,7 @@ def configure(
     except Exception as error:
         raise translated(error, f"vLLM could not open {checkpoint}") from error
     ReasoningParsers(config)  # raises before weights are loaded
+    check_structures_config(config)
     if not changes_with_length(config):
         # vLLM reserves a place for the following token, which is drawn and never computed. With one more,
         # the longest context is as long as the model takes.

@@ -72,7 +72,7 @@ class VLLMEngine:
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_batch_size = int(config.scheduler_config.max_num_seqs)
-        # One less than vLLM's, whose scheduler reserves a place for the following token; see ``configure``.
+        # One less than vLLM's: its scheduler reserves a place for the following token.
         self.max_model_len = int(config.model_config.max_model_len) - 1
         self.device = own.take_stream(torch.device(config.device_config.device))
         core, model_runner = self._core.engine_core, None

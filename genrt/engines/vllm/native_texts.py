@@ -28,9 +28,8 @@ from genrt.engines.vllm.completions import (
     failure_of,
     leave_out_prompt,
 )
-from genrt.engines.vllm.structures import StructureCompilers
+from genrt.engines.vllm.structures import GuidedStructures
 from genrt.errors import GenrtError, InvalidRequest, StreamCut
-from genrt.questions.completions import schema_text
 from genrt.questions.contexts import LAST_SEED
 from genrt.questions.native import NativeRequest
 from genrt.tokens.spellings import Spellings
@@ -88,7 +87,7 @@ class NativeTexts:
     """The native texts that one vLLM engine draws.
 
     Args:
-        compilers: the backends of structures, if there is a tokenizer.
+        structures: what compiles structures, if there is a tokenizer.
         spellings: of words by the tokenizer.
         drawn_here: whether the capture draws the tokens, and is the one to know the seeds.
     """
@@ -96,7 +95,7 @@ class NativeTexts:
     def __init__(
         self,
         llm_engine: LLMEngine,
-        compilers: StructureCompilers | None,
+        structures: GuidedStructures | None,
         spellings: Spellings,
         *,
         drawn_here: bool,
@@ -104,7 +103,7 @@ class NativeTexts:
         self._outputs = llm_engine.output_processor
         self._is_v2 = llm_engine.vllm_config.use_v2_model_runner
         self._has_loras = llm_engine.vllm_config.lora_config is not None
-        self._compilers = compilers
+        self._structures = structures
         self._spellings = spellings
         self._drawn_here = drawn_here
         self._courses: dict[str, _Course] = {}
@@ -123,15 +122,11 @@ class NativeTexts:
         made.request_id = made.external_req_id = request_id
         made.lora_request = lora
         made.sampling_params = params = self._params(text.core.sampling_params, request)
-        structures = params.structured_outputs
+        wanted = params.structured_outputs
         name = None
-        if structures is not None and self._compilers is not None:
-            name = "json_schema" if structures.json is not None else "structured_outputs"
-            if structures.json is not None:
-                asked = self._compilers.asked(("json_schema", schema_text(structures.json)))
-                if asked._backend is not None:  # else vLLM's own choice does all of the schema
-                    params.structured_outputs = structures = asked
-            self._compilers.open(structures._backend)
+        if wanted is not None and self._structures is not None:
+            name = "json_schema" if wanted.json is not None else "structured_outputs"
+            params.structured_outputs = self._structures.taken(wanted)
         self._outputs.add_request(made, text.prompt, None, text.index)
         leave_out_prompt(self._outputs, made)
         # Each output of vLLM's core brings the log-probabilities of its own tokens alone.

@@ -47,7 +47,7 @@ class Samples:
 
     def __init__(self, llm_engine: LLMEngine, slots: int, *, drawn_here: bool) -> None:
         self.completions = Completions(llm_engine, drawn_here=drawn_here)
-        shared = self.completions.compilers, self.completions.spellings
+        shared = self.completions.structures, self.completions.spellings
         self.natives = NativeTexts(llm_engine, *shared, drawn_here=drawn_here)
         self._drawn_here = drawn_here
         self._most = slots - max(1, slots // 9)

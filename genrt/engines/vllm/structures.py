@@ -1,18 +1,19 @@
-"""Structured texts in vLLM: each has the backend that does all that it asks for.
-
-vLLM chooses a backend for every request, and opens that of the first one for all; what the others asked
-for would be left out, or refused, depending on who came first. Here several are open. A JSON schema of
-which xgrammar would leave out a part is prepared by genrt, and compiled by llguidance, as on every other
+"""Structured texts in vLLM: a backend of vLLM's that judges texts by genrt's guides, as every other
 engine.
+
+vLLM would choose among backends that read the same regular expression, schema or grammar
+differently. This one takes the place of all of them, for genrt's own texts and for vLLM's front
+ends.
 """
 
 from __future__ import annotations
 
 import json
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
-from cachetools import LRUCache
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.structured_output.backend_types import (
@@ -20,117 +21,73 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
 )
-from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+from vllm.v1.structured_output.request import get_structured_output_key
 
-from genrt.errors import InvalidConstraint, InvalidRequest
-from genrt.structures.guides import Guides, Structure
-from genrt.structures.schemas import with_required_named
-from genrt.structures.unheeded import mistaken, unheeded
+from genrt.errors import InvalidRequest
+from genrt.structures.guides import Guide, Guides, Structure
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+__all__ = ["NAME", "GuidedStructures", "check_structures_config"]
 
-__all__ = ["StructureCompilers"]
+NAME = "guidance"
+"""vLLM's name for texts that llguidance judges."""
 
-WHERE = "vllm.v1.structured_output.backend_"
-
-COMPILERS = {
-    "xgrammar": ("xgrammar", "XgrammarBackend"),
-    "guidance": ("guidance", "GuidanceBackend"),
-    "outlines": ("outlines", "OutlinesBackend"),
-    "lm-format-enforcer": ("lm_format_enforcer", "LMFormatEnforcerBackend"),
+_OPTIONS = {
+    StructuredOutputOptions.JSON: "json_schema",
+    StructuredOutputOptions.REGEX: "regex",
+    StructuredOutputOptions.GRAMMAR: "grammar",
+    StructuredOutputOptions.CHOICE: "choice",
+    StructuredOutputOptions.STRUCTURAL_TAG: "structural_tag",
 }
-"""The modules and classes of vLLM's backends, by the names that it calls them by."""
-
-MOST_READ = 64
-"""How many schemas stay read, the last ones that were asked for."""
 
 
-class _Schema(NamedTuple):
-    """A JSON schema's text for vLLM, and whether the backend that vLLM chooses does all of it."""
+def check_structures_config(config: VllmConfig) -> None:
+    """Raise InvalidRequest for options of structures that genrt's backend does not have."""
+    options = config.structured_outputs_config
+    if options.backend not in ("auto", NAME):
+        raise InvalidRequest(
+            f"structured_outputs_config names the backend {options.backend!r}: give 'auto' or "
+            f"{NAME!r}, since "
+            "genrt compiles all structures by llguidance"
+        )
 
-    text: str
-    is_heeded: bool
 
-
-class StructureCompilers(StructuredOutputBackend):  # type: ignore[misc]
-    """The backends of one engine, as one of vLLM's, which opens no other then."""
+class GuidedStructures(StructuredOutputBackend):  # type: ignore[misc]
+    """The structures of one engine's texts, in the place of vLLM's backends."""
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         config = llm_engine.vllm_config
         manager = cast("Any", llm_engine.engine_core).engine_core.structured_output_manager
         super().__init__(config, manager.tokenizer, config.model_config.get_vocab_size())
-        self._named = config.structured_outputs_config.backend
         self._guides = Guides(self.tokenizer, self.vocab_size)
-        self._schemas: LRUCache[object, _Schema] = LRUCache(MOST_READ)
-        self._opened: dict[str, StructuredOutputBackend] = {}
-        manager.backend, manager._create_grammar = self, self._compiled
+        self._is_compact = config.structured_outputs_config.disable_any_whitespace
+        # vLLM opens one backend, by the name that the first request has, unless there is one.
+        manager.backend = self
 
-    def asked(self, structure: Structure) -> StructuredOutputsParams:
-        """Return a structure as vLLM takes it; with ``_backend`` where that is not for vLLM to choose.
+    def asked(self, structure: Structure, *, compact: bool = False) -> StructuredOutputsParams:
+        """Return a structure as vLLM takes it; ``compact``: a JSON text without white space.
 
         Raises:
-            InvalidRequest: a schema is none, or no text has it.
+            InvalidRequest: it does not compile, or no text has it.
         """
         name, value = structure
-        if name != "json_schema":
-            wanted: Any = list(value) if isinstance(value, tuple) else value
-            return StructuredOutputsParams(**{name: wanted})
-        schema = self._schemas.get(value)
-        if schema is None:
-            schema = self._schemas[value] = self._read(value)
-        if schema.is_heeded:
-            return StructuredOutputsParams(json=schema.text)
-        prepared = StructuredOutputsParams(grammar=self._guides.check(structure))
-        prepared._backend = "guidance"
-        return prepared
+        if (compact or self._is_compact) and name == "json_schema":
+            structure = name, value = name, _compact(str(value))
+        self._guides.check(structure)
+        wanted: Any = list(value) if isinstance(value, tuple) else value
+        params = StructuredOutputsParams(**{"json" if name == "json_schema" else name: wanted})
+        params._backend = NAME
+        return params
 
-    def _read(self, text: object) -> _Schema:
+    def taken(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return the structure that one of vLLM's front ends asks for, as it is compiled here; raises as
+        ``asked``."""
+        if params.whitespace_pattern is not None:
+            raise InvalidRequest("whitespace_pattern: genrt has no such option, leave it out")
         try:
-            schema = with_required_named(text)
-        except InvalidConstraint as error:
-            raise InvalidRequest(f"json_schema: {error}") from error
-        passed_over = unheeded(schema)
-        if self._named.startswith("xgrammar") and passed_over is not None:
-            raise InvalidRequest(
-                f"json_schema: xgrammar passes over {passed_over}: write the schema without it, or "
-                "load without this structured_outputs_config"
-            )
-        is_heeded = self._named != "auto" or not (
-            passed_over is not None
-            or has_xgrammar_unsupported_json_features(schema)
-            or mistaken(schema)
-        )
-        return _Schema(json.dumps(schema), is_heeded)
-
-    def open(self, name: str) -> None:
-        """Have this backend for the requests that come. Raises InvalidRequest if it is not installed, or
-        fits none that is open."""
-        if name in self._opened:
-            return
-        module, kind = COMPILERS[name]
-        try:
-            made = getattr(import_module(WHERE + module), kind)(
-                self.vllm_config, self.tokenizer, self.vocab_size
-            )
-        except ImportError as error:
-            raise InvalidRequest(f"this structure needs vLLM's backend {name}: {error}") from error
-        if self._named == "auto" and name == "guidance":
-            made.disable_additional_properties = True  # as xgrammar has it
-        for other in self._opened.values():
-            if _width(other) != _width(made):  # a step fills one tensor with the masks of all
-                raise InvalidRequest(
-                    f"this structure needs vLLM's backend {name}, which cannot be open beside the one of "
-                    "earlier structures: the tokenizer has more tokens than the model"
-                )
-        self._opened[name] = made
-
-    def _compiled(self, request: Request) -> StructuredOutputGrammar:
-        """Return the structure of a request, compiled; called in threads of vLLM's."""
-        asked, params = cast("Any", request.structured_output_request), request.sampling_params
-        compiler = self._opened[asked.params._backend]
-        stops = None if params is None else params.all_stop_token_ids
-        return compiler.compile_grammar(*asked.structured_output_key, stop_token_ids=stops)
+            structure = _structure(*get_structured_output_key(params))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"structured_outputs: {error}") from error
+        return self.asked(structure, compact=params.disable_any_whitespace)
 
     def compile_grammar(
         self,
@@ -138,17 +95,71 @@ class StructureCompilers(StructuredOutputBackend):  # type: ignore[misc]
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
-        raise NotImplementedError("the request says which backend compiles")
+        """Return a new text's guide; called in threads of vLLM's."""
+        structure = _structure(request_type, grammar_spec)
+        return _Grammar(self._guides.begin(structure, stop_token_ids or ()))
 
-    def allocate_token_bitmask(self, max_num_seqs: int) -> Any:
-        return next(iter(self._opened.values())).allocate_token_bitmask(max_num_seqs)
+    def allocate_token_bitmask(self, max_num_seqs: int) -> Tensor:
+        return torch.full((max_num_seqs, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
 
     def destroy(self) -> None:
-        for compiler in self._opened.values():
-            compiler.destroy()
-        self._opened.clear()
+        pass
 
 
-def _width(compiler: StructuredOutputBackend) -> int:
-    """Return how many words the mask of a text has."""
-    return int(compiler.allocate_token_bitmask(1).shape[1])
+class _Grammar(StructuredOutputGrammar):  # type: ignore[misc]
+    """A guide with the methods that vLLM calls."""
+
+    def __init__(self, guide: Guide) -> None:
+        self._guide = guide
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return all(map(self._guide.took, tokens))
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        count = 0
+        for token in tokens:
+            if not self._guide.took(token):
+                break
+            count += 1
+        self._guide.take_back(count)
+        return tokens[:count]
+
+    def rollback(self, num_tokens: int) -> None:
+        self._guide.take_back(num_tokens)
+
+    def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
+        try:
+            words = self._guide.words()
+        except InvalidRequest:
+            # An empty mask fails this request alone; an error here would fail the step.
+            words = torch.zeros_like(bitmask[batch_index])
+        bitmask[batch_index] = words
+
+    def is_terminated(self) -> bool:
+        return self._guide.is_over
+
+    def reset(self) -> None:
+        self._guide.begin_again()
+
+
+def _structure(kind: StructuredOutputOptions, text: Any) -> Structure:
+    """Return the structure of a key of vLLM's."""
+    match kind:
+        case StructuredOutputOptions.JSON_OBJECT:
+            return "json_schema", '{"type": "object"}'
+        case StructuredOutputOptions.CHOICE:
+            return "choice", tuple(json.loads(text))
+        case _:
+            return _OPTIONS[kind], text
+
+
+def _compact(text: str) -> str:
+    """Return a schema of JSON texts without white space."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # which is refused with the reason
+    if isinstance(schema, dict):
+        own = {"whitespace_flexible": False, **schema.get("x-guidance", {})}
+        return json.dumps(schema | {"x-guidance": own})
+    return json.dumps({"x-guidance": {"whitespace_flexible": False}}) if schema is True else text

@@ -327,28 +327,68 @@ ODD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("first", ["odd", "plain"])
-async def test_structures_of_all_backends_are_drawn_whoever_comes_first(
-    llama: Path, first: str
-) -> None:
-    async def check(lm: AsyncLM, schema: dict[str, Any], seed: int) -> int:
+async def test_structures_of_all_kinds_have_one_backend(lm: AsyncLM) -> None:
+    """vLLM opens the backend that the first request names, and refuses others from 0.33 on."""
+
+    async def check(schema: dict[str, Any], seed: int) -> int:
         text = await lm.generate([1, 2], json_schema=schema, max_tokens=150, seed=seed)
         if not text.truncated:
             jsonschema.Draft202012Validator(schema).validate(json.loads(text.text))
         return not text.truncated
 
-    with genrt.load(str(llama), engine_options=OPTIONS) as lm:
-        await check(lm, ODD if first == "odd" else SCHEMA, seed=0)
-        both = [ODD, SCHEMA] * 8
-        whole = await asyncio.gather(*(check(lm, each, i) for i, each in enumerate(both)))
-        assert sum(whole[::2]) > 2
-        assert sum(whole[1::2]) > 2
-        opened = lm._thread.engine._samples.completions.compilers._opened  # type: ignore[attr-defined]
-        assert set(opened) == {"xgrammar", "guidance"}
+    both = [ODD, SCHEMA] * 8
+    whole = await asyncio.gather(*(check(each, i) for i, each in enumerate(both)))
+    assert sum(whole[::2]) > 2
+    assert sum(whole[1::2]) > 2
+    engine: Any = lm._thread.engine
+    manager = engine._llm_engine.engine_core.engine_core.structured_output_manager
+    assert manager.backend is engine._samples.completions.structures
+    assert getattr(manager, "backend_name", None) in (None, "guidance")
+    assert {engine._samples.completions.structures.asked(each)._backend for each in KINDS} == {
+        "guidance"
+    }
 
 
-async def test_masks_of_different_widths_are_never_mixed(tmp_path: Path) -> None:
-    """The tokenizer may have more tokens than the model, and llguidance counts those."""
+KINDS: list[tuple[str, Any]] = [
+    ("regex", "a+"),
+    ("choice", ("a", "b")),
+    ("grammar", 'root ::= "a"'),
+    ("json_schema", "{}"),
+]
+
+STOPS: list[dict[str, Any]] = [
+    {"json_schema": ODD},
+    {"json_schema": {"type": "string", "minLength": 2, "maxLength": 4}},
+    {"regex": "(?i)ab[0-9]{3}"},
+    {"grammar": "start: /[ab]{4}/ start?"},
+]
+
+
+@pytest.mark.parametrize("structure", STOPS, ids=str)
+async def test_no_token_ends_an_unfinished_structure(
+    lm: AsyncLM, oracle: AsyncLM, structure: dict[str, Any]
+) -> None:
+    """Tokens that stop a text do so only where its structure is complete, on every engine."""
+    stops = [lm.encode(letter)[-1] for letter in "e0a"]
+    asked = {**structure, "stop_token_ids": stops, "max_tokens": 60}
+    for own in (lm, oracle):
+        seeds = range(6)
+        texts = await asyncio.gather(*(own.generate([1, 2], seed=seed, **asked) for seed in seeds))
+        for each in texts:
+            guide = Guides(lm._thread.engine.tokenizer, lm.vocab_size).begin(
+                (
+                    next(iter(structure)),
+                    json.dumps(structure["json_schema"])
+                    if "json_schema" in structure
+                    else next(iter(structure.values())),
+                ),
+                stops,
+            )
+            assert all(map(guide.took, each.token_ids))
+            assert guide.is_over or each.truncated
+
+
+async def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None:
     from tests.small_models import make_llama, make_tokenizer
 
     made = make_llama(tmp_path / "model", vocab_size=300, tokenizer=False)
@@ -356,31 +396,33 @@ async def test_masks_of_different_widths_are_never_mixed(tmp_path: Path) -> None
     tokenizer.add_tokens([f"<{n}>" for n in range(40)])
     tokenizer.save_pretrained(made)
     with genrt.load(str(made), engine_options=OPTIONS) as lm:
-        assert (await lm.generate([1, 2], regex="ab", max_tokens=9)).text == "ab"
-        good, odd, plain = await asyncio.gather(
+        good, odd = await asyncio.gather(
             lm.generate([1, 2], regex="ab", max_tokens=9),
-            lm.generate([1, 2], json_schema=ODD, max_tokens=9),
-            lm.generate([1, 2], max_tokens=2, seed=1),
-            return_exceptions=True,
+            lm.generate([1, 2], json_schema=ODD, max_tokens=150, seed=1),
         )
-        assert isinstance(good, Completion)
         assert good.text == "ab"
-        assert isinstance(plain, Completion)
-        assert isinstance(odd, InvalidRequest)
-        assert "more tokens than the model" in str(odd)
+        assert odd.truncated or json.loads(odd.text)
+
+
+def test_another_backend_is_refused_before_the_weights_are_read(llama: Path) -> None:
+    for named in ("xgrammar", "outlines"):
+        options = OPTIONS | {"structured_outputs_config": {"backend": named}}
+        with pytest.raises(InvalidRequest, match=f"names the backend '{named}': give 'auto'"):
+            genrt.load(str(llama), engine_options=options)
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"json_schema": {"enum": []}}, "vLLM does not take this request"),
+        ({"json_schema": {"enum": []}}, "json_schema: the JSON schema allows no value"),
         (
-            {"json_schema": {"required": ["b"], "additionalProperties": False}},
-            "json_schema: 'b' is required, and forbidden",
+            {"json_schema": {"type": "object", "required": ["b"], "additionalProperties": False}},
+            "json_schema: the JSON schema allows no value",
         ),
-        ({"json_schema": {"not": {"type": "null"}}}, "Unimplemented keys: "),
-        ({"json_schema": {"$ref": "#"}}, "json_schema: no token can follow"),
-        ({"grammar": 'root ::= root "a"'}, "grammar: no token can follow"),
+        ({"json_schema": {"unevaluatedItems": False}}, "'unevaluatedItems'"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: the JSON schema allows no value"),
+        ({"grammar": 'root ::= root "a"'}, "grammar: the EBNF grammar derives no text"),
+        ({"regex": "\\AParis"}, "regex: the regular expression"),
         ({"regex": "[ab]{3}", "bad_words": ["a", "b"]}, "regex: no token can follow"),
     ],
 )

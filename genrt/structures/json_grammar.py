@@ -1,0 +1,627 @@
+"""A JSON schema as a grammar in llguidance's Lark, with one rule for each place in a value.
+
+Every text of the grammar is the JSON text of a valid value. Strings are spelt in one way: escapes
+only where JSON asks for them. A rule that derives no finite text is left out with all that needs
+it, so that masks lead only to beginnings of valid texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+from genrt.errors import InvalidConstraint
+from genrt.structures.lark import check_depth
+from genrt.structures.numbers import Numbers
+from genrt.structures.regexes import (
+    ANY_TEXT,
+    Both,
+    Chars,
+    Node,
+    Not,
+    OneOf,
+    Raw,
+    Seq,
+    Terminals,
+    Times,
+    in_json,
+    literal,
+)
+from genrt.structures.schemas import Document, object_of, undone
+from genrt.structures.values import (
+    ANYTHING,
+    KINDS,
+    NOTHING,
+    Arrays,
+    Claims,
+    Literals,
+    Objects,
+    Place,
+    Strings,
+    is_nothing,
+)
+
+__all__ = ["Whitespace", "schema_rules"]
+
+Whitespace: TypeAlias = Literal["compact", "spaced", "flexible"]
+"""The spaces between the parts of a JSON text: none, those of ``json.dumps``, or any."""
+
+MOST_STATES = 20_000
+MOST_CLASSES = 200
+MOST_UNIQUE = 8
+
+_BLANKS = r"[\x{20}\n\r\t]*"
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Symbols that come from ``low`` to ``high`` times."""
+
+    symbols: tuple[_Symbol, ...]
+    low: int
+    high: int | None
+
+
+_Symbol: TypeAlias = str | _Times
+_Option: TypeAlias = tuple[_Symbol, ...]
+
+
+def schema_rules(
+    schema: object, whitespace: Whitespace, *, closed: bool = False, prefix: str = "j"
+) -> list[str]:
+    """Return the lines of a grammar of the JSON texts that are valid under a schema.
+
+    Args:
+        whitespace: see ``Whitespace``; llguidance's options under ``x-guidance`` go before it.
+        closed: whether objects have no other properties than those named, where no schema speaks of
+        others. prefix: what names of rules begin with, in lower case; the first line defines the
+        rule ``prefix``.
+
+    Raises:
+        InvalidConstraint: the schema is wrong, too large, cannot be compiled, or allows no value.
+    """
+    root = object_of(schema)
+    try:
+        compiler = _Compiler(Document(root), _signs(root, whitespace), prefix, closed=closed)
+        return compiler.lines(root)
+    except RecursionError as error:
+        raise InvalidConstraint("the JSON schema is nested too deeply: make it flatter") from error
+
+
+def _signs(root: dict[str, Any], whitespace: Whitespace) -> dict[str, Node]:
+    """Return the regular expressions of the signs between values."""
+    own = root.pop("x-guidance", {})
+    known = {"whitespace_flexible", "item_separator", "key_separator"}
+    if not isinstance(own, dict) or not own.keys() <= known:
+        raise InvalidConstraint(
+            f'the schema\'s "x-guidance" is {own!r}: give an object of {", ".join(sorted(known))}'
+        )
+    if own.get("whitespace_flexible", whitespace == "flexible"):
+        around = {
+            "[": "{}{}",
+            "]": "{1}{0}",
+            "{": "{}{}",
+            "}": "{1}{0}",
+            ",": "{1}{0}{1}",
+            ":": "{1}{0}{1}",
+        }
+        code = {sign: f"\\x{{{ord(sign):X}}}" for sign in around}
+        return {sign: Raw(form.format(code[sign], _BLANKS)) for sign, form in around.items()}
+    space = " " if whitespace == "spaced" else ""
+    given = {
+        ",": own.get("item_separator", f",{space}"),
+        ":": own.get("key_separator", f":{space}"),
+    }
+    for sign, written in given.items():
+        if not isinstance(written, str) or written.strip(" \t\r\n") != sign:
+            raise InvalidConstraint(
+                f"the schema's separator is {written!r}: give {sign!r} and white space"
+            )
+    return {sign: literal(given.get(sign, sign)) for sign in "[]{},:"}
+
+
+class _Compiler:
+    """The rules of one schema, made place by place."""
+
+    def __init__(
+        self, document: Document, signs: dict[str, Node], prefix: str, *, closed: bool
+    ) -> None:
+        self._claims = Claims(document)
+        self._prefix = prefix
+        self._closed = closed
+        self._terminals = Terminals(f"{prefix.upper()}_")
+        self._sign = {sign: self._terminal(node) for sign, node in signs.items()}
+        self._rules: dict[str, list[_Option]] = {}
+        self._places: dict[Place, str] = {}
+        self._left: list[Place] = []
+        self._never: set[str] = set()  # terminals that match nothing
+
+    def lines(self, root: Any) -> list[str]:
+        start = self._place(self._claims.place(root))
+        while self._left:
+            place = self._left.pop()
+            self._rules[self._places[place]] = [
+                option
+                for kind in KINDS
+                for facts in self._claims.cases(place, kind)
+                for option in self._options(facts)
+            ]
+        alive = self._alive()
+        if start not in alive:
+            raise InvalidConstraint(
+                "the JSON schema allows no value: none satisfies it, or only such as contain one more "
+                "without end; change it"
+            )
+        kept = {
+            name: list(
+                dict.fromkeys(
+                    kept for option in options if (kept := self._kept(option, alive)) is not None
+                )
+            )
+            for name, options in self._rules.items()
+            if name in alive
+        }
+        check_depth(start, lambda name: _named(kept.get(name, ())), "JSON schema")
+        lines = [f"{self._prefix}: {start}"]
+        lines += [f"{name}: {' | '.join(map(_text, options))}" for name, options in kept.items()]
+        used = {
+            symbol for options in kept.values() for option in options for symbol in _flat(option)
+        }
+        return lines + self._terminals.lines(used)
+
+    def _alive(self) -> set[str]:
+        """Return the rules that derive a finite text."""
+        needing: dict[str, list[tuple[str, int]]] = {}
+        missing: dict[tuple[str, int], int] = {}
+        ready: list[str] = []
+        for name, options in self._rules.items():
+            for index, option in enumerate(options):
+                needed = {*_needed(option)}
+                if needed & self._never:
+                    continue
+                rules = {each for each in needed if each in self._rules}
+                missing[name, index] = len(rules)
+                for rule in rules:
+                    needing.setdefault(rule, []).append((name, index))
+                if not rules:
+                    ready.append(name)
+        alive: set[str] = set()
+        while ready:
+            name = ready.pop()
+            if name not in alive:
+                alive.add(name)
+                for key in needing.get(name, ()):
+                    missing[key] -= 1
+                    if not missing[key]:
+                        ready.append(key[0])
+        return alive
+
+    def _kept(self, option: _Option, alive: set[str]) -> _Option | None:
+        """Return an option without what may be left out and derives nothing; ``None`` if it needs
+        that."""
+        kept: list[_Symbol] = []
+        for symbol in option:
+            if isinstance(symbol, _Times):
+                inside = self._kept(symbol.symbols, alive)
+                if inside is not None:
+                    kept.append(_Times(inside, symbol.low, symbol.high))
+                elif symbol.low:
+                    return None
+            elif symbol in self._never or (symbol in self._rules and symbol not in alive):
+                return None
+            else:
+                kept.append(symbol)
+        return tuple(kept)
+
+    def _terminal(self, node: Node) -> str:
+        return self._terminals.name(node)
+
+    def _checked(self, node: Node) -> str:
+        """Return the terminal of what may match nothing."""
+        name = self._terminal(node)
+        if _may_be_nothing(node) and is_nothing(node):
+            self._never.add(name)
+        return name
+
+    def _rule(self, options: Iterable[_Option] = ()) -> str:
+        name = f"{self._prefix}_{len(self._rules)}"
+        self._rules[name] = [*options]
+        return name
+
+    def _place(self, place: Place) -> str:
+        """Return the rule of a place."""
+        name = self._places.get(place)
+        if name is None:
+            name = self._places[place] = self._rule()
+            if place >= NOTHING:
+                return name
+            self._left.append(place)
+        return name
+
+    def _options(self, facts: Any) -> Iterable[_Option]:
+        match facts:
+            case Literals(texts):
+                return [(self._terminal(literal(text)),) for text in sorted(texts)]
+            case Strings():
+                return [(self._string(facts.node()),)]
+            case Numbers():
+                nodes, schemas = facts.forms()
+                return [
+                    *((self._checked(node),) for node in nodes),
+                    *((f"%json {schema}",) for schema in schemas),
+                ]
+            case Arrays():
+                between = [self._sign["["], "\0", self._sign["]"]]
+                bodies = self._array(facts)
+            case _:
+                between = [self._sign["{"], "\0", self._sign["}"]]
+                bodies = self._object(facts)
+        return [(between[0], *body, between[2]) for body in bodies]
+
+    def _string(self, node: Node) -> str:
+        quote = literal('"')
+        return self._checked(Seq((quote, in_json(node), quote)))
+
+    def _array(self, arrays: Arrays) -> Iterable[_Option]:
+        low, high = arrays.low, arrays.high
+        if arrays.are_unique and (high is None or high > 1):
+            return self._unique(arrays)
+        if arrays.contained:
+            return self._counted_array(arrays)
+        comma, first = self._sign[","], arrays.named
+        if high is not None:
+            first = min(first, high)
+        items = [self._place(arrays.place(index)) for index in range(first)]
+        rest = self._place(arrays.place(first))
+        bodies: list[_Option] = [()] if low == 0 else []
+        if first > low or (first == low and first):
+            bodies.append((self._beginnings(items, max(low, 1)),))
+        if high is not None and high <= first:
+            return bodies
+        more = None if high is None else high - first
+        least = max(low - first, 1)
+        if items:
+            whole = self._rule([_with_commas(items, comma)])
+            bodies.append((whole, _Times((comma, rest), least, more)))
+        else:
+            bodies.append(
+                (rest, _Times((comma, rest), least - 1, None if more is None else more - 1))
+            )
+        return bodies
+
+    def _beginnings(self, items: Sequence[str], low: int) -> str:
+        """Return the rule of the first ``low`` items or more."""
+        comma = self._sign[","]
+        if len(items) == 1:
+            return items[0]
+        middle = len(items) // 2
+        start, end = items[:middle], items[middle:]
+        whole = self._rule([_with_commas(start, comma)])
+        options: list[_Option] = []
+        if low <= middle:
+            options.append((self._beginnings(start, low),))
+        options.append((whole, comma, self._beginnings(end, max(low - middle, 1))))
+        return self._rule(options)
+
+    def _counted_array(self, arrays: Arrays) -> Iterable[_Option]:
+        """Return arrays of which some items are counted, by a rule for each length and counts."""
+        contained = arrays.contained
+        last = max([arrays.named, arrays.low, arrays.high or 0, *(each[1] for each in contained)])
+        tops = [low if high is None else high + 1 for _, _, low, high in contained]
+        size = last + 1
+        for top in tops:
+            size *= top + 1
+        if size > MOST_STATES or len(contained) > 4:
+            raise undone("contains that counts too far")
+        comma = self._sign[","]
+        rules: dict[tuple[int, tuple[int, ...]], str] = {}
+        left: list[tuple[int, tuple[int, ...]]] = []
+        bodies: list[_Option] = []
+
+        def rule(state: tuple[int, tuple[int, ...]]) -> str:
+            if state not in rules:
+                rules[state] = self._rule()
+                left.append(state)
+            return rules[state]
+
+        def is_end(length: int, counts: tuple[int, ...]) -> bool:
+            return length >= arrays.low and all(
+                count >= low for count, (_, _, low, _) in zip(counts, contained, strict=True)
+            )
+
+        def steps(length: int, counts: tuple[int, ...]) -> Iterable[tuple[Place, tuple[int, ...]]]:
+            """Yield what the next item may be, and the counts after it."""
+            found = [(arrays.place(length), counts)]
+            for index, (place, start, _, high) in enumerate(contained):
+                if length < start:
+                    continue
+                counted = [
+                    (
+                        said | place,
+                        (*now[:index], min(now[index] + 1, tops[index]), *now[index + 1 :]),
+                    )
+                    for said, now in found
+                    if high is None or now[index] < high
+                ]
+                if high is not None:  # what is not counted must not be one
+                    found = [(said | self._negated(place), now) for said, now in found]
+                found = [*counted, *found]
+            return found
+
+        zero = (0,) * len(contained)
+        if is_end(0, zero):
+            bodies.append(())
+        begun = (0, zero)
+        bodies.append((rule(begun),))
+        while left:
+            length, counts = state = left.pop()
+            options = self._rules[rules[state]]
+            after = min(length + 1, last + 1 if arrays.high is None else last)
+            if arrays.high is not None and length >= arrays.high:
+                continue
+            for place, now in steps(length, counts):
+                item = self._place(place)
+                if is_end(length + 1, now):
+                    options.append((item,))
+                if arrays.high is None or length + 1 < arrays.high:
+                    options.append((item, comma, rule((after, now))))
+        return bodies
+
+    def _negated(self, place: Place) -> Place:
+        """Return the place of what does not meet one of a single claim."""
+        if place in (ANYTHING, NOTHING):
+            return NOTHING if place == ANYTHING else ANYTHING
+        [(number, holds)] = place
+        return frozenset({(number, not holds)})
+
+    def _unique(self, arrays: Arrays) -> Iterable[_Option]:
+        if arrays.contained or arrays.named:
+            raise undone("'uniqueItems' beside contains or prefixItems")
+        values = self._finite(arrays.place(0))
+        if values is None or len(values) > MOST_UNIQUE:
+            raise undone(f"'uniqueItems' of items that are not {MOST_UNIQUE} listed values at most")
+        comma = self._sign[","]
+        rules: dict[frozenset[str], str] = {}
+
+        def rest(used: frozenset[str]) -> str:
+            """Return the rule of what follows these values, in any order."""
+            if used not in rules:
+                name = rules[used] = self._rule()
+                full = arrays.high is not None and len(used) >= arrays.high
+                options: list[_Option] = [()] if len(used) >= arrays.low else []
+                for value in () if full else values:
+                    if value not in used:
+                        before = (comma,) if used else ()
+                        options.append((*before, value, rest(used | {value})))
+                self._rules[name] = options
+            return rules[used]
+
+        return [(rest(frozenset()),)]
+
+    def _finite(self, place: Place) -> list[str] | None:
+        """Return the terminals of all values of a place, each once; ``None`` if they are not listed."""
+        found: dict[str, None] = {}
+        for kind in KINDS:
+            for facts in self._claims.cases(place, kind):
+                match facts:
+                    case Literals():
+                        nodes: list[Node] | None = [literal(text) for text in sorted(facts.texts)]
+                    case Strings(listed, regexes) if listed is not None:
+                        quote = literal('"')
+                        kept = [
+                            text
+                            for text in listed
+                            if not (regexes and is_nothing(Both((literal(text), *regexes))))
+                        ]
+                        nodes = [Seq((quote, in_json(literal(text)), quote)) for text in kept]
+                    case Numbers():
+                        listed = facts.finite()
+                        nodes = None if listed is None else [*map(literal, listed)]
+                    case _:
+                        nodes = None
+                if nodes is None:
+                    return None
+                found |= dict.fromkeys(map(self._terminal, nodes))
+        return [*found]
+
+    def _object(self, objects: Objects) -> Iterable[_Option]:
+        comma, colon = self._sign[","], self._sign[":"]
+        named = dict.fromkeys(name for each in objects.names for name, _ in each.properties)
+        required = {*objects.required}
+        is_closed = (
+            self._closed
+            and any(each.properties for each in objects.names)
+            and all(each.others is None and not each.patterns for each in objects.names)
+            and named.keys() >= required
+        )
+        pairs: list[tuple[_Symbol, bool]] = []
+        for name in dict.fromkeys((*named, *objects.required)):
+            place = self._claims.of_name(objects, name)
+            if not place >= NOTHING:
+                pairs.append((self._pair(literal(name), place, colon), name in required))
+            elif name in required:
+                return []
+        extras = [] if is_closed else self._extras(objects, [*named, *objects.required], colon)
+        if objects.low > len(required) or objects.high is not None:
+            return self._counted_object(objects, pairs, extras)
+        more = (
+            [(_Times((comma, self._rule([(each,) for each in extras])), 0, None),)]
+            if extras
+            else [()]
+        )
+        bodies: list[_Option] = [] if required else [()]
+        if extras and not required:
+            extra = self._rule([(each,) for each in extras])
+            bodies.append((extra, _Times((comma, extra), 0, None)))
+        if pairs:
+            bodies += [(self._some(pairs), *after) for after in more]
+        return bodies
+
+    def _pair(self, name: Node, place: Place, colon: str) -> str:
+        value = self._place(place)
+        return self._rule([(self._string(name), colon, value)])
+
+    def _some(self, pairs: Sequence[tuple[_Symbol, bool]]) -> str:
+        """Return the rule of some of these pairs, in their order, all that are required among them.
+
+        It is made of halves, so that its depth is the logarithm of their number.
+        """
+        if len(pairs) == 1:
+            return str(pairs[0][0])
+        start, end = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        options: list[_Option] = [(self._some(start), self._after(end))]
+        if not any(is_required for _, is_required in start):
+            options.append((self._some(end),))
+        return self._rule(options)
+
+    def _after(self, pairs: Sequence[tuple[_Symbol, bool]]) -> str:
+        """Return the rule of these pairs, each after a comma."""
+        if len(pairs) <= 16:
+            comma = self._sign[","]
+            return self._rule(
+                [tuple(_Times((comma, pair), int(is_required), 1) for pair, is_required in pairs)]
+            )
+        middle = len(pairs) // 2
+        return self._rule([(self._after(pairs[:middle]), self._after(pairs[middle:]))])
+
+    def _counted_object(
+        self, objects: Objects, pairs: list[tuple[_Symbol, bool]], extras: list[str]
+    ) -> Iterable[_Option]:
+        """Return objects of a number of properties, by a rule for each pair and count."""
+        needed = sum(is_required for _, is_required in pairs)
+        if extras and objects.low > needed + 1:
+            # A name that is not spelt out may come twice.
+            raise undone(f"minProperties {objects.low} and requires {needed} by name")
+        comma = self._sign[","]
+        top = max(objects.low, 0 if objects.high is None else objects.high + 1)
+        if (len(pairs) + 1) * min(len(pairs) + 1, top + 1) > MOST_STATES or len(pairs) > 300:
+            raise undone("minProperties or maxProperties of very many properties")
+        extra = self._rule([(each,) for each in extras]) if extras else None
+        # By count, the rule of the pairs so far; ``None``: there are none yet.
+        states: dict[int, str | None] = {0: None}
+        for pair, is_required in pairs:
+            made: dict[int, list[_Option]] = {}
+            for count, earlier in states.items():
+                if not is_required and earlier is not None:
+                    made.setdefault(count, []).append((earlier,))
+                option = (pair,) if earlier is None else (earlier, comma, pair)
+                now = min(count + 1, top) if objects.high is None else count + 1
+                made.setdefault(now, []).append(option)
+            is_none = 0 in states and not is_required
+            states = {count: self._rule(options) for count, options in made.items()}
+            if is_none:
+                states[0] = None
+            if objects.high is not None:
+                states = {count: rule for count, rule in states.items() if count <= objects.high}
+        bodies: list[_Option] = []
+        for count, rule in states.items():
+            before: _Option = () if rule is None else (rule,)
+            if count >= objects.low:
+                bodies.append(before)
+            most = None if objects.high is None else objects.high - count
+            if extra is not None and most != 0 and count + 1 >= objects.low:
+                rest = None if most is None else most - 1
+                lead = () if rule is None else (comma,)
+                bodies.append((*before, *lead, extra, _Times((comma, extra), 0, rest)))
+        return bodies
+
+    def _extras(self, objects: Objects, named: list[str], colon: str) -> list[str]:
+        """Return the pairs of names that are not spelt out, by the patterns that these match."""
+        regexes: list[Node] = []
+        if named:
+            regexes.append(Not(OneOf(tuple(map(literal, dict.fromkeys(named))))))
+        for allowed in objects.allowed:
+            strings = tuple(each.node() for each in self._claims.cases(allowed, "string"))
+            regexes.append(strings[0] if len(strings) == 1 else OneOf(strings))
+        patterns = dict.fromkeys(pattern for each in objects.names for pattern, _ in each.patterns)
+        classes: list[tuple[tuple[Node, ...], frozenset[str]]] = [(tuple(regexes), frozenset())]
+        for pattern in patterns:
+            narrow, wide = self._claims.pattern(pattern)
+            split = [
+                ((*nodes, more), now)
+                for nodes, matched in classes
+                for more, now in ((narrow, matched | {pattern}), (Not(wide), matched))
+                if not is_nothing(_all_of((*nodes, more)))
+            ]
+            classes = split
+            if len(classes) > MOST_CLASSES:
+                raise undone("patternProperties that overlap in too many ways")
+        pairs = []
+        for nodes, matched in classes:
+            place = self._of_class(objects, matched)
+            if not place >= NOTHING:
+                pairs.append(self._pair(_all_of(nodes), place, colon))
+        return pairs
+
+    def _of_class(self, objects: Objects, matched: frozenset[str]) -> Place:
+        place = ANYTHING
+        for names in objects.names:
+            found = [inside for pattern, inside in names.patterns if pattern in matched]
+            place = place.union(*found)
+            if not found and names.others is not None:
+                place |= names.others
+        return place
+
+
+def _all_of(nodes: tuple[Node, ...]) -> Node:
+    return ANY_TEXT if not nodes else nodes[0] if len(nodes) == 1 else Both(nodes)
+
+
+@lru_cache(4096)
+def _may_be_nothing(node: Node) -> bool:
+    match node:
+        case Both() | Not():
+            return True
+        case Chars(ranges, named, negated):
+            return bool(named or negated or not ranges)
+        case Raw(text):
+            return "[^" in text or "--" in text
+        case Seq(parts) | OneOf(parts):
+            return (not parts and isinstance(node, OneOf)) or any(map(_may_be_nothing, parts))
+        case Times(part, low):
+            return low > 0 and _may_be_nothing(part)
+    return False
+
+
+def _with_commas(items: Sequence[_Symbol], comma: str) -> _Option:
+    return tuple(symbol for item in items for symbol in (comma, item))[1:]
+
+
+def _needed(option: _Option) -> Iterable[str]:
+    """Yield the symbols that an option cannot do without."""
+    for symbol in option:
+        if not isinstance(symbol, _Times):
+            yield symbol
+        elif symbol.low:
+            yield from _needed(symbol.symbols)
+
+
+def _flat(option: _Option) -> Iterable[str]:
+    for symbol in option:
+        if isinstance(symbol, _Times):
+            yield from _flat(symbol.symbols)
+        else:
+            yield symbol
+
+
+def _named(options: Iterable[_Option]) -> Iterable[str]:
+    for option in options:
+        yield from _flat(option)
+
+
+def _text(option: _Option) -> str:
+    return " ".join(map(_symbol_text, option)) or '""'
+
+
+def _symbol_text(symbol: _Symbol) -> str:
+    if isinstance(symbol, str):
+        return symbol
+    inside = _text(symbol.symbols)
+    low, high = symbol.low, symbol.high
+    if high == 0:
+        return '""'
+    end = "" if high is None else high
+    signs = {(0, 1): "?", (0, None): "*", (1, None): "+", (1, 1): ""}
+    return f"({inside}){signs.get((low, high), f'{{{low},{end}}}')}"

@@ -1,0 +1,362 @@
+"""The dialect of structures: tables of what each form means, and drawn ones against Python's ``re`` and
+jsonschema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pydantic
+import pytest
+
+from benchmarks.structures import accepts, check_patterns, check_schemas
+from genrt.constraints import json_schema, regex
+from genrt.errors import InvalidConstraint
+from genrt.structures.forms import lark_of_grammar, lark_of_regex, lark_of_schema
+from genrt.structures.matching import byte_matcher
+from genrt.structures.tags import lark_of_tags
+from tests.vocabularies import lm_over
+
+
+def takes(lark: str, text: str) -> bool:
+    matcher = byte_matcher(lark)
+    assert not matcher.is_error(), matcher.get_error()
+    return accepts(matcher, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "has", "has_not"),
+    [
+        (r"[\^a]", ["^", "a"], ["b", ""]),
+        (r"\x41b", ["Ab"], ["A", "b"]),
+        (".", ["a", "é", "\r"], ["\n", ""]),
+        ("(?s).", ["\n"], [""]),
+        ("A.{3}B", ["AéébB", "AabcB"], ["Aa\nbB", "AééB"]),
+        (r"\d\w\s", ["1a ", "٣é\u2003"], ["aa "]),
+        ("^a|b$", ["a", "b"], ["ab", ""]),
+        ("(?:^a|b)c$", ["ac", "bc"], ["abc"]),
+        ("(?x)a\n b # c\n d", ["abd"], ["a\nbd"]),
+        ("(?i)straSSe", ["STRASSE", "strasse"], ["strase"]),
+        ("a(?i)b|c", ["ab", "aB", "C"], ["Ab", "aC"]),
+        ("(?i:a)b(?P<n>c)(?<m>d)", ["Abcd"], ["aBcd"]),
+        ("a{2}|b{,2}|c{1,}", ["aa", "", "bb", "ccc"], ["a", "bbb"]),
+        (r"\p{Lu}\P{L}", ["A1"], ["a1", "AA"]),
+        (r"\"\\/\/", ['"\\//'], ['"//']),
+        ("", [""], ["a"]),
+    ],
+    ids=str,
+)
+def test_regular_expressions(pattern: str, has: list[str], has_not: list[str]) -> None:
+    forms = [lark_of_regex(pattern)]
+    if pattern and "/" not in pattern:
+        forms.append(lark_of_grammar(f"start: /{pattern}/", "lark"))
+    for form in forms:
+        assert [text for text in has if not takes(form, text)] == []
+        assert [text for text in has_not if takes(form, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (r"\AParis\Z", r"escape \\A is not known, which is an assertion"),
+        (r"a\b", r"escape \\b is not known, which is an assertion"),
+        ("a$b", r"\$ stands where it can never match"),
+        ("a^", r"\^ stands where"),
+        ("a?^b", r"\^ stands where"),
+        ("(^a)*", "an anchor is repeated"),
+        ("(?=a)b", "look-ahead"),
+        ("(?<!a)b", "look-behind"),
+        ("[[:alpha:]]", "inside a class is read in several ways"),
+        ("[a&&b]", "&& inside a class"),
+        ("[]a]", "begins with ]"),
+        ("[a--b]", "-- inside a class"),
+        (r"[\d-a]", "a range begins or ends with a class"),
+        ("a**", "two repetitions follow each other"),
+        ("a++", "two repetitions follow each other"),
+        ("(?m)^a$", "the flag m is not known"),
+        ("(?u)a", "the flag u is not known"),
+        (r"(a)\1", "back-reference"),
+        ("(?P<n>a)(?P<n>b)", "a second group has the name n"),
+        (r"\q", r"escape \\q is not known"),
+        (r"\07", "octal elsewhere"),
+        (r"\ud800", "not a character"),
+        ("a{", "nothing that { could repeat"),
+        ("a{2,1}", "turn them round"),
+        ("a\\", "lone backslash"),
+        ("(?x)[a b]", "under flag x"),
+        ("(", "a group is not closed"),
+        (")", "nothing is open"),
+        ("[a", "a class is not closed"),
+        ("a" * 3 + "?" * 0 + "a?" * 10_001, "10,001 repetitions"),
+        ("(" * 5000 + ")" * 5000, "nested too deeply"),
+    ],
+    ids=lambda each: str(each)[:20],
+)
+def test_what_has_several_readings_is_refused_by_name(pattern: str, message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message):
+        regex(pattern, lm_over(b"a"))
+    with pytest.raises(InvalidConstraint, match=message):
+        json_schema({"pattern": pattern}, lm_over(b"a"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "has", "has_not"),
+    [
+        ('^"$', ['"'], ["", '""']),
+        (r"^\\$", ["\\"], ["\\\\"]),
+        (r"^\x0a\t$", ["\n\t"], ["\n"]),
+        (r"^[^a]$", ['"', "\\", "\x00", "\x1f", "é", "\x7f"], ["a", ""]),
+        ("b", ["b", "abc", '"b'], ["a", ""]),
+        ("^a|b$", ["a", "ax", "xb"], ["xa", "bx"]),
+        # Validators of several languages agree on these.
+        (r"^\d$", ["1"], ["٣", "a"]),
+        (r"^\D$", ["a"], ["٣", "1"]),
+        (r"^\w$", ["a", "_"], ["é", "-"]),
+        (r"^\W$", ["-", '"'], ["é", "a"]),
+        (r"^[^\w]$", ["-"], ["é", "a"]),
+        (r"^.$", ["a", '"'], ["\n", "\r", "\u2028"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["pattern", "propertyNames", "patternProperties"])
+def test_patterns_of_schemas(where: str, pattern: str, has: list[str], has_not: list[str]) -> None:
+    schema: dict[str, Any] = {
+        "pattern": {"type": "string", "pattern": pattern},
+        "propertyNames": {"type": "object", "propertyNames": {"pattern": pattern}},
+        "patternProperties": {
+            "type": "object",
+            "patternProperties": {pattern: True},
+            "additionalProperties": False,
+        },
+    }[where]
+    lark = lark_of_schema(schema, "spaced")
+    for texts, is_of_it in ((has, True), (has_not, False)):
+        for text in texts:
+            value: Any = text if where == "pattern" else {text: 1}
+            assert takes(lark, json.dumps(value, ensure_ascii=False)) == is_of_it, text
+
+
+def test_what_is_not_a_pattern_is_outside_of_every_reading() -> None:
+    lark = lark_of_schema({"type": "string", "not": {"pattern": r"^\d$"}}, "spaced")
+    assert not takes(lark, '"1"')
+    assert not takes(lark, '"٣"')
+    assert not takes(lark, '"1\\n"')  # Python's $ matches before a last line feed
+    assert takes(lark, '"a"')
+
+
+BASE = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
+    # Schemas that hold together at the root.
+    ({"allOf": [BASE], "properties": {"b": {}}}, ['{"a": 1}', '{"a": 1, "b": 2}'], ['{"b": 2}']),
+    (
+        {"$defs": {"A": BASE}, "$ref": "#/$defs/A", "properties": {"b": {"type": "null"}}},
+        ['{"a": 1, "b": null}'],
+        ['{"a": 1, "b": 1}', '{"a": "x"}'],
+    ),
+    ({"anyOf": [BASE, {"required": ["c"]}], "properties": {"b": {}}}, ['{"a": 1, "b": 2}'], ["{}"]),
+    # Older drafts.
+    ({"allOf": [{"items": [{"const": 1}]}], "type": "array"}, ["[1]", "[1, 2]"], ["[2]"]),
+    ({"items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[1, 2]"]),
+    ({"dependencies": {"a": ["b"]}, "type": "object"}, ['{"b": 1}', '{"a": 1, "b": 2}'], ['{"a": 1}']),
+    ({"type": "number", "minimum": 1, "exclusiveMinimum": True}, ["1.5"], ["1", "1.0"]),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"i": {"type": "integer"}},
+            "allOf": [{"$ref": "#/definitions/i", "maximum": 0}],
+        },
+        ["1"],
+        ['"a"'],
+    ),
+    # Names that need escapes.
+    (
+        {"type": "object", "properties": {"a\nb": {"type": "integer"}}},
+        ['{"a\\nb": 1}', '{"c": "x"}'],
+        ['{"a\\nb": "x"}', '{"a\\u000ab": "x"}', '{"\\u0061\\nb": "x"}'],
+    ),
+    # Formats beside other keywords, and their corners.
+    ({"format": "date", "pattern": "^2"}, ['"2024-02-29"'], ['"1999-01-01"', '"2023-02-29"', '"2x"']),
+    ({"format": "date"}, ['"0001-01-01"', "1"], ['"0000-01-01"', '"2024-02-30"']),
+    ({"format": "time"}, ['"23:59:59Z"'], ['"23:59:60Z"']),
+    ({"format": "hostname"}, [f'"{"a" * 63}"'], [f'"{"a" * 64}"', f'"b.{"a" * 64}"']),
+    ({"format": "ipv4"}, ['"1.1.1.1"'], ['"01.1.1.1"']),
+    # Containers of which only a size is known.
+    *(
+        (schema, ["[]", "[1]", '[{"a": [null]}]'], ["{}x"])
+        for schema in ({"maxItems": 2}, {"minItems": 0}, {"uniqueItems": False}, {"items": {}})
+    ),
+    *(
+        (schema, ["{}", '{"a": 1}', '{"a": {"b": [1]}}'], ["[]x"])
+        for schema in ({"required": []}, {"maxProperties": 3}, {"minProperties": 0}, {"properties": {}})
+    ),
+    # What is rewritten.
+    ({"not": {"type": ["string", "object"]}}, ["1", "[]", "null"], ['"a"', "{}"]),
+    ({"not": {"enum": [1, "a", None]}}, ["2", '"b"', "true"], ["1", "1.0", '"a"', "null"]),
+    ({"not": {"required": ["a"]}}, ['{"b": 1}'], ['{"a": 1}', "1"]),
+    ({"not": {"properties": {"a": {"type": "string"}}}}, ['{"a": 1}'], ["{}", '{"a": "x"}', "1"]),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, ["1", "2.5"], ["2", "1.5"]),
+    ({"oneOf": [BASE, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}', "{}"]),
+    (
+        {"if": {"properties": {"k": {"const": "a"}}, "required": ["k"]}, "then": {"required": ["x"]},
+         "else": {"required": ["y"]}},
+        ['{"k": "a", "x": 1}', '{"k": "b", "y": 1}', '{"y": 1}'],
+        ['{"k": "a", "y": 1}', '{"k": "b", "x": 1}'],
+    ),
+    ({"dependentRequired": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
+    (
+        {"dependentSchemas": {"a": {"maxProperties": 1}}},
+        ['{"a": 1}', '{"b": 1, "c": 1}'],
+        ['{"a": 1, "b": 1}'],
+    ),
+    ({"contains": {"const": 5}}, ["[5]", "[1, 5, 2]", "1"], ["[]", "[1, 2]"]),
+    ({"contains": {"const": 5}, "minContains": 2, "maxContains": 2}, ["[5, 1, 5]"], ["[5]", "[5, 5, 5]"]),
+    ({"items": {"enum": ["a", "b"]}, "uniqueItems": True}, ["[]", '["b", "a"]'], ['["a", "a"]']),
+    ({"items": {"type": "boolean"}, "uniqueItems": True, "minItems": 2}, ["[false, true]"], ["[true]"]),
+    ({"propertyNames": {"enum": ["a", "b"]}}, ['{"a": 1}', "{}"], ['{"c": 1}']),
+    ({"propertyNames": {"maxLength": 1}, "required": ["b"]}, ['{"b": 1}'], ['{"b": 1, "cc": 1}']),
+    # References by name, and through another schema's $id.
+    ({"$defs": {"x": {"$anchor": "y", "type": "null"}}, "items": {"$ref": "#y"}}, ["[null]"], ["[1]"]),
+    (
+        {"$id": "http://a/b", "$defs": {"x": {"$id": "c", "$defs": {"z": {"const": 1}}}},
+         "items": {"$ref": "c#/$defs/z"}},
+        ["[1]"],
+        ["[2]"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "has", "has_not"), SCHEMAS, ids=lambda each: str(each)[:60])
+def test_schemas(schema: Any, has: list[str], has_not: list[str]) -> None:
+    lark = lark_of_schema(schema, "spaced")
+    assert [text for text in has if not takes(lark, text)] == []
+    assert [text for text in has_not if takes(lark, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"unevaluatedProperties": False, "allOf": [{}]}, "'unevaluatedProperties'"),
+        ({"unevaluatedItems": False}, "'unevaluatedItems'"),
+        ({"$dynamicRef": "#a"}, "'.dynamicRef'"),
+        ({"uniqueItems": True, "type": "array"}, "'uniqueItems' of items"),
+        (
+            {"type": "object", "not": {"additionalProperties": False}},
+            "a 'not' of additionalProperties",
+        ),
+        ({"type": "array", "not": {"const": []}}, "a 'not' of an array as a whole"),
+        ({"not": {"format": "date"}}, "a 'not' of format"),
+        ({"type": "number", "not": {"multipleOf": 3}}, "a 'not' of multipleOf"),
+        ({"$schema": "http://example.com/mine"}, "which is not a draft from 4 to 2020-12"),
+        ({"$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}, "allows no value"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compiled_is_refused_by_name(schema: Any, message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message):
+        lark_of_schema(schema, "spaced")
+
+
+def test_a_pydantic_model_is_a_schema() -> None:
+    class Pet(pydantic.BaseModel):
+        name: str
+        age: int | None = None
+
+    letters = lm_over(*[bytes([byte]) for byte in range(256)])
+    state = json_schema(Pet, letters).start()
+    for byte in b'{"name": "x", "age": null}':
+        state = state.advance(1 + byte)
+    assert state.accepting
+
+
+TAGGED = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+    "end": "</f>",
+}
+CALLS = {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAGGED]}
+
+
+@pytest.mark.parametrize(
+    ("form", "has", "has_not"),
+    [
+        (TAGGED, ["<f>1</f>"], ["<f>x</f>", "1", ""]),
+        (
+            {
+                "type": "tags_with_separator",
+                "tags": [TAGGED],
+                "separator": ",",
+                "at_least_one": True,
+            },
+            ["<f>1</f>", "<f>1</f>,<f>2</f>"],
+            ["", "<f>1</f>,"],
+        ),
+        (CALLS, ["", "a<b", "a <f>1</f> b", "<f>1</f><f>2</f>"], ["<f>x</f>", "a <f"]),
+        (CALLS | {"at_least_one": True}, ["<f>1</f> a"], ["", "a <f>1</f>"]),
+        (CALLS | {"stop_after_first": True}, ["a <f>1</f>", "a"], ["<f>1</f>b"]),
+        (CALLS | {"excludes": ["no"]}, ["<f>1</f> n o"], ["no", "<f>1</f>no"]),
+        (TAGGED | {"content": {"type": "any_text"}}, ["<f>a < b</f>"], ["<f>a", "<f></f>b"]),
+        (
+            {
+                "type": "sequence",
+                "elements": [
+                    {"type": "const_string", "value": "a/"},
+                    {"type": "or", "elements": [{"type": "regex", "pattern": "[0-9]+"}, TAGGED]},
+                    {"type": "any_text"},
+                ],
+            },
+            ["a/12 x", "a/<f>1</f>"],
+            ["a/", "12"],
+        ),
+    ],
+    ids=str,
+)
+def test_structural_tags(form: Any, has: list[str], has_not: list[str]) -> None:
+    lark = lark_of_tags(json.dumps({"type": "structural_tag", "format": form}))
+    assert [text for text in has if not takes(lark, text)] == []
+    assert [text for text in has_not if takes(lark, text)] == []
+
+
+def test_structural_tags_of_older_clients() -> None:
+    structure = {"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}
+    lark = lark_of_tags(json.dumps({"structures": [structure], "triggers": ["<f"]}))
+    assert takes(lark, "a <f>1</f> b")
+    assert not takes(lark, "a <f>x</f>")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "cannot be read"),
+        ("{", "cannot be read"),
+        ('{"format": {"type": "token", "token": 1}}', "the format 'token', which genrt cannot"),
+        (
+            '{"structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["<"]}',
+            "of the triggers",
+        ),
+        (
+            '{"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}',
+            "in the style 'qwen_xml'",
+        ),
+    ],
+)  # fmt: skip
+def test_structural_tags_that_cannot_be_compiled_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidConstraint, match=message):
+        lark_of_tags(text)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drawn_patterns_accept_what_pythons_re_accepts(seed: int) -> None:
+    """``python -m benchmarks.structures`` draws 10,000."""
+    table = check_patterns(250, seed)
+    assert table.wrong == []
+    assert table.compiled > 100
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drawn_schemas_accept_what_jsonschema_accepts(seed: int) -> None:
+    """``python -m benchmarks.structures`` draws 2,000."""
+    table = check_schemas(60, seed)
+    assert table.wrong == []
+    assert table.compiled > 40
