@@ -298,15 +298,13 @@ class AnsweringEngine:
             self._cancel([])
         return {each: error for each, error in self._unforgotten.items() if each in new}
 
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        copy = self._adapters.keep(adapter, path)
+    def add_adapter(self, adapter: Adapter, path: Path, copy: Path) -> None:
+        """Load an adapter from the runtime's copy of the files at ``path``, and keep that copy."""
         try:
             self.engine.add_adapter(adapter, copy)
-        except BaseException as error:
-            self._adapters.forget(adapter)
-            if isinstance(error, InvalidAdapter):
-                raise InvalidAdapter(str(error).replace(str(copy), str(path))) from error
-            raise
+        except InvalidAdapter as error:
+            raise InvalidAdapter(str(error).replace(str(copy), str(path))) from error
+        self._adapters.keep(adapter, copy)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter; one that is not loaded, as after a restart, is ignored. Its prefixes are
