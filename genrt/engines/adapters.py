@@ -45,11 +45,14 @@ class Adapters:
         return iter(list(self._copies.items()))
 
     def copied(self, path: Path) -> Path:
-        """Copy an adapter's files; return the directory of the copies. For any thread: it takes a while.
+        """Copy an adapter's files; return the directory of the copies. One that this has returned is
+        returned again. For any thread: it takes a while.
 
         Raises:
             InvalidAdapter: they cannot be copied.
         """
+        if path.parent == self._root:
+            return path
         try:
             with self._lock:
                 if self._root is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from genrt.engines.adapters import adapter_bytes, check_adapter_directory, drop_copy
-from genrt.errors import InvalidRequest, UnknownAdapter
+from genrt.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
 from genrt.numbers import named
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
@@ -89,7 +89,10 @@ class AdapterNames:
         copy = await self._copied(directory)
 
         def load_and_bind(answering: AnsweringEngine) -> bool:
-            answering.add_adapter(adapter, directory, copy)
+            try:
+                answering.add_adapter(adapter, copy)
+            except InvalidAdapter as error:
+                raise InvalidAdapter(str(error).replace(str(copy), str(directory))) from error
             with self._lock:
                 previous = self.by_name.get(name)
                 is_last = previous is None or previous.version < adapter.version
@@ -119,12 +122,15 @@ class AdapterNames:
         if adapter_bytes(directory) <= AT_ONCE_BYTES:
             return adapters.copied(directory)
         copying = in_background(partial(adapters.copied, directory))
+
+        def drop(done: concurrent.futures.Future[Path]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                drop_copy(done.result())
+
         try:
             return await asyncio.wrap_future(copying)
         except BaseException:
-            copying.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or drop_copy(done.result())
-            )
+            copying.add_done_callback(drop)
             raise
 
     def _retire(self, adapter: Adapter | None) -> None:

@@ -63,7 +63,7 @@ class EngineLoop:
         self._open_engine = open_engine
         self._batcher = batcher
         self._cache = cache
-        self._restarts = restarts
+        self.restarts = restarts
         # Written by rounds, and kept when they are over.
         self._answering: AnsweringEngine | None = None
         self._calls: collections.deque[
@@ -221,7 +221,7 @@ class EngineLoop:
         """Return whether another engine may be opened: something was answered since this one was, or a
         question that kills engines would have them opened for ever."""
         before, self._answered = self._answered, self._batcher.statistics().answered
-        return self._restarts and not self._is_over and self._answered != before
+        return self.restarts and not self._is_over and self._answered != before
 
     def _restart(self, dead: AnsweringEngine) -> float | None:
         """Open another engine, and have it sent what the dead one had."""

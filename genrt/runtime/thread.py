@@ -169,6 +169,11 @@ class EngineThread:
         return self._loop.weights
 
     @property
+    def restarts(self) -> bool:
+        """True if another engine takes the place of one that died, without being asked for."""
+        return self._loop.restarts
+
+    @property
     def weights_version(self) -> int:
         """The version of the weights that answer."""
         return self._batcher.lifecycle.weights_version

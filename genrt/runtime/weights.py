@@ -33,6 +33,7 @@ from genrt.engines.weights import (
     Copying,
     Layout,
     NamedTensors,
+    Original,
     TensorsIn,
     Weights,
     check_complete,
@@ -76,13 +77,15 @@ class UpdateOptions(TypedDict, total=False):
             ``"restart"`` asks them anew, by the new ones. A stream of which something has been told then
             raises StreamCut.
         check_finite: refuse NaN and infinity too, which takes a look at every number; by default not.
-        keep: keep a copy on disk for an engine after this one, as by default. Without, it cannot be
-            restarted.
+        keep: whether a copy is written to the temporary folder, for an engine after this one and for
+            ``wake_up`` after ``sleep(2)``. ``None``, the default, copies tensors, which are nowhere else;
+            files at a path are copied only with ``load(restart="auto")``, and otherwise read again where
+            they are, unless they have changed. ``False`` copies nothing: the runtime cannot be restarted.
     """
 
     pending: Pending
     check_finite: bool
-    keep: bool
+    keep: bool | None
 
 
 class WeightUpdates:
@@ -103,14 +106,16 @@ class WeightUpdates:
         *,
         pending: Pending = "finish",
         check_finite: bool = False,
-        keep: bool = True,
+        keep: bool | None = None,
     ) -> int:
         """Replace the weights; return the new version. ``AsyncLM.update_weights`` says the rest."""
         check_pending(pending)
         check_bool("check_finite", check_finite)
-        check_bool("keep", keep)
+        if keep is not None:
+            check_bool("keep", keep)
         self.check_awake()
         chunks = _Chunks(source)
+        original = Original(chunks.files) if keep is None and chunks.files else None
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         taking = Taking(layout, check_finite)
         known = [each async for each in chunks.known()]
@@ -121,7 +126,9 @@ class WeightUpdates:
         elif not known:
             raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
         try:
-            if keep:
+            if keep is None and original is not None and not self.thread.restarts:
+                taking.original = original
+            elif keep is not False:
                 taking.copy = self.thread.weights.begin()
                 for chunk in known:
                     await taking.keep(chunk)
@@ -175,6 +182,7 @@ class Taking:
     Attributes:
         names: the tensors that have been given.
         copy: where they are kept, if they are.
+        original: the files that they are read from, if no copy is needed.
         is_given: whether the copy is the engine's thread's, to keep or to drop.
     """
 
@@ -182,6 +190,7 @@ class Taking:
         self.layout = layout
         self.names: set[str] = set()
         self.copy: Copying | None = None
+        self.original: Original | None = None
         self.is_given = False
         self._finite = finite
 
@@ -253,7 +262,7 @@ class Update:
             self._die(error)
         self._is_over = True
         self._cache.clear()
-        self._thread.weights.replace(version, self.taking.copy)
+        self._thread.weights.replace(version, self.taking.copy or self.taking.original)
         self._thread.run_exclusively(None)
         lifecycle.take_down(self.hold, version)
         return version
@@ -314,7 +323,8 @@ class _Chunk:
 
 
 class _Chunks:
-    """The chunks that a caller gives. ``are_known`` if those that ``known`` has yielded are all."""
+    """The chunks that a caller gives. ``are_known`` if those that ``known`` has yielded are all;
+    ``files`` are those at a path."""
 
     def __init__(self, source: WeightsSource) -> None:
         given: Any = source
@@ -322,8 +332,9 @@ class _Chunks:
         self._chunks: Any = None
         self._first: list[_Chunk] = []
         self._is_at_hand = isinstance(given, list | tuple)
+        self.files: Sequence[Path] = ()
         if isinstance(given, str | os.PathLike):
-            files = weight_files(Path(given).expanduser())
+            self.files = files = weight_files(Path(given).expanduser())
             self._first = [
                 _Chunk(partial(forms_in, files), partial(TensorsIn, files), is_file=True)
             ]

@@ -323,7 +323,7 @@ def test_an_adapter_that_the_engine_can_not_unload_is_told_once(
     engine = answering(Keeps())
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").touch()
-    engine.add_adapter(adapter, tmp_path, tmp_path / "copy")
+    engine.add_adapter(adapter, tmp_path)
     with pytest.raises(EngineDied) if isinstance(error, EngineDied) else contextlib.nullcontext():
         engine.remove_adapter(adapter)
     engine.remove_adapter(adapter)
