@@ -481,20 +481,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *breaks(
-        "runtime.fences",
+        "runtime.lifecycle",
         "test_new_weights.py test_simulating.py",
         (
-            "Fences.stop",
+            "Lifecycle.stop",
             "questions run by half of the new weights",
             Instead("return False"),
         ),
         (
-            "Fences.is_passed",
+            "Lifecycle.is_passed",
             "weights are replaced under what was asked before",
             Instead("return True"),
         ),
         (
-            "Fences.take_down",
+            "Lifecycle.take_down",
             "a stream goes on by other weights than it began with",
             Swap("self._admission.told_in_part()", "()"),
         ),
@@ -507,12 +507,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "Update.end",
             "half of the new weights answer when an update is given up",
-            Swap("self._answering is answering", "False"),
+            Swap("self._began_on is answering", "False"),
         ),
         (
             "Update.begin",
             "adapters are loaded while half of the weights are new",
-            Drop("self._thread.be_alone"),
+            Drop("self._thread.run_exclusively"),
         ),
     ),
     *breaks(

@@ -1,6 +1,6 @@
 """An Engine that is made of engines: several replicas, of which each question is one's.
 
-The runtime above is one, as over any engine: cache, dedupe, waiters, fences. Reads, draws and populations
+The runtime above is one, as over any engine: cache, dedupe, waiters, holds. Reads, draws and populations
 are answered where the rows are.
 
 Rules:

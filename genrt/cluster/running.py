@@ -245,5 +245,5 @@ class Programs:
             self._runtime = request.runtime(self._thread, RowCache(0), self._thread.opened.result())
             with contextlib.suppress(Exception):  # a tokenizer whose bytes are not known
                 await aside(lambda: self._runtime.byte_vocab)
-        self._thread.batcher.fences.weights_version = request.weights_version
+        self._thread.batcher.lifecycle.weights_version = request.weights_version
         return self._runtime

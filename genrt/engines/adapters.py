@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from genrt.questions.contexts import Adapter
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-_COPIED = frozenset({".json", ".safetensors"})
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 
@@ -32,6 +32,7 @@ class Adapters:
     The copies go when an adapter is forgotten, and all that is left with this object or the process."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._copies: dict[Adapter, Path] = {}
         self._root: Folder | None = None
         self.lost: dict[Adapter, GenrtError] = {}
@@ -43,30 +44,39 @@ class Adapters:
         """Yield each with the directory of its copy, in the order in which they were added."""
         return iter(list(self._copies.items()))
 
-    def keep(self, adapter: Adapter, path: Path) -> Path:
-        """Copy the adapter's files; return the directory of the copies.
+    def copied(self, path: Path) -> Path:
+        """Copy an adapter's files; return the directory of the copies. One that this has returned is
+        returned again. For any thread: it takes a while.
 
         Raises:
-            InvalidAdapter: the directory may not be loaded, or cannot be copied.
+            InvalidAdapter: they cannot be copied.
         """
-        check_adapter_directory(path)
+        if self._root is not None and path.parent == self._root.path:
+            return path
         try:
-            if self._root is None:
-                self._root = Folder("adapters")
+            with self._lock:
+                if self._root is None:
+                    self._root = Folder("adapters")
             copy = Path(tempfile.mkdtemp(dir=self._root.path))
-            for file in path.iterdir():
-                if file.suffix in _COPIED and file.is_file():
+            try:
+                for file in _files(path):
                     shutil.copyfile(file, copy / file.name)
+            except BaseException:
+                drop_copy(copy)
+                raise
         except OSError as error:
             raise InvalidAdapter(f"{path} cannot be copied: {error}") from error
-        self._copies[adapter] = copy
         return copy
+
+    def keep(self, adapter: Adapter, copy: Path) -> None:
+        """Keep an adapter's copy until it is forgotten."""
+        self._copies[adapter] = copy
 
     def forget(self, adapter: Adapter) -> None:
         """Remove the adapter's copies."""
         copy = self._copies.pop(adapter, None)
         if copy is not None:
-            shutil.rmtree(copy, ignore_errors=True)
+            drop_copy(copy)
 
     def lose(self, adapter: Adapter, reason: Exception) -> GenrtError:
         """Forget an adapter that another engine does not take; return the error for requests that
@@ -79,6 +89,29 @@ class Adapters:
         lost.__cause__ = reason
         self.lost[adapter] = lost
         return lost
+
+
+def adapter_bytes(path: Path) -> int:
+    """Return how many bytes an adapter's files have. Raises InvalidAdapter if they cannot be read."""
+    try:
+        return sum(file.stat().st_size for file in _files(path))
+    except OSError as error:
+        raise InvalidAdapter(f"{path} cannot be read: {error}") from error
+
+
+def drop_copy(copy: Path) -> None:
+    """Remove a directory that ``Adapters.copied`` has made."""
+    shutil.rmtree(copy, ignore_errors=True)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of an adapter in a directory: its weights, and the JSON beside them. Weights of
+    other things that lie there are not the adapter's."""
+    return [
+        file
+        for file in path.iterdir()
+        if file.is_file() and (file.name == WEIGHTS_NAME or file.suffix == ".json")
+    ]
 
 
 def check_adapter_directory(path: Path) -> dict[str, Any]:

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from genrt.engines.folders import Folder
-from genrt.errors import EngineFailed, EngineUnsupported, InvalidWeights
+from genrt.errors import EngineDied, EngineFailed, EngineUnsupported, InvalidWeights
 from genrt.numbers import named, shown
 
 __all__ = [
     "KeptWeights",
     "Layout",
     "NamedTensors",
+    "Original",
     "Receiving",
     "Sleeping",
     "TensorForm",
@@ -319,7 +320,7 @@ def layout_of(
 class KeptWeights:
     """The last whole weights that an engine was given, as files, for the engine after it.
 
-    They go with this object or the process.
+    Copies go with this object or the process. Files of the caller's are read again where they are.
 
     Attributes:
         version: whose these are; 0 is the model as it was opened, which needs no copy.
@@ -328,7 +329,7 @@ class KeptWeights:
     def __init__(self) -> None:
         self.version = 0
         self._root: Folder | None = None
-        self._kept: Path | None = None
+        self._kept: Copying | Original | None = None
 
     def begin(self) -> Copying:
         """Return the copy of new weights, with nothing in it yet. Raises InvalidWeights if there is no
@@ -340,30 +341,34 @@ class KeptWeights:
         except OSError as error:
             raise InvalidWeights(f"the weights cannot be copied: {error}") from error
 
-    def replace(self, version: int, copy: Copying | None) -> None:
-        """Keep these in place of those before; without a copy, only their version."""
-        before, self._kept = self._kept, None if copy is None else copy.directory
+    def replace(self, version: int, kept: Copying | Original | None) -> None:
+        """Keep these in place of those before; with ``None``, only their version."""
+        before, self._kept = self._kept, kept
         self.version = version
         if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+            before.drop()
 
     def reload(self, engine: object) -> None:
         """Give a new engine the weights, if it needs them.
 
         Raises:
-            EngineFailed: they were not kept.
+            EngineFailed: they were not kept, or their files have changed. EngineDied: the engine has a
+                part of them.
         """
         if not self.version:
             return
+        advice = "load the model again, or replace weights with keep=True"
         if self._kept is None:
             raise EngineFailed(
                 f"weights of version {self.version} were in the engine, which is gone, and no copy was "
-                "kept: load the model again, or replace weights with keep=True"
+                f"kept: {advice}"
             )
-        weights = weights_of(engine)
-        weights.begin()
-        weights.load(TensorsIn(sorted(self._kept.iterdir())))
-        weights.finish()
+        if (changed := self._kept.changed()) is not None:
+            raise EngineFailed(
+                f"weights of version {self.version} were read from {changed}, which has changed since, "
+                f"and no copy was kept: {advice}"
+            )
+        _load(engine, self._kept.files())
 
     def restore(self, engine: object) -> None:
         """Give an engine that has dropped them the weights again: the copy, or those of its checkpoint.
@@ -371,10 +376,46 @@ class KeptWeights:
         if self.version:
             self.reload(engine)
             return
-        weights = weights_of(engine)
-        weights.begin()
-        weights.load(TensorsIn(weights.checkpoint()))
+        _load(engine, weights_of(engine).checkpoint())
+
+
+def _load(engine: object, files: Sequence[Path]) -> None:
+    """Load whole weights. Raises EngineDied if that ends in the middle."""
+    weights = weights_of(engine)
+    weights.begin()
+    try:
+        weights.load(TensorsIn(files))
         weights.finish()
+    except Exception as error:
+        raise EngineDied(f"its weights could not be read again: {error}") from error
+
+
+class Original:
+    """Weights in files of the caller's, which stay where they are."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._stamps = {file: _stamp(file) for file in files}
+
+    def files(self) -> list[Path]:
+        """Return the files."""
+        return [*self._stamps]
+
+    def changed(self) -> Path | None:
+        """Return a file that is gone, or another one than it was."""
+        stamps = self._stamps.items()
+        return next((file for file, stamp in stamps if stamp != _stamp(file)), None)
+
+    def drop(self) -> None:
+        """Do nothing: the files are the caller's."""
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file's content, as far as its directory knows."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Copying:
@@ -407,6 +448,13 @@ class Copying:
             save_file(shard, self.directory / f"{self._count:05}.safetensors")
         except (OSError, SafetensorError) as error:
             raise InvalidWeights(f"the weights cannot be copied: {error}") from error
+
+    def files(self) -> list[Path]:
+        """Return the files of the copy."""
+        return sorted(self.directory.iterdir())
+
+    def changed(self) -> None:
+        """Return ``None``: the files are this runtime's."""
 
     def drop(self) -> None:
         """Remove what was copied."""

@@ -9,7 +9,7 @@ from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import shown
 from genrt.runtime.blocking import blocking
-from genrt.runtime.fences import Pending, check_pending
+from genrt.runtime.lifecycle import Pending, check_pending
 from genrt.runtime.transfers import Transfers
 
 __all__ = ["WeightSyncClient"]
@@ -59,15 +59,17 @@ class WeightSyncClient:
         """Begin an update; return once nothing runs, and what was computed is forgotten.
 
         Raises:
-            InvalidRequest: one is under way, or the engine sleeps. EngineFailed: it cannot forget.
+            InvalidRequest: one is under way, or the engine sleeps. EngineFailed: it cannot forget, or was
+                restarted since its workers met the trainer.
         """
-        blocking(self._transfers.start(self._pending))
+        blocking(self._transfers.start(self._pending), undo=lambda _: self.close())
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Have the workers receive what the trainer sends; return when they have it.
 
         Raises:
-            InvalidRequest: no update is under way. EngineDied: the workers failed.
+            InvalidRequest: no update is under way. EngineDied: the workers failed. EngineFailed: the
+                engine was restarted meanwhile.
         """
         if not isinstance(update_info, dict | list):
             raise InvalidRequest(f"update_info must be a dict or a list, got {shown(update_info)}")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import itertools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from genrt.engines.adapters import check_adapter_directory
-from genrt.engines.protocol import Engine
-from genrt.errors import InvalidRequest, UnknownAdapter
+from genrt.engines.adapters import adapter_bytes, check_adapter_directory, drop_copy
+from genrt.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
 from genrt.numbers import named
 from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request
-from genrt.runtime.thread import EngineThread
+from genrt.runtime.answers import AnsweringEngine
+from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, in_background
 
 __all__ = ["AdapterNames"]
 
@@ -75,30 +77,65 @@ class AdapterNames:
             raise error
         return [request.bound_to(adapter) for request in requests]
 
-    def add(self, name: str, path: str | os.PathLike[str]) -> concurrent.futures.Future[None]:
-        """Load an adapter and bind its name, both on the engine's thread: so the last call wins, and an
-        adapter whose caller left meanwhile is bound or was never loaded.
+    async def add(self, name: str, path: str | os.PathLike[str]) -> Callable[[], None]:
+        """Load an adapter and bind its name on the engine's thread; return a function that removes it if
+        the name was free. The last call for a name wins. ``EngineOwner.add_adapter`` says the rest.
 
         Raises:
             InvalidRequest: the name or the path is none. InvalidAdapter: no adapter is there.
         """
-        if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"an adapter's name must be a non-empty str, got {named(name)}")
-        if not isinstance(path, str | os.PathLike):
-            raise InvalidRequest(f"an adapter's path must be a str or a Path, got {named(path)}")
-        directory = Path(path).expanduser()
-        check_adapter_directory(directory)
+        directory = _checked(name, path)
         adapter = Adapter(name, next(self._versions))
+        copy = await self._copied(directory)
 
-        def load_and_bind(engine: Engine) -> None:
-            engine.add_adapter(adapter, directory)
+        def load_and_bind(answering: AnsweringEngine) -> bool:
+            try:
+                answering.add_adapter(adapter, copy)
+            except InvalidAdapter as error:
+                raise InvalidAdapter(str(error).replace(str(copy), str(directory))) from error
             with self._lock:
                 previous = self.by_name.get(name)
-                self.by_name[name] = adapter
-            if previous is not None and previous not in self._thread.adapters.lost:
-                self._thread.batcher.retire(previous)
+                is_last = previous is None or previous.version < adapter.version
+                if is_last:
+                    self.by_name[name] = adapter
+            self._retire(previous if is_last else adapter)
+            return previous is None
 
-        return self._thread.call(load_and_bind)
+        def undo(loading: concurrent.futures.Future[bool]) -> None:
+            if loading.cancelled() or loading.exception() is not None:
+                drop_copy(copy)
+            elif loading.result() and self.by_name.get(name) is adapter:
+                self.remove(name)
+
+        loading = self._thread.call_alone(load_and_bind)
+        try:
+            await asyncio.wrap_future(loading)
+        except BaseException:
+            loading.cancel()
+            loading.add_done_callback(undo)
+            raise
+        return partial(undo, loading)
+
+    async def _copied(self, directory: Path) -> Path:
+        """Copy an adapter's files; in a thread of its own unless they are small."""
+        adapters = self._thread.adapters
+        if adapter_bytes(directory) <= AT_ONCE_BYTES:
+            return adapters.copied(directory)
+        copying = in_background(partial(adapters.copied, directory))
+
+        def drop(done: concurrent.futures.Future[Path]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                drop_copy(done.result())
+
+        try:
+            return await asyncio.wrap_future(copying)
+        except BaseException:
+            copying.add_done_callback(drop)
+            raise
+
+    def _retire(self, adapter: Adapter | None) -> None:
+        if adapter is not None and adapter not in self._thread.adapters.lost:
+            self._thread.batcher.retire(adapter)
 
     def remove(self, name: str) -> None:
         """Unbind a name. Questions that are bound to its adapter are answered first.
@@ -114,3 +151,14 @@ class AdapterNames:
                 raise InvalidRequest("the base model is no adapter: give the name of one")
             del self.by_name[adapter.name]
         batcher.retire(adapter)
+
+
+def _checked(name: object, path: object) -> Path:
+    """Return the directory of an adapter. Raises as ``AdapterNames.add``."""
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"an adapter's name must be a non-empty str, got {named(name)}")
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidRequest(f"an adapter's path must be a str or a Path, got {named(path)}")
+    directory = Path(path).expanduser()
+    check_adapter_directory(directory)
+    return directory

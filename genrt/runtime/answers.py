@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from genrt.engines.adapters import Adapters
+from genrt.engines.adapters import Adapters, drop_copy
 from genrt.engines.protocol import (
     Completing,
     Engine,
@@ -299,14 +299,18 @@ class AnsweringEngine:
         return {each: error for each, error in self._unforgotten.items() if each in new}
 
     def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        copy = self._adapters.keep(adapter, path)
+        """Load an adapter, from a copy of its files. ``Adapters.copied`` makes it before where that must
+        not hold up the engine; it is kept if this succeeds."""
+        copy = self._adapters.copied(path)
         try:
             self.engine.add_adapter(adapter, copy)
         except BaseException as error:
-            self._adapters.forget(adapter)
+            if copy != path:
+                drop_copy(copy)
             if isinstance(error, InvalidAdapter):
                 raise InvalidAdapter(str(error).replace(str(copy), str(path))) from error
             raise
+        self._adapters.keep(adapter, copy)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter; one that is not loaded, as after a restart, is ignored. Its prefixes are

@@ -7,7 +7,7 @@ and delivers what finished.
 
 Rules:
     All state changes under one lock, held for dictionary work on what changed, never on all there is but
-    when the batcher is closed, fenced or goes on with another engine; ``turn`` alone talks to the engine.
+    when the batcher is closed, held or goes on with another engine; ``turn`` alone talks to the engine.
     A turn with something in flight always steps; what needs no forward is delivered before that. It
     begins once those have asked who ask again as soon as they are answered.
     A request is in ``_entries`` from the question that queued it until it ends; it ends once.
@@ -36,7 +36,7 @@ from genrt.questions.contexts import Adapter
 from genrt.questions.request import Request, Result
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.runtime.fences import Fences
+from genrt.runtime.lifecycle import Lifecycle
 from genrt.runtime.queue import Admission, Bindings, Entries, Flight, Ready
 from genrt.runtime.returning import Returning
 from genrt.runtime.statistics import BatcherStatistics
@@ -99,7 +99,8 @@ class Batcher:
         self._counted: Counter[str] = Counter()  # by names of BatcherStatistics
         self._entries = Entries(cache, self._flight, self._ready, self._counted)
         places = self._entries, self._gatherings, self._admission
-        self.fences = Fences(self._lock, wake, *places, self._drop, self._wait, self._admit)
+        own = self._drop, self._wait, self._admit
+        self.lifecycle = Lifecycle(self._lock, wake, *places, *own)
 
     # -- asking and leaving: event loops and threads --------------------------------------------
 
@@ -110,9 +111,9 @@ class Batcher:
             if self._closed is not None:
                 raise self._closed.fresh()
             try:
-                if self.fences.up and self.fences.stop(waiter):
+                if self.lifecycle.up and self.lifecycle.stop(waiter):
                     return None
-                waiter.bind(self.fences.weights_version)
+                waiter.bind(self.lifecycle.weights_version)
                 must_wait, entries = self._admission.must_wait(waiter.requests), self._entries
                 if must_wait and not all(r in entries or r in self._cache for r in waiter.requests):
                     self._wait(waiter)
@@ -129,9 +130,9 @@ class Batcher:
         return None if lacks_something else outcome_of(waiter)
 
     def _wait(self, waiter: Waiter) -> None:
-        """Have it wait for room, or behind the fences, under the lock."""
+        """Have it wait for room, or behind the holds, under the lock."""
         self._bindings.bind(waiter.requests)
-        (self._admission.hold if self.fences.up else self._admission.wait)(waiter)
+        (self._admission.hold if self.lifecycle.up else self._admission.wait)(waiter)
         self._on_loops.add(waiter)
 
     def _register(self, waiter: Waiter) -> list[Entry]:
@@ -164,7 +165,7 @@ class Batcher:
         """Register a waiter that waited for room, under the lock."""
         self._admission.admit(waiter)
         self._bindings.bind(waiter.requests, -1)
-        waiter.bind(self.fences.weights_version)
+        waiter.bind(self.lifecycle.weights_version)
         self._make_ready(self._register(waiter))
 
     def _make_ready(self, entries: Iterable[Entry]) -> bool:
@@ -229,11 +230,11 @@ class Batcher:
     def seconds_until_due(self) -> float | None:
         """Return the seconds until ``turn`` has something to do; ``None``: not before ``wake``."""
         with self._lock:
-            has_work = self._left or self._bindings.free() or self._admission.first()
-            if has_work or (self.fences.is_watched and self.fences.is_passed):
+            has_work = self._left or self._free() or self._admission.first()
+            if has_work or (self.lifecycle.is_watched and self.lifecycle.is_passed):
                 return 0.0
-            if self._flight:  # behind a fence, what comes would not be in the next step
-                return 0.0 if self.fences.up else self._returning.seconds()
+            if self._flight:  # behind a hold, what comes would not be in the next step
+                return 0.0 if self.lifecycle.up else self._returning.seconds()
             return self._ready.seconds_until_due()
 
     def turn(self, engine: AnsweringEngine) -> None:
@@ -261,8 +262,8 @@ class Batcher:
             self._settle(finished, stepped=True)
             if self._flight.streams.by_loop:
                 self._flight.streams.tell(engine.progress)
-        if self.fences.is_watched and self.fences.is_passed:
-            self.fences.tell()
+        if self.lifecycle.is_watched and self.lifecycle.is_passed:
+            self.lifecycle.tell()
 
     def _sent(self, engine: AnsweringEngine, flush: Sequence[Request]) -> list[Finished]:
         """Submit a flush; what of it has ended already."""
@@ -297,9 +298,13 @@ class Batcher:
             self._counted["largest_flush"] = max(self._counted["largest_flush"], weight)
             self._admission.leave(flush)
             answered = self._admit()
-            free = self._bindings.free()
+            free = self._free()
         del gone  # without the lock: see the rules
         return flush, [entry.request for entry in withdrawn], free, answered
+
+    def _free(self) -> list[Adapter]:
+        """Return the adapters that may go, under the lock: none in an update or a sleep."""
+        return [] if self.lifecycle.owner is not None else self._bindings.free()
 
     def _settle(self, finished: Sequence[Finished], *, stepped: bool = False) -> None:
         """End these requests: cache the rows, then hand every waiter its own. Those that ran out of
@@ -408,10 +413,10 @@ class Batcher:
                 self._closed = reason or Closed(WAS_CLOSED)
                 self._last_told = [(waiter, self._closed.fresh()) for waiter in self._let_go()]
             self._returning.clear()
-            told, gone, fences = self._last_told, self._gatherings.clear(), self.fences.clear()
+            told, gone, holds = self._last_told, self._gatherings.clear(), self.lifecycle.clear()
             reason = self._closed
         del gone
-        self.fences.fail(fences, reason)
+        self.lifecycle.fail(holds, reason)
         deliver(told)  # also what an earlier call did not come to, which an interrupt ended
         self._last_told = []
         return True
@@ -432,6 +437,7 @@ class Batcher:
         """Take questions again, for another engine."""
         with self._lock:
             self._closed = None
+            self.lifecycle.reopen()
 
     def resume(self) -> None:
         """Send everything that was in flight again: another engine is in the place of that one's."""

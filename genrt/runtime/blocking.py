@@ -29,23 +29,26 @@ MOST_HANDED = 64
 """How many values of an asynchronous generator may wait for the thread that takes them."""
 
 
-def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+def blocking(coroutine: Coroutine[Any, Any, T], *, undo: Callable[[T], object] | None = None) -> T:
     """Return what the coroutine returns, or raise what it raises.
 
     It runs on an event loop of its own, in a thread of its own, in a copy of the caller's context. So
     this may be called from a script, from any thread, and where an event loop is running, which stands
     still meanwhile. An interrupt cancels the coroutine and is raised once that has ended. Where a loop is
     running, an interrupt may arrive as the cancellation of the calling task, as with ``asyncio.run``: the
-    effect is the same.
+    effect is the same. One that comes when the coroutine has returned already calls ``undo`` with its
+    result, so that no caller is left with a lasting effect that it was not told of.
     """
     run = _Run(coroutine)
     try:
         run.thread.start()
         _wait(run.ended.wait)
+        return run.outcome.result()
     except BaseException:
         run.cancel()
+        if undo is not None and run.has_returned:
+            undo(run.outcome.result())
         raise
-    return run.outcome.result()
 
 
 def blocking_generator(asynchronous: AsyncGenerator[T, None]) -> Generator[T, None, None]:
@@ -153,6 +156,11 @@ class _Run(Generic[T]):
             self.outcome.set_exception(error)
         finally:
             self.ended.set()
+
+    @property
+    def has_returned(self) -> bool:
+        """True once the coroutine has returned; not if it was cancelled or has raised."""
+        return self.outcome.done() and self.outcome.exception() is None
 
     async def _main(self) -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -26,6 +26,7 @@ from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
+from genrt.runtime.lifecycle import Hold
 from genrt.runtime.prefixes import PrefixesToKeep
 
 __all__ = ["EngineLoop"]
@@ -62,14 +63,13 @@ class EngineLoop:
         self._open_engine = open_engine
         self._batcher = batcher
         self._cache = cache
-        self._restarts = restarts
+        self.restarts = restarts
         # Written by rounds, and kept when they are over.
         self._answering: AnsweringEngine | None = None
         self._calls: collections.deque[
             tuple[concurrent.futures.Future[Any], Callable[[AnsweringEngine], Any], object]
         ] = collections.deque()
-        self._alone: object = None
-        self._put_off = self._calls.copy()  # while another's calls run alone
+        self._deferred = self._calls.copy()  # while another owner's calls run exclusively
         self._calls_lock = threading.Lock()  # so that no call is added once the last was answered
         self._given_back: collections.deque[Sequence[Asked]] = collections.deque()
         self.begin()
@@ -97,8 +97,8 @@ class EngineLoop:
     def call(
         self, function: Callable[[AnsweringEngine], T], owner: object = None
     ) -> concurrent.futures.Future[T]:
-        """Have a round call ``function(engine)``; from any thread. While calls of an owner run alone, all
-        others wait."""
+        """Have a round call ``function(engine)``; from any thread. While calls of an owner run
+        exclusively, all others wait."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._calls_lock:
             if self._ended is None:
@@ -112,14 +112,18 @@ class EngineLoop:
         if self._answering is not None and self._answering.replicated is not None:
             self._answering.replicated.interrupt()
 
-    def be_alone(self, owner: object) -> None:
-        """Have only this owner's calls run from now on; with ``None``, all that wait. For a round."""
-        self._alone = owner
+    def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
+        """Run only this owner's calls from now on; with ``None``, all that wait. The owner's hold falls
+        if the engine is replaced. For a round."""
+        self._batcher.lifecycle.run_exclusively(owner, hold)
         if owner is not None:
             self._answered = -1  # if it dies of that, no question did it
         else:
-            self._calls.extendleft(reversed(self._put_off))
-            self._put_off.clear()
+            self._call_deferred()
+
+    def _call_deferred(self) -> None:
+        self._calls.extendleft(reversed(self._deferred))
+        self._deferred.clear()
 
     def release(self, prefix: LogprobsRequest | None) -> None:
         """Have this engine, and every later one, keep a prefix no more; with ``None`` all of them."""
@@ -175,7 +179,8 @@ class EngineLoop:
         """Open an engine, with the weights of the one before, those adapters of it that this one takes,
         and its prefixes."""
         answering = AnsweringEngine(self._open_engine(), self._cache, self.adapters, self.prefixes)
-        self.be_alone(None)
+        self._batcher.lifecycle.replaced()
+        self._call_deferred()
         try:
             self.weights.reload(answering.engine)
             self._batcher.fail(answering.reload_adapters())
@@ -187,12 +192,13 @@ class EngineLoop:
 
     def _serve(self, answering: AnsweringEngine) -> float:
         """Do the calls that wait, and a turn if one is due; return how long there is nothing to do."""
-        while self._given_back and self._alone is None:
+        lifecycle = self._batcher.lifecycle
+        while self._given_back and lifecycle.owner is None:
             answering.give_back(self._given_back.popleft())
         for _ in range(len(self._calls)):  # and not those that come meanwhile: others wait
             future, function, owner = self._calls.popleft()
-            if self._alone is not None and owner is not self._alone:
-                self._put_off.append((future, function, owner))
+            if lifecycle.owner is not None and owner is not lifecycle.owner:
+                self._deferred.append((future, function, owner))
                 continue
             if future.set_running_or_notify_cancel():
                 try:
@@ -215,7 +221,7 @@ class EngineLoop:
         """Return whether another engine may be opened: something was answered since this one was, or a
         question that kills engines would have them opened for ever."""
         before, self._answered = self._answered, self._batcher.statistics().answered
-        return self._restarts and not self._is_over and self._answered != before
+        return self.restarts and not self._is_over and self._answered != before
 
     def _restart(self, dead: AnsweringEngine) -> float | None:
         """Open another engine, and have it sent what the dead one had."""
@@ -234,7 +240,7 @@ class EngineLoop:
         self._batcher.close(reason)
         with self._calls_lock:
             self._ended = reason
-        self.be_alone(None)
+        self.run_exclusively(None)
         while self._calls:
             future, *_ = self._calls.popleft()
             if future.set_running_or_notify_cancel():

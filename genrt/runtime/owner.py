@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import operator
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,8 @@ from genrt.engines.weights import SleepingPart
 from genrt.questions.contexts import Limits
 from genrt.questions.token_ids import TokenIds
 from genrt.runtime.adapter_names import AdapterNames
-from genrt.runtime.blocking import blocking_twin
+from genrt.runtime.ask import twin_of
+from genrt.runtime.blocking import blocking, blocking_twin
 from genrt.runtime.cache import RowCache
 from genrt.runtime.pauses import PauseOptions, Pauses
 from genrt.runtime.statistics import Statistics
@@ -25,6 +26,10 @@ from genrt.runtime.weights import UpdateOptions, WeightsSource, WeightUpdates
 from genrt.tokens import encoding, vocabulary
 
 __all__ = ["EngineOwner"]
+
+INTERRUPTED = (
+    "It runs in another thread; an interrupt cancels it, or undoes it if it was over already."
+)
 
 
 class EngineOwner:
@@ -133,16 +138,18 @@ class EngineOwner:
         """Load the LoRA adapter in directory ``path`` (safetensors) under ``name``.
 
         Calls made from then on can name it. A name that is loaded already is bound to the new weights;
-        questions asked before keep the old ones. Cancelling leaves the name as it was, or bound to these.
+        questions asked before keep the old ones. Cancelling removes it again; a name that was loaded
+        before stays bound, to the old weights or to the new ones. The adapter's files are copied first,
+        while the engine goes on: engines load it from the copy, also after a restart.
 
         Raises:
             InvalidAdapter: there is no safetensors adapter that fits, or the engine takes none.
         """
-        await asyncio.wrap_future(self._adapters.add(name, path))
+        await self._adapters.add(name, path)
 
+    @twin_of(add_adapter, interrupted=INTERRUPTED)
     def add_adapter_sync(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load an adapter as ``add_adapter`` does, blocking."""
-        self._adapters.add(name, path).result()
+        blocking(self._adapters.add(name, path), undo=operator.call)
 
     def remove_adapter(self, name: str) -> None:
         """Unbind ``name``: later calls that name it raise ``UnknownAdapter``. Questions asked before
@@ -170,7 +177,9 @@ class EngineOwner:
         What does not fit changes nothing, where it can be known beforehand: of tensors by name and of
         files all of it, of chunks the first. An error after that, or leaving in the middle, is the
         engine's death; with ``load(…, restart="auto")``, or by ``restart``, another one has the last
-        weights that were whole. Nothing is ever answered by a mixture.
+        weights that were whole. Nothing is ever answered by a mixture. A restart ends an update that is
+        under way with EngineFailed. ``update_weights_sync`` cannot take new weights back: after an
+        interrupt, ``weights_version`` tells whether they were whole before it.
 
         Raises:
             InvalidWeights: a tensor is unknown, missing, given twice, or of a wrong shape or type.
@@ -183,7 +192,8 @@ class EngineOwner:
 
     async def pause(self, **options: Unpack[PauseOptions]) -> None:
         """Stop until ``resume``, a restart or the end; return once nothing runs. Weights may be replaced
-        meanwhile. Cancelling resumes. ``PauseOptions`` has the options.
+        meanwhile. Cancelling resumes. ``PauseOptions`` has the options; ``genrt/runtime/lifecycle.py``
+        has a table of what pauses, sleep, updates and restarts do to each other.
 
         Raises:
             InvalidRequest: the runtime is paused already, or resumed before nothing runs, or an option is
@@ -201,19 +211,23 @@ class EngineOwner:
         return how many bytes became free.
 
         Level 1 moves the weights to the host; level 2 drops them, and ``wake_up`` reads them again. The
-        KV cache goes with every resident sequence; cached rows stay.
+        KV cache goes with every resident sequence; cached rows stay. It waits for a pause that has not
+        begun yet, for an update, and for an earlier ``sleep`` or ``wake_up``. Cancelling moves the memory
+        back, and ends a pause that this call has made.
 
         Raises:
             EngineUnsupported: the engine cannot, as vLLM on a CPU or without ``enable_sleep_mode``.
             InvalidRequest: it sleeps already, or an argument is wrong; EngineFailed, Closed.
         """
-        return await self._pauses.sleep(level, **options)
+        freed, _ = await self._pauses.sleep(level, **options)
+        return freed
 
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
         """Have the engine's memory back, and answer again; return whether all of it is awake. Tags
         ``["weights"]`` have the weights' back alone, for an update while a trainer still has the rest.
         Raises InvalidRequest for other tags than these and ``"kv_cache"``, EngineFailed if weights that
-        were dropped, and not replaced, cannot be read again."""
+        were dropped, and not replaced, cannot be read again: the engine then stays asleep until they are
+        replaced and this is called again."""
         return await self._pauses.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
@@ -222,9 +236,15 @@ class EngineOwner:
         self._thread.call_alone(lambda answering: answering.forget_residents())
 
     update_weights_sync = blocking_twin(update_weights)
-    pause_sync = blocking_twin(pause)
-    sleep_sync = blocking_twin(sleep)
     wake_up_sync = blocking_twin(wake_up)
+
+    @twin_of(pause, interrupted=INTERRUPTED)
+    def pause_sync(self, **options: Unpack[PauseOptions]) -> None:
+        blocking(self._pauses.pause(**options), undo=operator.call)
+
+    @twin_of(sleep, interrupted=INTERRUPTED)
+    def sleep_sync(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
+        return blocking(self._pauses.sleep(level, **options), undo=lambda done: done[1]())[0]
 
     # -- the runtime --------------------------------------------------------------------------
 

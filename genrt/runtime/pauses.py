@@ -1,24 +1,26 @@
-"""A runtime that stands still: paused, or with its engine asleep.
+"""A runtime that stands still: paused, or with its engine asleep. ``lifecycle.py`` has the states.
 
 Rules:
     Nothing runs in a pause: what was asked before has ended, or waits with what comes later.
     An engine sleeps in a pause alone, and its prefixes and sequences are forgotten before.
     Its weights may wake first, and be replaced before the rest does.
+    One sleep or wake_up follows the other. One that is cancelled leaves the runtime as it was before.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import concurrent.futures
 from collections.abc import Callable, Collection
-from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
+from functools import partial
+from typing import Literal, TypeAlias, TypedDict, TypeVar
 
 from genrt.engines.protocol import Engine
 from genrt.engines.weights import SLEEPING_PARTS, Sleeping, SleepingPart, weights_of
 from genrt.errors import EngineUnsupported, InvalidRequest, Paused
 from genrt.numbers import check_int, named, shown
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.lifecycle import ASLEEP, Hold, Lifecycle, Pending, Turns, check_pending
 from genrt.runtime.thread import EngineThread
 
 __all__ = ["Asked", "PauseOptions", "Pauses"]
@@ -44,126 +46,170 @@ class PauseOptions(TypedDict, total=False):
 
 
 PAUSED = "the runtime is paused: it answers again after AsyncLM.resume, or wake_up if it sleeps"
-"""The message for who asks in a pause that refuses questions."""
+"""The message for questions in a pause that refuses them."""
 
 
 class Pauses:
-    """Pauses one runtime, and has its engine sleep. Safe from any thread."""
+    """Pauses one runtime, and makes its engine sleep. Safe from any thread."""
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
-        self._lock = threading.Lock()
-        self._fence: Fence | None = None
-        self._level = 0  # of the sleep; 0 is none
-        self._falls_asleep = False
-        self._slept_with = 0  # these weights
+        self._turns = Turns()
+
+    @property
+    def _lifecycle(self) -> Lifecycle:
+        return self._thread.lifecycle
 
     @property
     def is_paused(self) -> bool:
         """True from the call of ``pause`` to that of ``resume``, or to a restart."""
-        fence = self._fence
-        if fence is None:
-            return False
-        return not fence.passed.done() or fence in self._thread.batcher.fences.up
+        return self._lifecycle.is_paused
 
-    def check_awake(self, part: SleepingPart | None = None) -> None:
-        """Raise InvalidRequest if the engine sleeps, or this part of it."""
-        asleep = _sleeping(self._thread.engine).asleep if self._level else frozenset()
-        if self._falls_asleep or (asleep if part is None else part in asleep):
-            raise InvalidRequest("the engine sleeps: wake it up first")
+    def check_awake(self, part: SleepingPart) -> None:
+        """Raise InvalidRequest if this part of the engine sleeps."""
+        is_asleep = self._lifecycle.memory == "asleep"
+        if is_asleep and part in _sleeping(self._thread.engine).asleep:
+            raise InvalidRequest(ASLEEP)
 
-    async def pause(self, *, pending: Pending = "finish", asked: Asked = "wait") -> None:
-        """Pause; ``AsyncLM.pause`` says the rest."""
-        check_pending(pending)
-        if asked not in ("wait", "raise"):
-            raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
-        fence = Fence(pending, Paused(PAUSED) if asked == "raise" else None)
-        with self._lock:
-            if self.is_paused:
-                raise InvalidRequest("the runtime is paused already: resume it first")
-            self._fence = fence
+    async def pause(
+        self, *, pending: Pending = "finish", asked: Asked = "wait"
+    ) -> Callable[[], None]:
+        """Pause; return a function that ends this pause. ``AsyncLM.pause`` says the rest."""
+        hold = _hold(pending, asked)
+        if self._lifecycle.begin_pause(hold) is not hold:
+            raise InvalidRequest("the runtime is paused already: resume it first")
+        await self._stand_still(hold, is_own=True)
+        return partial(self._lifecycle.end_pause, hold)
+
+    async def _stand_still(self, hold: Hold, *, is_own: bool) -> None:
+        """Return once nothing runs; end a pause of one's own if that fails."""
+        lifecycle = self._lifecycle
         try:
-            await self._called(lambda _: self._thread.batcher.fences.put_up(fence))
-            await asyncio.wrap_future(fence.passed)
+            if is_own:
+                await self._called(lambda _: lifecycle.put_up(hold))
+            await hold.wait()
         except BaseException:
-            self._go_on(fence)
+            if is_own:
+                lifecycle.end_pause(hold)
             raise
 
     def resume(self) -> None:
         """Resume; nothing happens if the runtime is not paused. Raises InvalidRequest in a sleep."""
-        with self._lock:
-            self.check_awake()
-            fence = self._fence
-        self._go_on(fence)
+        self._lifecycle.resume()
 
-    def _go_on(self, fence: Fence | None) -> None:
-        """End this pause, unless it has ended and another one may be."""
-        with self._lock:
-            if fence is None or fence is not self._fence:
-                return
-            self._fence = None
-        self._thread.batcher.fences.take_down(fence)
-
-    async def sleep(self, level: int, **options: Unpack[PauseOptions]) -> int:
-        """Pause, and free the engine's memory; ``AsyncLM.sleep`` says the rest."""
+    async def sleep(
+        self, level: int, *, pending: Pending = "finish", asked: Asked = "wait"
+    ) -> tuple[int, Callable[[], object]]:
+        """Pause, and free the engine's memory; return how many bytes, and a function that takes all of
+        that back. ``AsyncLM.sleep`` says the rest."""
         check_int("level", level, 1, 2)
-        self.check_awake()
+        own, lifecycle = _hold(pending, asked), self._lifecycle
         _sleeping(self._thread.engine).check_sleep()
-        is_own = not self.is_paused
-        if is_own:
-            await self.pause(**options)
-        fence = self._fence
+        self._check_not_asleep()
+        end_turn = await self._turns.take()
         try:
-            return await self._called(lambda answering: self._fall_asleep(answering, level))
-        except BaseException:
-            if is_own and not self._level:
-                self._go_on(fence)
-            raise
+            self._check_not_asleep()
+            hold = lifecycle.begin_pause(own)
+            is_own = hold is own
+            await self._stand_still(hold, is_own=is_own)
+            fall = partial(self._fall_asleep, hold=hold, is_own=is_own, level=level)
+            falling = self._thread.call_alone(fall)
+            try:
+                freed = await asyncio.wrap_future(falling)
+            except BaseException:
+                if falling.cancel():  # it has not begun
+                    if is_own:
+                        lifecycle.end_pause(hold)
+                else:  # the next turn begins after that
+                    self._take_back(hold, is_own).add_done_callback(end_turn)
+                    end_turn = _nothing
+                raise
+            return freed, partial(self._take_back, hold, is_own)
+        finally:
+            end_turn()
 
-    def _fall_asleep(self, answering: AnsweringEngine, level: int) -> int:
-        with self._lock:
-            if not self.is_paused:
-                raise InvalidRequest("the runtime was resumed before its engine slept")
-            self._falls_asleep = True
+    def _check_not_asleep(self) -> None:
+        if self._lifecycle.memory == "asleep":
+            raise InvalidRequest(ASLEEP)
+
+    def _fall_asleep(
+        self, answering: AnsweringEngine, *, hold: Hold, is_own: bool, level: int
+    ) -> int:
+        sleeping = _sleeping(answering.engine)
+        self._lifecycle.begin_sleep(hold, is_own=is_own, level=level)
+        self._thread.run_exclusively(self)  # calls that would use the memory wait
         try:
             answering.begin_update()  # what is computed is lost
-            freed = _sleeping(answering.engine).sleep(level)
-            self._level, self._slept_with = level, self._thread.batcher.fences.weights_version
+            return sleeping.sleep(level)
         finally:
-            self._falls_asleep = False
-        self._thread.be_alone(self)  # who would use the memory waits
-        return freed
+            self._moved(sleeping)
+
+    def _take_back(self, hold: Hold, is_own: bool) -> concurrent.futures.Future[None]:
+        """Wake the engine of a sleep that failed or was cancelled, and end the pause if it is its own."""
+
+        def take_back(answering: AnsweringEngine) -> None:
+            lifecycle = self._lifecycle
+            if hold is not lifecycle.pause:  # it has ended, by a restart
+                return
+            if lifecycle.memory == "asleep":
+                self._move_back(answering, SLEEPING_PARTS)
+            if is_own or lifecycle.is_sleeps_own:
+                lifecycle.end_pause(hold)
+
+        return self._thread.call_alone(take_back, self)
 
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
         """Have the engine's memory back, or these parts of it, and go on once all is there;
         ``AsyncLM.wake_up`` says the rest."""
         parts = _checked_parts(tags)
-        if not self._level:
+        end_turn = await self._turns.take()
+        try:
+            if self._lifecycle.memory == "awake":
+                return True
+            return await self._called(partial(self._wake, parts=parts), self)
+        finally:
+            end_turn()
+
+    def _wake(self, answering: AnsweringEngine, *, parts: frozenset[SleepingPart]) -> bool:
+        """Return whether all is awake then."""
+        lifecycle = self._lifecycle
+        if lifecycle.memory == "awake":  # it was restarted meanwhile
             return True
-        fence = self._fence
-        wake = self._thread.call_alone(lambda answering: self._wake(answering, parts), self)
-        if is_awake := await asyncio.wrap_future(wake):
-            self._go_on(fence)
+        if is_awake := self._move_back(answering, parts):
+            lifecycle.end_pause(lifecycle.pause)
         return is_awake
 
-    def _wake(self, answering: AnsweringEngine, parts: frozenset[SleepingPart]) -> bool:
-        """Return whether all is awake then."""
-        sleeping = _sleeping(answering.engine)
-        level, rest = self._level, sleeping.asleep - parts
-        if not rest:
-            self._level = 0
-        if not sleeping.asleep:  # it was restarted meanwhile, or woken by another call
-            return True
-        if "weights" not in rest:
-            self._thread.be_alone(None)
-        sleeping.wake_up(sleeping.asleep & parts)
-        is_same = self._slept_with == self._thread.batcher.fences.weights_version
-        if not rest and level == 2 and is_same:
-            self._thread.weights.restore(answering.engine)
-        return not rest
+    def _move_back(self, answering: AnsweringEngine, parts: frozenset[SleepingPart]) -> bool:
+        """Move parts of the memory back, and read dropped weights again with the last of them."""
+        sleeping, lifecycle = _sleeping(answering.engine), self._lifecycle
+        lifecycle.memory = "moving"
+        try:
+            sleeping.wake_up(sleeping.asleep & parts)
+            if not sleeping.asleep and lifecycle.are_weights_lost:
+                self._thread.weights.restore(answering.engine)
+                lifecycle.are_weights_lost = False
+        finally:
+            is_awake = self._moved(sleeping)
+        return is_awake
 
-    async def _called(self, function: Callable[[AnsweringEngine], T]) -> T:
-        return await asyncio.wrap_future(self._thread.call_alone(function))
+    def _moved(self, sleeping: Sleeping) -> bool:
+        asleep = sleeping.asleep
+        self._thread.run_exclusively(self if "weights" in asleep else None)
+        return self._lifecycle.moved(is_awake=not asleep)
+
+    async def _called(self, function: Callable[[AnsweringEngine], T], owner: object = None) -> T:
+        return await asyncio.wrap_future(self._thread.call_alone(function, owner))
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _hold(pending: Pending, asked: Asked) -> Hold:
+    check_pending(pending)
+    if asked not in ("wait", "raise"):
+        raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
+    return Hold(pending, Paused(PAUSED) if asked == "raise" else None)
 
 
 def _checked_parts(tags: Collection[SleepingPart] | None) -> frozenset[SleepingPart]:

@@ -47,10 +47,10 @@ class Admission:
         # Of clients, and of each one's waiters, the first is found at once. With each waiter, its size.
         self._waiting: OrderedDict[Hashable, OrderedDict[Waiter, tuple[int, int]]] = OrderedDict()
         self._clients: dict[Waiter, Hashable] = {}
-        self._held: dict[Waiter, None] = {}  # behind a fence, and not in ``_waiting``
+        self._held: dict[Waiter, None] = {}  # behind a hold, and not in ``_waiting``
 
     def __len__(self) -> int:
-        """Return how many waiters wait for room, or behind a fence."""
+        """Return how many waiters wait for room, or behind a hold."""
         return len(self._clients)
 
     @property
@@ -107,7 +107,7 @@ class Admission:
             raise
 
     def hold(self, waiter: Waiter) -> None:
-        """Have it wait behind a fence, until ``go_on``."""
+        """Have it wait behind a hold, until ``go_on``."""
         waiter.missing = len(waiter.requests)
         self._clients[waiter] = waiter.loop or threading.get_ident()
         self._held[waiter] = None

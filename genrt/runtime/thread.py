@@ -32,10 +32,14 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Batcher
 from genrt.runtime.cache import RowCache
 from genrt.runtime.engine_loop import EngineLoop
+from genrt.runtime.lifecycle import Hold, Lifecycle
 
-__all__ = ["EngineThread", "aside"]
+__all__ = ["AT_ONCE_BYTES", "EngineThread", "aside", "in_background"]
 
 T = TypeVar("T")
+
+AT_ONCE_BYTES = 2**20
+"""How much is looked at, or copied, on the event loop."""
 
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for the step in progress before it leaves the thread to end by itself."""
@@ -150,6 +154,11 @@ class EngineThread:
         return self._batcher
 
     @property
+    def lifecycle(self) -> Lifecycle:
+        """What the runtime may do now. Raises Closed in a forked child."""
+        return self.batcher.lifecycle
+
+    @property
     def adapters(self) -> Adapters:
         """The adapters that every engine is given."""
         return self._loop.adapters
@@ -160,9 +169,14 @@ class EngineThread:
         return self._loop.weights
 
     @property
+    def restarts(self) -> bool:
+        """True if another engine takes the place of one that died, without being asked for."""
+        return self._loop.restarts
+
+    @property
     def weights_version(self) -> int:
         """The version of the weights that answer."""
-        return self._batcher.fences.weights_version
+        return self._batcher.lifecycle.weights_version
 
     @property
     def opened(self) -> concurrent.futures.Future[Engine]:
@@ -219,17 +233,17 @@ class EngineThread:
         return self.call_alone(lambda answering: function(answering))
 
     def call_alone(
-        self, function: Callable[[AnsweringEngine], T], alone: object = None
+        self, function: Callable[[AnsweringEngine], T], owner: object = None
     ) -> concurrent.futures.Future[T]:
         """Have a function run as ``call`` does, with the reading of rows; see ``EngineLoop.call``."""
         self._check_process()
-        future = self._loop.call(function, alone)
+        future = self._loop.call(function, owner)
         self._wake()
         return future
 
-    def be_alone(self, owner: object) -> None:
-        """Have nobody's calls run but this one's, until ``None`` is alone: nobody. For the thread."""
-        self._loop.be_alone(owner)
+    def run_exclusively(self, owner: object | None, hold: Hold | None = None) -> None:
+        """Run only this owner's calls, as ``EngineLoop.run_exclusively`` does. For the thread."""
+        self._loop.run_exclusively(owner, hold)
 
     def release(self, prefix: LogprobsRequest | None) -> None:
         """Keep a prefix no more, or with ``None`` any: this engine soon, and later ones.
@@ -319,11 +333,16 @@ class EngineThread:
         self._loop.interrupt()
 
 
-async def aside(function: Callable[[], T]) -> T:
-    """Return what the function returns, called in a thread of its own: all those of the loop's executor
-    may wait for this runtime."""
+def in_background(function: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Return what the function returns, called in a thread of its own: all those of a loop's executor may
+    wait for this runtime."""
     pool = concurrent.futures.ThreadPoolExecutor(1, "genrt-aside")
     try:
-        return await asyncio.get_running_loop().run_in_executor(pool, function)
+        return pool.submit(function)
     finally:
         pool.shutdown(wait=False)
+
+
+async def aside(function: Callable[[], T]) -> T:
+    """Return what the function returns, called ``in_background``."""
+    return await asyncio.wrap_future(in_background(function))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from genrt.engines.weights import Receiving, Weights, weights_of
-from genrt.errors import Closed, EngineUnsupported, GenrtError, InvalidRequest
+from genrt.errors import Closed, EngineFailed, EngineUnsupported, GenrtError, InvalidRequest
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.lifecycle import Pending, check_pending
 from genrt.runtime.weights import Taking, Update, WeightUpdates
 
 __all__ = ["Transfers"]
@@ -19,15 +19,17 @@ __all__ = ["Transfers"]
 class Transfers:
     """The updates that one trainer sends to one runtime, one after the other.
 
-    Each is alone from its start to its end, and questions wait as in ``WeightUpdates``; no copy of what
-    is sent is kept. An error in one is the engine's death.
+    Each runs exclusively from its start to its end, and questions wait as in ``WeightUpdates``; no copy
+    of what is sent is kept. An error in one is the engine's death. The workers that a trainer has met are
+    gone with their engine: it must connect again after a restart.
     """
 
     def __init__(self, updates: WeightUpdates) -> None:
         self._updates = updates
         self._update: Update | None = None
         self._is_given = False
-        self._alone = contextlib.AsyncExitStack()
+        self._met: AnsweringEngine | None = None
+        self._end_turn: Callable[..., None] = lambda: None
 
     @property
     def is_under_way(self) -> bool:
@@ -40,13 +42,25 @@ class Transfers:
 
     async def connect(self, init_info: Mapping[str, Any]) -> None:
         """Have the engine's workers meet the trainer."""
-        await self._updates.called(lambda answering: _receiving(answering).connect(init_info))
+
+        def connect(answering: AnsweringEngine) -> None:
+            _receiving(answering).connect(init_info)
+            self._met = answering
+
+        await self._updates.called(connect)
 
     async def disconnect(self) -> None:
-        """Have them leave it."""
+        """Have them leave it. Does nothing if their engine is gone."""
         if self._update is not None:
             raise InvalidRequest("an update is under way: finish it first")
-        await self._updates.called(lambda answering: _receiving(answering).disconnect())
+
+        def disconnect(answering: AnsweringEngine) -> None:
+            receiving, met = _receiving(answering), self._met
+            self._met = None
+            if met is None or met is answering:
+                receiving.disconnect()
+
+        await self._updates.called(disconnect)
 
     async def start(self, pending: Pending) -> None:
         """Begin an update: return once questions wait, and what was computed is forgotten."""
@@ -55,17 +69,26 @@ class Transfers:
             raise InvalidRequest("an update is under way already: finish it first")
         await self.check()
         self._updates.check_awake()
-        await self._alone.enter_async_context(self._updates.alone())
+        self._end_turn = await self._updates.turns.take()
         own = self._updates.thread, self._updates.cache
-        update = Update(*own, Fence(pending), Taking({}, finite=False))
+        update = Update(*own, pending, Taking({}, finite=False))
+        update.hold.dropped.add_done_callback(self._end_turn)
         self._update, self._is_given = update, False
         try:
-            await self._updates.called(update.fence_off)
-            await asyncio.wrap_future(update.fence.passed)
-            await self._updates.called(update.begin, alone=update)
+            await self._updates.called(update.hold_questions)
+            await update.hold.wait()
+            await self._updates.called(partial(self._begin, update), owner=update)
         except BaseException:
             await self.give_up()
             raise
+
+    def _begin(self, update: Update, answering: AnsweringEngine) -> None:
+        if self._met is not None and self._met is not answering:
+            raise EngineFailed(
+                "the engine was restarted since its workers met the trainer: call "
+                "init_weight_transfer_engine again"
+            )
+        update.begin(answering)
 
     async def take(self, update_info: Any) -> None:
         """Have the engine take some of what the trainer sends."""
@@ -84,7 +107,7 @@ class Transfers:
             raise InvalidRequest("nothing was sent in this update: call update_weights first")
         version: int = await self._through(update.finish, update)
         self._update = None
-        await self._alone.aclose()
+        self._end_turn()
         return version
 
     async def give_up(self) -> None:
@@ -94,11 +117,11 @@ class Transfers:
         if update is not None:
             with contextlib.suppress(Closed):
                 self._updates.thread.call_alone(update.end, update)
-            await self._alone.aclose()
+            self._end_turn()
 
     async def _through(self, function: Callable[[AnsweringEngine], Any], update: Update) -> Any:
         try:
-            return await self._updates.called(function, alone=update)
+            return await self._updates.called(function, owner=update)
         except GenrtError:
             await self.give_up()
             raise

@@ -1,19 +1,18 @@
-"""New weights for the engine of a runtime: brought in chunks, checked, loaded between two fences.
+"""New weights for the engine of a runtime: brought in chunks, checked, loaded while questions wait.
 
 Rules:
     Until the first tensor is loaded nothing has changed. After that all of it succeeds, or the engine is
     dead, and the one in its place has the last weights that were whole.
-    What is loaded in between by other calls, as adapters are, waits: no step runs by half of the weights.
-    One update follows the other; each is alone from its fence to its end.
+    Other calls that load something, as adapters, wait meanwhile: no step runs by half of the weights.
+    One update follows the other. Each belongs to the engine that it began on: if that is restarted or
+    replaced, the update ends with EngineFailed, and loads nothing into another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
-import threading
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -34,6 +33,7 @@ from genrt.engines.weights import (
     Copying,
     Layout,
     NamedTensors,
+    Original,
     TensorsIn,
     Weights,
     check_complete,
@@ -53,16 +53,13 @@ from genrt.errors import (
 from genrt.numbers import check_bool, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.cache import RowCache
-from genrt.runtime.fences import Fence, Pending, check_pending
+from genrt.runtime.lifecycle import DROPPED, Hold, Pending, Turns, check_pending
 from genrt.runtime.pauses import Pauses
-from genrt.runtime.thread import EngineThread, aside
+from genrt.runtime.thread import AT_ONCE_BYTES, EngineThread, aside
 
 __all__ = ["Taking", "Update", "UpdateOptions", "WeightUpdates", "WeightsSource"]
 
 T = TypeVar("T")
-
-AT_ONCE_BYTES = 2**20
-"""How much is looked at, or copied, on the event loop."""
 
 Chunk: TypeAlias = Mapping[str, Tensor] | NamedTensors
 """Some tensors with their names."""
@@ -80,25 +77,28 @@ class UpdateOptions(TypedDict, total=False):
             ``"restart"`` asks them anew, by the new ones. A stream of which something has been told then
             raises StreamCut.
         check_finite: refuse NaN and infinity too, which takes a look at every number; by default not.
-        keep: keep a copy on disk for an engine after this one, as by default. Without, it cannot be
-            restarted.
+        keep: whether a copy is written to the temporary folder, for an engine after this one and for
+            ``wake_up`` after ``sleep(2)``. ``None``, the default, copies tensors, which are nowhere else;
+            files at a path are copied only with ``load(restart="auto")``, and otherwise read again where
+            they are, unless they have changed. ``False`` copies nothing: the runtime cannot be restarted.
     """
 
     pending: Pending
     check_finite: bool
-    keep: bool
+    keep: bool | None
 
 
 class WeightUpdates:
-    """Replaces the weights of one runtime, whatever engine it has. Safe from any thread."""
+    """Replaces the weights of one runtime, whatever engine it has. Safe from any thread.
+
+    ``turns`` has one update follow the other.
+    """
 
     def __init__(self, thread: EngineThread, cache: RowCache, pauses: Pauses) -> None:
         self.thread = thread
         self.cache = cache
+        self.turns = Turns()
         self._pauses = pauses
-        self._lock = threading.Lock()
-        self._last: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._last.set_result(None)
 
     async def update(
         self,
@@ -106,14 +106,16 @@ class WeightUpdates:
         *,
         pending: Pending = "finish",
         check_finite: bool = False,
-        keep: bool = True,
+        keep: bool | None = None,
     ) -> int:
         """Replace the weights; return the new version. ``AsyncLM.update_weights`` says the rest."""
         check_pending(pending)
         check_bool("check_finite", check_finite)
-        check_bool("keep", keep)
+        if keep is not None:
+            check_bool("keep", keep)
         self.check_awake()
         chunks = _Chunks(source)
+        original = Original(chunks.files) if keep is None and chunks.files else None
         layout = await self.called(lambda answering: weights_of(answering.engine).layout())
         taking = Taking(layout, check_finite)
         known = [each async for each in chunks.known()]
@@ -124,13 +126,19 @@ class WeightUpdates:
         elif not known:
             raise InvalidWeights("there are no weights: give all tensors of the model's checkpoint")
         try:
-            if keep:
+            if keep is None and original is not None and not self.thread.restarts:
+                taking.original = original
+            elif keep is not False:
                 taking.copy = self.thread.weights.begin()
                 for chunk in known:
                     await taking.keep(chunk)
-            async with self.alone():
-                update = Update(self.thread, self.cache, Fence(pending), taking)
+            end_turn = await self.turns.take()
+            update = Update(self.thread, self.cache, pending, taking)
+            update.hold.dropped.add_done_callback(end_turn)
+            try:
                 return await self._replace(update, known, chunks)
+            finally:
+                end_turn()
         except BaseException:
             if taking.copy is not None and not taking.is_given:
                 taking.copy.drop()
@@ -140,48 +148,32 @@ class WeightUpdates:
         taking, layout = update.taking, update.taking.layout
         try:
             taking.is_given = True
-            await self.called(update.fence_off)
-            await asyncio.wrap_future(update.fence.passed)
-            await self.called(update.begin, alone=update)
+            await self.called(update.hold_questions)
+            await update.hold.wait()
+            await self.called(update.begin, owner=update)
             for chunk in known:
-                await self.called(partial(update.load, give=chunk.to(layout)), alone=update)
-            while (following := await chunks.take()) is not None:
+                await self.called(partial(update.load, give=chunk.to(layout)), owner=update)
+            while (following := await update.hold.unless_dropped(chunks.take())) is not None:
                 await taking.check(following)
                 await taking.keep(following)
-                await self.called(partial(update.load, give=following.to(layout)), alone=update)
+                await self.called(partial(update.load, give=following.to(layout)), owner=update)
             check_complete(layout, taking.names)
-            return await self.called(update.finish, alone=update)
-        except Exception:  # whoever is told of it finds the runtime as it is from then on
+            return await self.called(update.finish, owner=update)
+        except Exception:  # the caller finds the runtime as it is from then on
             with contextlib.suppress(GenrtError):
-                await self.called(update.end, alone=update)
+                await self.called(update.end, owner=update)
             raise
         finally:
-            with contextlib.suppress(Closed):  # which a forked child is told
+            with contextlib.suppress(Closed):  # in a forked child
                 self.thread.call_alone(update.end, update)
 
     def check_awake(self) -> None:
         """Raise InvalidRequest if the weights sleep."""
         self._pauses.check_awake("weights")
 
-    async def called(self, function: Callable[[AnsweringEngine], T], *, alone: object = None) -> T:
-        """Return what the engine's thread returns for this, alone with what ``alone`` owns."""
-        return await asyncio.wrap_future(self.thread.call_alone(function, alone))
-
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Wait until every update that began before is over."""
-        over: concurrent.futures.Future[None] = concurrent.futures.Future()
-        with self._lock:
-            before, self._last = self._last, over
-        try:
-            if not before.done():
-                # A future of one's own, so that a cancellation cancels nobody else's.
-                own: concurrent.futures.Future[None] = concurrent.futures.Future()
-                before.add_done_callback(partial(_follow, own))
-                await asyncio.wrap_future(own)
-            yield
-        finally:
-            before.add_done_callback(partial(_follow, over))
+    async def called(self, function: Callable[[AnsweringEngine], T], *, owner: object = None) -> T:
+        """Return what the engine's thread returns for this, exclusively if it is the owner's."""
+        return await asyncio.wrap_future(self.thread.call_alone(function, owner))
 
 
 class Taking:
@@ -190,6 +182,7 @@ class Taking:
     Attributes:
         names: the tensors that have been given.
         copy: where they are kept, if they are.
+        original: the files that they are read from, if no copy is needed.
         is_given: whether the copy is the engine's thread's, to keep or to drop.
     """
 
@@ -197,6 +190,7 @@ class Taking:
         self.layout = layout
         self.names: set[str] = set()
         self.copy: Copying | None = None
+        self.original: Original | None = None
         self.is_given = False
         self._finite = finite
 
@@ -217,30 +211,40 @@ class Taking:
 
 
 class Update:
-    """One update, as the engine's thread does it; ``call_alone`` has each method called there."""
+    """One update, as the engine's thread does it; ``call_alone`` has each method called there.
 
-    def __init__(self, thread: EngineThread, cache: RowCache, fence: Fence, taking: Taking) -> None:
-        self.fence = fence
+    It begins on one engine, and ends with EngineFailed once that has been restarted or replaced.
+
+    Attributes:
+        hold: has questions wait until the end.
+    """
+
+    def __init__(
+        self, thread: EngineThread, cache: RowCache, pending: Pending, taking: Taking
+    ) -> None:
+        self.hold = Hold(pending)
         self.taking = taking
         self._cache = cache
         self._thread = thread
-        self._answering: AnsweringEngine | None = None  # once its weights are being replaced
+        self._began_on: AnsweringEngine | None = None
+        self._has_loaded = False
         self._is_over = False
 
-    def fence_off(self, answering: AnsweringEngine) -> None:
+    def hold_questions(self, answering: AnsweringEngine) -> None:
         """Have questions wait from now on."""
-        self._thread.batcher.fences.put_up(self.fence)
+        self._thread.lifecycle.put_up(self.hold)
 
     def begin(self, answering: AnsweringEngine) -> None:
         """Forget what the old weights have computed."""
-        self._thread.be_alone(self)
+        self._began_on = answering
+        self._check(answering)
+        self._thread.run_exclusively(self, self.hold)
         answering.begin_update()
 
     def load(self, answering: AnsweringEngine, *, give: Callable[[Weights], None]) -> None:
         """Give the engine some tensors. Raises EngineDied if that fails."""
-        if self._answering is None:
-            self._answering = answering
         self._check(answering)
+        self._has_loaded = True
         try:
             give(weights_of(answering.engine))
         except BaseException as error:
@@ -250,26 +254,26 @@ class Update:
         """Have questions go on, by the new weights; return their version. Raises EngineDied if the engine
         cannot."""
         self._check(answering)
-        fences = self._thread.batcher.fences
-        version = fences.weights_version + 1
+        lifecycle = self._thread.lifecycle
+        version = lifecycle.weights_version + 1
         try:
             weights_of(answering.engine).finish()
         except BaseException as error:
             self._die(error)
         self._is_over = True
         self._cache.clear()
-        self._thread.weights.replace(version, self.taking.copy)
-        fences.take_down(self.fence, version)
-        self._thread.be_alone(None)
+        self._thread.weights.replace(version, self.taking.copy or self.taking.original)
+        self._thread.run_exclusively(None)
+        lifecycle.take_down(self.hold, version)
         return version
 
     def end(self, answering: AnsweringEngine) -> None:
         """Have questions go on by the old weights, unless this is over. Raises EngineDied if the engine
         has some of the new ones."""
         if not self._is_over:
-            began = self._answering is answering
+            is_mixed = self._has_loaded and self._began_on is answering
             self._give_up()
-            if began:
+            if is_mixed:
                 raise EngineDied(
                     "its weights were being replaced, and that was given up in the middle"
                 )
@@ -282,12 +286,13 @@ class Update:
         self._is_over = True
         if self.taking.copy is not None:
             self.taking.copy.drop()
-        self._thread.batcher.fences.take_down(self.fence)
-        self._thread.be_alone(None)
+        if self._thread.lifecycle.owner is self:
+            self._thread.run_exclusively(None)
+        self._thread.lifecycle.take_down(self.hold)
 
     def _check(self, answering: AnsweringEngine) -> None:
-        if self._answering is not answering or self._is_over:
-            raise EngineFailed("the engine was replaced while it got new weights: give them again")
+        if self._is_over or self.hold.is_down or self._began_on is not answering:
+            raise EngineFailed(DROPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +323,8 @@ class _Chunk:
 
 
 class _Chunks:
-    """The chunks that a caller gives. ``are_known`` if those that ``known`` has yielded are all."""
+    """The chunks that a caller gives. ``are_known`` if those that ``known`` has yielded are all;
+    ``files`` are those at a path."""
 
     def __init__(self, source: WeightsSource) -> None:
         given: Any = source
@@ -326,8 +332,9 @@ class _Chunks:
         self._chunks: Any = None
         self._first: list[_Chunk] = []
         self._is_at_hand = isinstance(given, list | tuple)
+        self.files: Sequence[Path] = ()
         if isinstance(given, str | os.PathLike):
-            files = weight_files(Path(given).expanduser())
+            self.files = files = weight_files(Path(given).expanduser())
             self._first = [
                 _Chunk(partial(forms_in, files), partial(TensorsIn, files), is_file=True)
             ]
@@ -386,11 +393,6 @@ def _named(given: Any) -> _Chunk:
         raise InvalidWeights(f"a chunk must be tensors with their names, got {shown(given)}")
     size = sum(each.numel() * each.itemsize for _, each in pairs if isinstance(each, Tensor))
     return _Chunk(lambda: pairs, lambda: pairs, is_slow=size > AT_ONCE_BYTES)
-
-
-def _follow(after: concurrent.futures.Future[None], _: object) -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # whoever waited has left
-        after.set_result(None)
 
 
 async def _aside_if(slow: bool, function: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ import gc
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,13 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import genrt
-from genrt.engines.adapters import check_adapter_directory
+from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME, check_adapter_directory
 from genrt.engines.exact import NGram
 from genrt.errors import EngineDied, InvalidAdapter, UnknownAdapter
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import Adapter
+from genrt.runtime.thread import AT_ONCE_BYTES
 from tests.apart import drawn_apart_sync
-from tests.scripted import Gate, ScriptedEngine, passes
+from tests.scripted import PATIENCE_SECONDS, Gate, ScriptedEngine, passes
 
 
 def directory(root: Path, **files: str) -> Path:
@@ -346,6 +348,8 @@ def test_the_copies_go_with_their_adapter_and_with_the_runtime(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = make_table(tmp_path / "a", seed=2)
     (folder / "notes.txt").write_text("of no interest")
+    save_file({"table": MODEL.table}, folder / "optimizer.safetensors")
+    save_file({"table": MODEL.table}, folder / "model.safetensors")
 
     def copied() -> list[str]:
         return sorted(file.name for file in tmp_path.glob("genrt-adapters-*/*/*"))
@@ -369,3 +373,98 @@ def test_the_copies_go_with_their_adapter_and_with_the_runtime(
     del lm
     gc.collect()
     assert list(tmp_path.glob("genrt-adapters-*")) == []
+
+
+# -- copies are made off the engine's thread ------------------------------------------------------
+
+
+class Copies:
+    """Has the copying of large adapters wait at a gate, one for each folder; and where it was done."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.gates: dict[str, Gate] = {}
+        self.threads: set[str] = set()
+        self._copyfile = shutil.copyfile
+        monkeypatch.setattr(tempfile, "tempdir", str(root))
+        monkeypatch.setattr(shutil, "copyfile", self._copied)
+
+    def large(self, name: str) -> Path:
+        folder = self.root / name
+        folder.mkdir()
+        (folder / CONFIG_NAME).write_text("{}")
+        (folder / WEIGHTS_NAME).write_bytes(bytes(AT_ONCE_BYTES))
+        self.gates[name] = Gate()
+        return folder
+
+    def _copied(self, source: Path, target: Path) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.gates[source.parent.name].go_through()
+        self._copyfile(source, target)
+
+    def left(self) -> int:
+        return len([*self.root.glob("genrt-adapters-*/*")])
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Copies:
+    return Copies(tmp_path, monkeypatch)
+
+
+async def test_the_engine_answers_while_an_adapter_is_copied(copies: Copies) -> None:
+    async with genrt.load(engine=ScriptedEngine) as lm:
+        adding = asyncio.ensure_future(lm.add_adapter("a", copies.large("a")))
+        await asyncio.to_thread(copies.gates["a"].wait_until_held)
+        await lm.next_token_logprobs([1], timeout=PATIENCE_SECONDS)
+        assert not adding.done()
+        copies.gates["a"].open()
+        await adding
+        assert lm.adapters == ("a",)
+    assert "genrt-engine" not in copies.threads
+
+
+async def test_of_two_adapters_of_one_name_the_later_call_wins(copies: Copies) -> None:
+    engine = ScriptedEngine()
+    async with genrt.load(engine=lambda: engine) as lm:
+        first = asyncio.ensure_future(lm.add_adapter("a", copies.large("first")))
+        await asyncio.to_thread(copies.gates["first"].wait_until_held)
+        second = copies.large("second")
+        copies.gates["second"].open()
+        await lm.add_adapter("a", second)
+        copies.gates["first"].open()
+        await first
+        await lm.next_token_logprobs([1])
+        assert [adapter.version for adapter in engine.adapters] == [2]
+        assert lm.adapters == ("a",)
+        assert copies.left() == 1
+
+
+async def test_who_leaves_while_an_adapter_is_copied_or_loaded_loads_none(copies: Copies) -> None:
+    gate = Gate()
+
+    class Slow(ScriptedEngine):
+        def add_adapter(self, adapter: Adapter, path: Path) -> None:
+            gate.go_through()
+            super().add_adapter(adapter, path)
+
+    engine = Slow()
+    async with genrt.load(engine=lambda: engine) as lm:
+        adding = asyncio.ensure_future(lm.add_adapter("a", copies.large("a")))
+        await asyncio.to_thread(copies.gates["a"].wait_until_held)
+        adding.cancel()
+        await asyncio.wait([adding])
+        copies.gates["a"].open()
+        folder = copies.large("b")
+        copies.gates["b"].open()
+        adding = asyncio.ensure_future(lm.add_adapter("b", folder))
+        await asyncio.to_thread(gate.wait_until_held)
+        adding.cancel()
+        await asyncio.wait([adding])
+        gate.open()
+        await lm.next_token_logprobs([1])
+        await lm.next_token_logprobs([2])
+        assert engine.adapters == []
+        assert lm.adapters == ()
+    while copying := [each for each in threading.enumerate() if "genrt-aside" in each.name]:
+        await asyncio.to_thread(copying[0].join)
+    assert copies.left() == 0

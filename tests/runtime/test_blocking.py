@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import itertools
@@ -10,11 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import genrt
 from genrt.constraints import regex
@@ -31,10 +36,14 @@ from genrt.inference import (
     TextModel,
     importance_sampling,
 )
+from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from genrt.runtime.blocking import INTERRUPT_SECONDS, _wait, blocking
 from genrt.tokens.texts import Text
 from tests import children, interrupts
+from tests.runtime.test_pauses import MODEL as PAUSED_MODEL
+from tests.runtime.test_pauses import OTHER, SleepyEngine
+from tests.scripted import PATIENCE_SECONDS
 
 MODEL = NGram.random([b"a", b"b", b"ab", b""], seed=3, eos_token_id=3)
 
@@ -236,6 +245,72 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(lm: AsyncLM) -> None:
         if not moment.fired:
             break
     assert interrupted > 6
+
+
+class Trained(SleepyEngine):
+    """An engine that sleeps, and receives what trainers send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = self.weights
+        own.check_receives = own.connect = own.disconnect = own.receive = lambda *_: None
+
+
+TWINS: dict[str, tuple[Callable[[AsyncLM, Path], object], Callable[[AsyncLM], object]]] = {
+    "pause": (lambda lm, _: lm.pause_sync(), lambda lm: lm.resume()),
+    "sleep": (lambda lm, _: lm.sleep_sync(pending="restart"), lambda lm: lm.wake_up_sync()),
+    "sleep deeply": (lambda lm, _: lm.sleep_sync(2), lambda lm: lm.wake_up_sync()),
+    "add_adapter": (lambda lm, path: lm.add_adapter_sync("a", path), lambda lm: None),
+    "a trainer's update": (
+        lambda lm, _: WeightSyncClient(lm).start_weight_update(),
+        lambda lm: lm.restart(),
+    ),
+    "update_weights": (
+        lambda lm, path: lm.update_weights_sync(path / "adapter_model.safetensors"),
+        lambda lm: None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_an_interrupt_out_of_a_twin_with_a_lasting_effect_leaves_none(
+    name: str, tmp_path: Path
+) -> None:
+    """Wherever it comes, also when the work has ended and its caller is not told yet."""
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    save_file({"table": OTHER.table}, tmp_path / "adapter_model.safetensors")
+    twin, go_on = TWINS[name]
+    interrupted: list[str] = []
+    with genrt.load(engine=Trained, restart="auto", cache_bytes=0) as lm:
+        for number in itertools.count(1):
+            with warnings.catch_warnings(), contextlib.suppress(KeyboardInterrupt):
+                warnings.simplefilter("ignore")  # of a coroutine that was never begun
+                with interrupts.at_line(number) as moment:
+                    twin(lm, tmp_path)
+                gc.collect()
+            if not moment.fired:
+                break
+            interrupted.append(moment.fired)
+            # Each is held by a pause.
+            asked = lm.next_token_logprobs_sync([1], timeout=PATIENCE_SECONDS)
+            models = [PAUSED_MODEL, OTHER][: 1 + bool(lm.weights_version)]
+            assert any(torch.allclose(asked, model.row([1]), atol=1e-6) for model in models)
+            assert lm.adapters == (), moment.fired
+            assert lm._thread.lifecycle.state == "running", moment.fired
+        go_on(lm)
+        lm.next_token_logprobs_sync([1], timeout=PATIENCE_SECONDS)
+    assert any("outcome.result()" in line for line in interrupted)
+
+
+async def test_an_interrupt_in_a_pause_of_anothers_leaves_that_pause() -> None:
+    async with genrt.load(engine=Trained) as lm:
+        await lm.pause()
+        _, undo = await lm._pauses.sleep(1)  # as the twin calls it
+        undo()
+        assert await lm.wake_up()
+        assert lm._thread.lifecycle.state == "still"
+        lm.resume()
+        await lm.next_token_logprobs([1])
 
 
 def test_a_second_interrupt_does_not_wait(lm: AsyncLM) -> None:

@@ -392,6 +392,31 @@ async def test_weights_that_were_not_kept_are_not_replaced_by_others(lm: AsyncLM
         await lm.next_token_logprobs([1])
 
 
+@pytest.mark.parametrize("what", ["kept", "changed", "gone"])
+async def test_a_path_is_copied_only_where_a_restart_is_not_asked_for(
+    tmp_path: Path, what: str
+) -> None:
+    path = at_a_path(tmp_path) / "model.safetensors"
+    async with genrt.load(OLD, engine="exact") as lm:
+        await lm.update_weights({"table": OLD.table})  # which are nowhere else
+        assert lm._thread.weights._root is not None
+        await lm.update_weights(path)
+        assert [*lm._thread.weights._root.iterdir()] == []
+        await lm.arestart() if what == "kept" else None
+        await asyncio.to_thread(assert_answers, lm, NEW)
+        if what == "kept":
+            await lm.update_weights(path, keep=True)
+            path.unlink()
+            await lm.arestart()
+            await asyncio.to_thread(assert_answers, lm, NEW)
+            return
+        path.unlink()
+        if what == "changed":
+            save_file({"table": OLD.table}, path)
+        with pytest.raises(EngineFailed, match=r"model\.safetensors, which has changed"):
+            await lm.arestart()
+
+
 async def test_copies_of_refused_weights_go(lm: AsyncLM) -> None:
     with pytest.raises(InvalidWeights):
         await lm.update_weights(slowly({"table": TABLE}, {"other": TABLE}))
@@ -429,7 +454,7 @@ async def test_a_question_is_answered_by_one_version_throughout(pending: Any) ->
     fenced: list[AsyncLM] = []
 
     def no_fence_is_up() -> bool:  # before the update the text could end, and be of the old weights
-        return not any(each.weights_version or each._thread.batcher.fences.up for each in fenced)
+        return not any(each.weights_version or each._thread.lifecycle.up for each in fenced)
 
     async with genrt.load(engine=lambda: Held(gate, no_fence_is_up)) as lm:
         fenced.append(lm)

@@ -174,12 +174,12 @@ async def test_a_pause_that_is_resumed_while_a_step_runs_ends() -> None:
 async def test_an_engine_falls_asleep_in_a_pause_alone(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses, weights = lm._pauses, lm._thread.engine.weights  # type: ignore[attr-defined]
-    original, sleep = pauses._called, weights.sleep
+    thread, weights = lm._thread, lm._thread.engine.weights  # type: ignore[attr-defined]
+    original, sleep = thread.call_alone, weights.sleep
 
-    async def late(function: Any) -> Any:
+    def late(*call: Any) -> Any:
         lm.resume()
-        return await original(function)
+        return original(*call)
 
     def meanwhile(level: int) -> int:
         with pytest.raises(InvalidRequest, match="the engine sleeps"):
@@ -189,7 +189,7 @@ async def test_an_engine_falls_asleep_in_a_pause_alone(
 
     await lm.pause()
     with monkeypatch.context() as patched:
-        patched.setattr(pauses, "_called", late)
+        patched.setattr(thread, "call_alone", late)
         with pytest.raises(InvalidRequest, match="resumed before its engine slept"):
             await lm.sleep()
     await lm.next_token_logprobs([1], timeout=60)

@@ -1,0 +1,608 @@
+"""Pause, resume, sleep, wake_up, updates, adapters and restarts, in every pair and order, each cancelled
+or not: nothing is computed asleep or by half of the weights, and everybody is answered in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import genrt
+from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.weights import SLEEPING_PARTS, NamedTensors, SleepingPart, TensorForm
+from genrt.errors import EngineDied, EngineFailed, GenrtError, InvalidRequest
+from genrt.lm import AsyncLM
+from genrt.runtime.cache import RowCache
+from genrt.runtime.lifecycle import State
+from genrt.runtime.thread import EngineThread, Rounds
+from tests.scripted import Gate, ProtocolViolation
+
+SIZE = 3
+MODELS = [NGram.random(SIZE, order=1, seed=seed) for seed in range(12)]
+LORA = NGram.random(SIZE, order=1, seed=99)
+
+
+class Parts:
+    """The weights of ``StrictEngine``, a tensor for each token; whatever must not be is a violation.
+
+    ``sleep(2)`` drops them. ``in_move`` is called while memory is moved, ``wakes`` is whether it can be
+    moved back.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.asleep: frozenset[SleepingPart] = frozenset()
+        self.parts: dict[str, torch.Tensor] = {}
+        self.is_lost = False
+        self.wakes = True
+        self.in_move: Callable[[], object] = lambda: None
+
+    def check_usable(self) -> None:
+        if self.asleep or self.is_lost or self.parts:
+            raise ProtocolViolation(f"computes with {self.asleep}, {self.is_lost}, {[*self.parts]}")
+
+    def layout(self) -> dict[str, TensorForm]:
+        form = TensorForm((SIZE,), (torch.float32,))
+        return {f"table.{n}": form for n in range(SIZE)}
+
+    def checkpoint(self) -> list[Path]:
+        return [CHECKPOINT[0]]
+
+    def begin(self) -> None:
+        self._check_awake()
+        self._own.begin()
+
+    def load(self, tensors: NamedTensors) -> None:
+        self._check_awake()
+        for name, tensor in tensors:
+            self.parts[name] = tensor
+
+    def finish(self) -> None:
+        self._check_awake()
+        table = torch.stack([self.parts.pop(f"table.{n}") for n in range(SIZE)])
+        self._own.load([("table", table)])
+        self._own.finish()
+        self.is_lost = False
+
+    def _check_awake(self) -> None:
+        if "weights" in self.asleep:
+            raise ProtocolViolation("weights that sleep are written")
+
+    def check_sleep(self) -> None:
+        pass
+
+    def sleep(self, level: int) -> int:
+        if self.asleep or self.parts:
+            raise ProtocolViolation(f"falls asleep with {self.asleep}, {[*self.parts]}")
+        self.in_move()
+        self.asleep, self.is_lost = SLEEPING_PARTS, level == 2
+        return 1
+
+    def wake_up(self, parts: frozenset[SleepingPart]) -> None:
+        if not parts <= self.asleep:
+            raise ProtocolViolation(f"{parts} wake, but {self.asleep} sleep")
+        self.in_move()
+        if not self.wakes:
+            raise EngineFailed("there is no memory any more")
+        self.asleep -= parts
+
+
+class StrictEngine(ExactEngine):
+    """An exact engine that computes with whole weights that are awake, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS[0])
+        self.weights: Any = Parts(self.weights)
+
+    def submit(self, requests: Any) -> None:
+        self.weights.check_usable()
+        super().submit(requests)
+
+    def step(self) -> Any:
+        self.weights.check_usable()
+        return super().step()
+
+    def add_adapter(self, adapter: Any, path: Path) -> None:
+        self._check_adapters()
+        super().add_adapter(adapter, path)
+
+    def remove_adapter(self, adapter: Any) -> None:
+        self._check_adapters()
+        super().remove_adapter(adapter)
+
+    def _check_adapters(self) -> None:
+        if "weights" in self.weights.asleep or self.weights.parts:
+            raise ProtocolViolation("adapters change in an update or a sleep")
+
+
+class ByHand(Rounds):
+    """The engine's thread, whose rounds the test takes."""
+
+    def __init__(self, round: Callable[[], float | None], close: Callable[..., None]) -> None:
+        super().__init__(round, close)
+        self.is_over = False
+
+    def go_round(self) -> None:
+        if not self.is_over:
+            self.is_over = self._round() is None
+
+    def start(self) -> None:
+        self.go_round()
+
+    def wake(self) -> None:
+        pass
+
+    def join(self, timeout: float | None = None) -> None:
+        while not self.is_over:
+            self.go_round()
+
+    def is_alive(self) -> bool:
+        return not self.is_over
+
+    def open(self, open_engine: Callable[[], Any]) -> Any:
+        return open_engine()
+
+
+CHECKPOINT: list[Path] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The directory of a checkpoint, and of an adapter."""
+    directory = tmp_path_factory.mktemp("lora")
+    (directory / "adapter_config.json").write_text("{}", encoding="utf-8")
+    save_file({"table": LORA.table}, directory / "adapter_model.safetensors")
+    checkpoint = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
+    save_file(tensors_of(MODELS[0]), checkpoint)
+    CHECKPOINT[:] = [checkpoint, directory]
+    yield
+    CHECKPOINT.clear()
+
+
+def tensors_of(model: NGram) -> dict[str, torch.Tensor]:
+    return {f"table.{n}": model.table[n].clone() for n in range(SIZE)}
+
+
+class World:
+    """One runtime in the test's own thread, the work that was begun on it, and a client that asks."""
+
+    def __init__(self, **options: Any) -> None:
+        cache = RowCache(0)
+        self.thread = EngineThread(StrictEngine, cache, make_thread=ByHand, **options)
+        self.lm = AsyncLM(self.thread, cache, self.thread.engine)
+        self.versions = itertools.count(1)
+        self.begun: list[asyncio.Future[Any]] = []
+        self.asked: list[asyncio.Task[Any]] = []
+        self.whole = [MODELS[0]]
+
+    @property
+    def rounds(self) -> ByHand:
+        found = self.thread._thread
+        assert isinstance(found, ByHand)
+        return found
+
+    def ask(self) -> None:
+        self.asked.append(asyncio.ensure_future(self._ask()))
+
+    async def _ask(self) -> None:
+        rows = await self.lm.batch_next_token_logprobs([[token] for token in range(SIZE)])
+        assert any(
+            torch.allclose(rows, torch.stack([model.row([token]) for token in range(SIZE)]))
+            for model in self.whole
+        )
+
+    def begin(self, name: str) -> asyncio.Future[Any]:
+        work: Any = OPERATIONS[name](self)
+        if isinstance(work, Coroutine):
+            self.begun.append(asyncio.ensure_future(work))
+        else:
+            self.begun.append(done := asyncio.get_running_loop().create_future())
+            done.set_result(None)
+        return self.begun[-1]
+
+    async def go(self, schedule: str) -> None:
+        """Take a pass of the loop (``p``), or a round of the engine (``r``), for each letter."""
+        for letter in schedule:
+            if letter == "p":
+                await asyncio.sleep(0)
+            else:
+                self.rounds.go_round()
+
+    async def update(self, *, keep: bool = True) -> None:
+        number = next(self.versions)
+        model = MODELS[number]
+
+        async def chunks() -> AsyncIterator[Any]:
+            for name, tensor in tensors_of(model).items():
+                yield {name: tensor}
+
+        self.whole.append(model)
+        await self.lm.update_weights(chunks(), keep=keep)
+
+    async def done(self, work: asyncio.Future[Any]) -> None:
+        """Go on until this is done."""
+        for _ in range(100):
+            if work.done():
+                return
+            await self.go("pr")
+        raise AssertionError(f"{work} is never done: {self.lm}, {self.thread.lifecycle.state}")
+
+    async def end(self) -> None:
+        """See that everybody is answered once the runtime goes on, by whole weights."""
+        for _ in range(100):
+            await self.done(asyncio.ensure_future(self.lm.wake_up()))
+            resumed(self)
+            await self.go("pr" * 8)
+            if all(each.done() for each in (*self.begun, *self.asked)):
+                break
+        for each in self.begun:
+            assert each.done(), each
+            if not each.cancelled() and (error := each.exception()) is not None:
+                assert isinstance(error, GenrtError), error
+        for task in self.asked:
+            assert task.done(), task
+            with contextlib.suppress(GenrtError):
+                task.result()
+        assert self.thread.lifecycle.state == "running"
+        self.ask()
+        await self.done(self.asked[-1])
+        self.asked[-1].result()
+        self.lm.close()
+
+
+def removed(world: World) -> None:
+    with contextlib.suppress(InvalidRequest):
+        world.lm.remove_adapter("a")
+
+
+def resumed(world: World) -> None:
+    with contextlib.suppress(InvalidRequest):
+        world.lm.resume()
+
+
+OPERATIONS: dict[str, Callable[[World], Any]] = {
+    "pause": lambda world: world.lm.pause(),
+    "pause and restart questions": lambda world: world.lm.pause(pending="restart"),
+    "resume": resumed,
+    "sleep": lambda world: world.lm.sleep(),
+    "sleep deeply": lambda world: world.lm.sleep(2, pending="restart"),
+    "wake_up": lambda world: world.lm.wake_up(),
+    "wake the weights": lambda world: world.lm.wake_up(["weights"]),
+    "wake the cache": lambda world: world.lm.wake_up(["kv_cache"]),
+    "update": lambda world: world.update(),
+    "restart": lambda world: world.lm.restart(),
+    "add_adapter": lambda world: world.lm.add_adapter("a", CHECKPOINT[1]),
+    "remove_adapter": removed,
+}
+
+SCHEDULES = ("", "p", "pr", "prp", "prprp", "prprprp", "prprprprprpr", "pr" * 12)
+"""What happens between the beginning of one operation and that of the next, or a cancellation."""
+
+
+async def walk(*events: tuple[str, str], asking: bool = True, **options: Any) -> None:
+    """Begin operations, each followed by a schedule; one named ``cancel 0`` cancels the first begun."""
+    world = World(**options)
+    adding = world.begin("add_adapter")
+    await world.go("pr" * 4)
+    adding.result()
+    world.begun.clear()
+    world.ask()
+    await world.go("p")
+    for name, schedule in events:
+        if name.startswith("cancel"):
+            number = int(name.split()[1])
+            if number < len(world.begun):
+                world.begun[number].cancel()
+        else:
+            world.begin(name)
+        if asking:
+            world.ask()
+        await world.go(schedule)
+    await world.end()
+
+
+@pytest.mark.parametrize("first", OPERATIONS)
+async def test_every_pair_in_every_order(first: str) -> None:
+    for second, schedule in itertools.product(OPERATIONS, SCHEDULES):
+        await walk((first, schedule), (second, ""))
+
+
+@pytest.mark.parametrize("first", OPERATIONS)
+async def test_every_pair_of_which_one_is_cancelled(first: str) -> None:
+    for second, schedule, number in itertools.product(OPERATIONS, SCHEDULES[2:6], (0, 1)):
+        await walk((first, "prpr"), (second, schedule), (f"cancel {number}", ""))
+
+
+@pytest.mark.parametrize("second", ["sleep", "wake_up", "update", "restart", "pause"])
+@pytest.mark.parametrize("first", ["pause", "sleep", "sleep deeply"])
+async def test_every_operation_once_an_engine_stands_still_or_sleeps(
+    first: str, second: str
+) -> None:
+    for third, schedule in itertools.product(OPERATIONS, ("", "prp", "prprprp")):
+        await walk((first, "pr" * 6), (second, schedule), (third, ""))
+
+
+names = st.sampled_from([*OPERATIONS, *(f"cancel {n}" for n in range(6))])
+
+
+@given(
+    st.lists(st.tuples(names, st.text("pr", max_size=8)), max_size=8),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_walk(events: list[tuple[str, str]], asking: bool, restarts: bool) -> None:
+    asyncio.run(walk(*events, asking=asking, restarts=restarts))
+
+
+# -- by name ----------------------------------------------------------------------------------
+
+
+async def test_two_sleeps_at_once_and_one_wake_up() -> None:
+    world = World()
+    sleeps = [world.begin("sleep"), world.begin("sleep")]
+    await world.done(sleeps[1])
+    assert sleeps[0].result() == 1
+    with pytest.raises(InvalidRequest, match="the engine sleeps"):
+        sleeps[1].result()
+    woken = world.begin("wake_up")
+    await world.go("pr" * 8)
+    assert woken.result() is True
+    assert world.thread.lifecycle.state == "running"
+    await world.end()
+
+
+async def test_a_wake_up_follows_the_sleep_that_was_called_before() -> None:
+    world = World()
+    world.ask()
+    sleep, wake = world.begin("sleep"), world.begin("wake_up")
+    await world.go("pr" * 12)
+    assert (sleep.result(), wake.result()) == (1, True)
+    await world.end()
+
+
+async def test_a_sleep_in_a_pause_that_drains_waits_for_it() -> None:
+    world = World()
+    world.ask()
+    await world.go("p")
+    pause, sleep = world.begin("pause"), world.begin("sleep")
+    await world.go("pr" * 12)
+    pause.result()
+    assert sleep.result() == 1
+    assert world.asked[0].done()
+    await world.end()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_a_sleep_that_is_cancelled_while_memory_is_moved_wakes(ahead: bool) -> None:
+    """In a pause of another's, the pause goes on."""
+    world = World()
+    if ahead:
+        world.begin("pause")
+        await world.go("pr" * 4)
+    sleep = world.begin("sleep")
+    world.thread.engine.weights.in_move = sleep.cancel  # type: ignore[attr-defined]
+    await world.go("pr" * 6)
+    world.thread.engine.weights.in_move = lambda: None  # type: ignore[attr-defined]
+    await world.go("pr" * 6)
+    assert sleep.cancelled()
+    assert not world.thread.engine.weights.asleep  # type: ignore[attr-defined]
+    assert world.thread.lifecycle.state == ("still" if ahead else "running")
+    await world.end()
+
+
+@pytest.mark.parametrize("passes", range(8))
+async def test_a_pause_and_a_sleep_in_it_that_are_both_cancelled_leave_nothing(passes: int) -> None:
+    world = World()
+    pause, sleep = world.begin("pause"), world.begin("sleep")
+    for _ in range(passes):
+        await world.go("pr")
+    is_paused = pause.done()
+
+    def cancel_both() -> None:
+        pause.cancel()
+        sleep.cancel()
+
+    world.thread.engine.weights.in_move = cancel_both  # type: ignore[attr-defined]
+    await world.go("r")
+    world.thread.engine.weights.in_move = lambda: None  # type: ignore[attr-defined]
+    cancel_both()
+    await world.done(sleep)
+    await world.go("pr" * 4)
+    if sleep.cancelled():
+        assert world.thread.lifecycle.state == ("still" if is_paused else "running")
+    await world.end()
+
+
+async def test_weights_that_were_dropped_and_not_kept_never_answer() -> None:
+    world = World()
+
+    async def updated(*, keep: bool) -> None:
+        world.begun.append(asyncio.ensure_future(world.update(keep=keep)))
+        await world.done(world.begun[-1])
+        world.begun[-1].result()
+
+    await updated(keep=False)
+    for keep in (False, True):
+        await world.done(sleep := world.begin("sleep deeply"))
+        assert sleep.result() == 1
+        for _ in range(2):
+            await world.done(wake := asyncio.ensure_future(world.lm.wake_up()))
+            with pytest.raises(EngineFailed, match="no copy was kept"):
+                wake.result()
+            with pytest.raises(InvalidRequest, match="the engine sleeps"):
+                world.lm.resume()
+            assert world.thread.lifecycle.state == "asleep"
+        await updated(keep=keep)  # the way out
+        assert world.thread.lifecycle.state == "asleep"
+        await world.done(wake := asyncio.ensure_future(world.lm.wake_up()))
+        assert wake.result() is True
+    await world.end()
+
+
+async def test_a_wake_up_that_fails_leaves_the_engine_asleep() -> None:
+    world = World()
+    world.begin("sleep")
+    await world.go("pr" * 8)
+    world.thread.engine.weights.wakes = False  # type: ignore[attr-defined]
+    wake = world.begin("wake_up")
+    await world.go("pr" * 8)
+    with pytest.raises(EngineFailed, match="no memory"):
+        wake.result()
+    with pytest.raises(InvalidRequest, match="the engine sleeps"):
+        world.lm.resume()
+    assert world.thread.lifecycle.state == "asleep"
+    world.thread.engine.weights.wakes = True  # type: ignore[attr-defined]
+    await world.end()
+
+
+async def test_an_adapter_goes_after_an_update_and_after_a_sleep() -> None:
+    world = World()
+    adding = world.begin("add_adapter")
+    await world.go("pr" * 4)
+    adding.result()
+    sleep = world.begin("sleep")
+    await world.go("pr" * 8)
+    sleep.result()
+    world.begin("remove_adapter")
+    await world.go("pr" * 4)
+    assert len([*world.thread.adapters]) == 1
+    world.begin("wake_up")
+    await world.go("pr" * 4)
+    assert len([*world.thread.adapters]) == 0
+    await world.end()
+
+
+STATES: list[tuple[State, list[str], str]] = [
+    ("running", [], ""),
+    ("draining", ["pause"], "prp"),
+    ("still", ["pause"], "prprprpr"),
+    ("updating", ["update"], "pr" * 20),
+    ("asleep", ["sleep"], "pr" * 8),
+    ("asleep", ["sleep", "wake the weights"], "pr" * 8),
+    ("running", ["sleep", "wake_up"], "pr" * 8),
+    ("running", ["pause", "resume"], "pr" * 8),
+    ("running", ["pause", "restart"], "pr" * 8),
+    ("running", ["sleep", "restart"], "pr" * 8),
+    ("running", ["update", "restart"], "pr" * 20),
+]
+
+
+@pytest.mark.parametrize(("state", "operations", "schedule"), STATES)
+async def test_the_states_by_their_names(
+    state: State, operations: list[str], schedule: str
+) -> None:
+    world = World()
+    if state == "draining":
+        world.asked.append(asyncio.ensure_future(world.lm.sample([0], max_tokens=20)))
+    world.ask()
+    await world.go("pr" * 3)
+    seen = [world.thread.lifecycle.state]
+    for name in operations:
+        world.begin(name)
+        for letter in schedule:
+            await world.go(letter)
+            seen.append(world.thread.lifecycle.state)
+    assert state in seen
+    if state != "updating" and state != "draining":
+        assert seen[-1] == state
+    await world.end()
+
+
+# -- restarts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", range(0, 40, 2))
+async def test_an_update_ends_when_its_engine_is_restarted(passes: int) -> None:
+    world = World()
+    world.ask()
+    update = world.begin("update")
+    await world.go("pr" * (passes // 2))
+    was_over = update.done()
+    world.lm.restart()
+    world.ask()
+    await world.go("pr" * 40)
+    assert update.done()
+    if not was_over and update.exception() is not None:
+        with pytest.raises(GenrtError, match=r"restarted|closed"):
+            update.result()
+        assert world.lm.weights_version == 0
+    await world.end()
+
+
+async def test_an_update_whose_trainer_hangs_is_told_of_a_restart_and_holds_up_no_other() -> None:
+    world = World()
+    never = asyncio.Event()
+
+    async def chunks() -> AsyncIterator[Any]:
+        yield {"table.0": MODELS[1].table[0].clone()}
+        await never.wait()
+
+    hung = asyncio.ensure_future(world.lm.update_weights(chunks()))
+    await world.go("pr" * 12)
+    assert world.thread.lifecycle.state == "updating"
+    world.lm.restart()
+    await world.done(hung)
+    with pytest.raises(EngineFailed, match="restarted"):
+        hung.result()
+    after = world.begin("update")
+    await world.done(after)
+    after.result()
+    await world.end()
+
+
+async def test_an_update_whose_engine_dies_is_told_and_questions_go_on() -> None:
+    world = World(restarts=True)
+    never = asyncio.Event()
+
+    async def chunks() -> AsyncIterator[Any]:
+        yield {"table.0": MODELS[1].table[0].clone()}
+        await never.wait()
+
+    hung = asyncio.ensure_future(world.lm.update_weights(chunks()))
+    await world.go("pr" * 12)
+    owner = world.thread.lifecycle.owner
+
+    def die(_: object) -> None:
+        raise EngineDied("its process has gone")
+
+    world.thread.call_alone(die, owner)
+    world.ask()
+    await world.go("pr" * 6)
+    with pytest.raises(EngineFailed, match="restarted"):
+        hung.result()
+    assert world.asked[0].done()
+    await world.end()
+
+
+# -- with threads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_nothing_falls_while_another_thread_moves_memory(level: int) -> None:
+    gate = Gate()
+    async with genrt.load(engine=StrictEngine) as lm:
+        await lm.next_token_logprobs([0])
+        lm._thread.engine.weights.in_move = gate.go_through  # type: ignore[attr-defined]
+        sleep = asyncio.ensure_future(lm.sleep(level))
+        await asyncio.to_thread(gate.wait_until_held)
+        with pytest.raises(InvalidRequest, match="the engine sleeps"):
+            lm.resume()
+        asked = asyncio.ensure_future(lm.next_token_logprobs([1]))
+        sleep.cancel()
+        await asyncio.wait([sleep])
+        with pytest.raises(InvalidRequest, match="the engine sleeps"):
+            lm.resume()
+        assert not asked.done()
+        gate.open()
+        assert torch.allclose(await asked, MODELS[0].row([1]), atol=1e-6)
+        await lm.sleep(level)
+        await lm.wake_up()
