@@ -56,7 +56,9 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
     async def flush(request: Request) -> Response:
         data, now = await body_of(request, BYTES), fingerprint()
         try:
-            given = flush_to(data, lm._limits, lm._adapters.bound, model=now, most=most)
+            given = await asyncio.to_thread(
+                flush_to, data, lm._limits, lm._adapters.bound, model=now, most=most
+            )
         except AnotherModel as error:
             raise HTTPError(409, str(error)) from error
         asked = [each if _is_taken(lm, each) else _no_scores() for each in given]
@@ -65,7 +67,8 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
         results = await while_connected(request, _answers(lm, asked))
         if fingerprint() != now:  # some may be of the weights before, and some of those after
             raise HTTPError(409, str(AnotherModel()))
-        return Response(answers_of(results, versions), media_type=BYTES)
+        told = await asyncio.to_thread(answers_of, results, versions)
+        return Response(told, media_type=BYTES)
 
     return [
         Route("/v1/runtime", answering(runtime), methods=["GET"]),

@@ -106,6 +106,8 @@ def flush_to(
     Raises:
         InvalidRequest: they hold no questions; AnotherModel, ones to another model.
     """
+    if int.from_bytes(data[:4], "little") > 256 * (most + 16):  # a question takes less
+        raise InvalidRequest(f"a flush has {most} questions at most")
     header, rest = _apart(data)
     if header.get("model") != model:
         raise AnotherModel
