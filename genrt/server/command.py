@@ -213,7 +213,8 @@ def _adapters(given: Sequence[str]) -> dict[str, Path]:
         if name in found:
             raise InvalidRequest(f"--adapter: {named(name)} is given twice")
         found[name] = Path(path).expanduser()
-        check_adapter_directory(found[name])
+    for directory in found.values():
+        check_adapter_directory(directory)
     return found
 
 
