@@ -85,7 +85,7 @@ def check_counts(data: bytes, values: int) -> None:
 
 def check_depth(value: object) -> None:
     """Raise InvalidRequest if lists and objects are too deep within one another."""
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(DEEPEST):
         inner = [each.values() if isinstance(each, dict) else each for each in level]
         level = [each for members in inner for each in members if isinstance(each, dict | list)]

@@ -723,9 +723,8 @@ MASKED = DrawToken(bytes([0b0101]), seed=3)
 )
 def test_what_no_model_answers_is_believed_of_no_server(asked: Any, result: Any) -> None:
     """It fails for its question alone."""
-    sound = [LogprobsRequest((3,)), ReadRequest(ROW, MASKED)]
     data = answers_of([EVEN, result, Draw(2, -0.5, -0.5)], {})
-    found, _ = answers_to(data, [sound[0], asked, sound[1]], 4)
+    found, _ = answers_to(data, [LogprobsRequest((3,)), asked, ReadRequest(ROW, MASKED)], 4)
     assert type(found[1]) is EngineFailed
     assert torch.equal(found[0], EVEN)
     assert found[2] == Draw(2, -0.5, -0.5)

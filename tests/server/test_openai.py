@@ -606,14 +606,14 @@ async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
     client: openai.AsyncOpenAI,
 ) -> None:
     async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as http:
-        for body in (
-            {"messages": [{}] * 5000},
-            {"messages": [1] * 100_000},
-            {"prompt": [[]] * 20_000},
-        ):
-            path = "chat/completions" if "messages" in body else "completions"
-            found = await http.post(
-                path, json={"model": "tiny"} | body, headers={"authorization": f"Bearer {KEY}"}
-            )
+        given: list[tuple[str, str, list[Any]]] = [
+            ("chat/completions", "messages", [{}] * 5000),
+            ("chat/completions", "messages", [1] * 100_000),
+            ("completions", "prompt", [[]] * 20_000),
+        ]
+        for path, name, members in given:
+            body = {"model": "tiny", name: members}
+            headers = {"authorization": f"Bearer {KEY}"}
+            found = await http.post(path, json=body, headers=headers)
             assert found.status_code == 400
             assert "over" in found.json()["error"]["message"]

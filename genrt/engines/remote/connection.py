@@ -134,7 +134,8 @@ class Connection:
     ) -> tuple[int, bytes, float]:
         if self._http.sock is None:
             self._http.connect()
-            self._http.sock.settimeout(self._timeout)
+            line: socket.socket = self._http.sock
+            line.settimeout(self._timeout)
         if self._is_hung_up:
             raise ConnectionAbortedError("this end has hung up")
         self._http.request(method, self._path + path, body, headers)

@@ -36,12 +36,12 @@ from genrt.errors import (
     InvalidRequest,
     UnknownAdapter,
 )
-from genrt.questions.contexts import Adapter
+from genrt.questions.contexts import TOKEN_BYTES, Adapter
 from genrt.questions.draws import DrawToken, batch_draw
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
-from genrt.questions.rows import TOKEN_BYTES, LogprobsRequest
+from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 
 __all__ = ["RemoteEngine"]
