@@ -50,7 +50,7 @@ STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class Bodies:
-    """Reads the bodies that one server gets.
+    """Reads the bodies that one server gets, and writes long answers.
 
     Args:
         values: how many values the JSON of one may have.
@@ -64,8 +64,12 @@ class Bodies:
         """Return ``make(data, values)``, called off the event loop, in its turn, if the body is long."""
         if len(data) <= LONG:
             return make(data, self.values)
+        return await self.aside(lambda: make(data, self.values))
+
+    async def aside(self, make: Callable[[], T]) -> T:
+        """Return ``make()``, called off the event loop, in its turn."""
         async with self._turn:
-            return await asyncio.to_thread(make, data, self.values)
+            return await asyncio.to_thread(make)
 
 
 def check_counts(data: bytes, values: int) -> None:

@@ -21,6 +21,11 @@ HEAD_BYTES = 2**16
 """The longest head of a request, and the most that is taken of its parts before a line of it ends."""
 
 
+MOST_DROPPED = 1000
+"""How many parts of a body are read after it was refused, so that the client sees that. A part is a
+piece of 256 KiB, or a chunk of any size."""
+
+
 class Connections:
     """The connections that are open, at most so many.
 
@@ -80,6 +85,7 @@ def connection_kind(head_seconds: float, connections: Connections) -> type[async
             self._head_bytes = 0
             self._late: asyncio.TimerHandle | None = None
             self._is_ending = False  # with the answer that is being written
+            self._dropped = 0
             self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -103,6 +109,7 @@ def connection_kind(head_seconds: float, connections: Connections) -> type[async
                 self.cycle.keep_alive = False
                 return
             super().on_message_begin()
+            self._dropped = 0
             if self._late is None:
                 self._expect_head()
 
@@ -122,9 +129,15 @@ def connection_kind(head_seconds: float, connections: Connections) -> type[async
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            if not self._is_ending:
-                self._head_bytes = 0
-                super().on_body(body)
+            if self._is_ending:
+                return
+            self._head_bytes = 0
+            super().on_body(body)
+            if self.is_idle:  # the answer is there: it is a refusal, and this is read to be dropped
+                self._dropped += 1
+                if self._dropped > MOST_DROPPED:
+                    self._is_ending = True
+                    self.transport.abort()
 
         def on_message_complete(self) -> None:
             if not self._is_ending:

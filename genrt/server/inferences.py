@@ -91,7 +91,7 @@ class Inferences:
             events = self._events(smc, seed)
             return StreamingResponse(events, media_type="text/event-stream")
         result = await while_connected(request, self._run(smc, seed, lambda info: None))
-        told = await asyncio.to_thread(lambda: json_bytes(_told(result, seed)))
+        told = await self._bodies.aside(lambda: json_bytes(_told(result, seed)))
         return Response(told, media_type=JSON)
 
     def _smc(self, body: Body) -> SMC:
@@ -134,7 +134,7 @@ class Inferences:
         try:
             while (info := await told.get()) is not None:
                 yield _event("step", _step(info))
-            yield await asyncio.to_thread(lambda: _event("result", _told(run.result(), seed)))
+            yield await self._bodies.aside(lambda: _event("result", _told(run.result(), seed)))
         except GenrtError as error:
             yield b"event: error\ndata: " + http_error(error).body + b"\n\n"
         finally:

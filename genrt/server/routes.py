@@ -101,13 +101,15 @@ def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[R
         found = await while_connected(request, together(tops))
 
         def written() -> Response:
-            data = [
-                {"token_ids": ids.tolist(), "logprobs": list(map(finite, logprobs.tolist()))}
+            data = [  # one by one, so that other threads run in between
+                json_bytes(
+                    {"token_ids": ids.tolist(), "logprobs": [*map(finite, logprobs.tolist())]}
+                )
                 for ids, logprobs in found
             ]
-            return _answer({"data": data})
+            return Response(b'{"data":[' + b",".join(data) + b"]}", media_type=JSON)
 
-        return await asyncio.to_thread(written)
+        return await bodies.aside(written)
 
     async def draws(request: Request) -> Response:
         body = await bodies.read(await body_of(request), Body)

@@ -385,6 +385,20 @@ def test_idle_connections_leave_room_for_others(lm: genrt.AsyncLM) -> None:
         assert known.get("/v1/status").status_code == 200
 
 
+@pytest.mark.promise(number=35)
+def test_a_refused_body_is_not_read_for_ever(locked: Server) -> None:
+    """In chunks as small as they can be it would take all of the event loop."""
+    host, port = str(locked.url).removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(
+            b"POST /v1/draw HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        found = connection.recv(4096)
+        assert found.startswith(b"HTTP/1.1 401")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"1\r\na\r\n" * 2_000_000)
+
+
 class Line:
     """A connection, as far as the others see it."""
 

@@ -132,10 +132,10 @@ class Connection:
     def _once(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[int, bytes, float]:
-        if self._http.sock is None:
+        is_open = self._http.sock is not None
+        if not is_open:
             self._http.connect()
-            line: socket.socket = self._http.sock
-            line.settimeout(self._timeout)
+            self._http.sock.settimeout(self._timeout)
         if self._is_hung_up:
             raise ConnectionAbortedError("this end has hung up")
         self._http.request(method, self._path + path, body, headers)
