@@ -19,7 +19,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_int, named, shown
 from genrt.tokens.encoding import encode_prompt
 
-__all__ = ["Bodies", "Body", "check_front_end_body", "contexts_of", "finite", "json_bytes"]
+__all__ = ["FEW", "Bodies", "Body", "check_front_end_body", "contexts_of", "finite", "json_bytes"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,9 @@ MANY = 2**22
 MEMBERS = 4096
 """How many members lists and objects for vLLM's front end may have, but for token ids."""
 
+FEW = 32
+"""How many lists and objects are quickly checked, however wrong they are."""
+
 OF_IDS = ("token_ids", "tokens", "prompt")
 """How the names of members end that are token ids."""
 
@@ -59,6 +62,7 @@ class Bodies:
     def __init__(self, values: int) -> None:
         self.values = values
         self._turn = asyncio.Semaphore(1)
+        self._texts = asyncio.Semaphore(1)
 
     async def read(self, data: bytes, make: Callable[[bytes, int], T]) -> T:
         """Return ``make(data, values)``, called off the event loop, in its turn, if the body is long."""
@@ -69,6 +73,12 @@ class Bodies:
     async def aside(self, make: Callable[[], T]) -> T:
         """Return ``make()``, called off the event loop, in its turn."""
         async with self._turn:
+            return await asyncio.to_thread(make)
+
+    async def tokenize(self, make: Callable[[], T]) -> T:
+        """Return ``make()``, called off the event loop, in the turn of texts that are long: a tokenizer
+        takes some hundred times their memory."""
+        async with self._texts:
             return await asyncio.to_thread(make)
 
 
@@ -98,16 +108,17 @@ def check_depth(value: object) -> None:
     raise InvalidRequest(f"lists and objects of the body are over {DEEPEST} deep: flatten it")
 
 
-def check_front_end_body(data: bytes, values: int) -> None:
-    """Raise InvalidRequest for JSON that vLLM's front end would be busy with for seconds: it says for
-    each member of a list what is wrong with it, a dozen times. Only lists of token ids may be long."""
+def check_front_end_body(data: bytes, values: int) -> Any:
+    """Return what JSON says, if it is long. Raises InvalidRequest for what vLLM's front end would be busy
+    with for seconds: it says for each member of a list what is wrong with it, a dozen times. Only lists
+    of token ids may be long."""
     check_counts(data, values)
-    if data.count(b",") < MEMBERS and data.count(b"[") + data.count(b"{") <= DEEPEST:
-        return
+    if data.count(b",") < MEMBERS and data.count(b"[") + data.count(b"{") <= FEW:
+        return None
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
-        return  # which the front end finds at once too
+        return None  # which the front end finds at once too
     check_depth(found)
     level: list[tuple[str, Any]] = [("body", found)]
     while level:
@@ -121,6 +132,7 @@ def check_front_end_body(data: bytes, values: int) -> None:
             members = zip([name] * len(value), value, strict=True) if is_list else value.items()
             inner += [each for each in members if isinstance(each[1], dict | list)]
         level = inner
+    return found
 
 
 class Body:

@@ -20,14 +20,15 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from genrt.errors import EngineFailed, InvalidRequest
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import named
-from genrt.server.asgi import Application
-from genrt.server.bodies import json_bytes
+from genrt.server.asgi import Application, Message, Receive, Scope, Send, http_error
+from genrt.server.bodies import FEW, Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient
 from genrt.server.failures import telling_failures
 from genrt.server.routes import JSON
@@ -123,7 +124,7 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 async def openai_application(
-    lm: AsyncLM, model: str, arguments: Namespace
+    lm: AsyncLM, model: str, arguments: Namespace, bodies: Bodies
 ) -> tuple[Application, RuntimeClient]:
     """Return vLLM's application over a runtime, and the client to shut down after it.
 
@@ -131,6 +132,7 @@ async def openai_application(
         lm: a runtime over vLLM.
         model: the name that clients call it by.
         arguments: of ``vllm serve``; what they say of the engine has no effect any more.
+        bodies: reads those that the application gets, before it does.
 
     Raises:
         InvalidRequest: vLLM does not take them.
@@ -158,7 +160,40 @@ async def openai_application(
     routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
     if application.openapi_url is not None:
         application.router.routes.insert(0, _schema_route(application))
-    return application, client
+    return _checked(application, bodies), client
+
+
+def _checked(application: Application, bodies: Bodies) -> Application:
+    """Return an application that gets no body which would keep it busy for seconds."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        parts = [await receive()]  # the whole body
+        check = _check_response if scope["path"].endswith("/responses") else check_front_end_body
+        try:
+            await bodies.read(parts[0].get("body", b""), check)
+        except GenrtError as error:
+            raise http_error(error) from error
+
+        async def again() -> Message:
+            return parts.pop() if parts else await receive()
+
+        await application(scope, again, send)
+
+    return answered
+
+
+def _check_response(data: bytes, values: int) -> None:
+    """Raise InvalidRequest for what ``check_front_end_body`` refuses, or for the first wrong one of many
+    items: vLLM says of each, in hundreds of errors, why it is no item of any kind."""
+    found = check_front_end_body(data, values)
+    items = found.get("input") if isinstance(found, dict) else None
+    for place, item in enumerate(items if isinstance(items, list) and len(items) > FEW else ()):
+        try:
+            ResponsesRequest.model_validate({"input": [item]})
+        except Exception as error:
+            raise InvalidRequest(
+                f"input[{place}] is no item of a response: see OpenAI's API"
+            ) from error
 
 
 def _schema_route(application: Any) -> Route:

@@ -23,12 +23,12 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
+from genrt.errors import EngineFailed, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
 from genrt.runtime.thread import aside
-from genrt.server.asgi import Application, Message, Receive, Scope, Send, http_error
-from genrt.server.bodies import Bodies, check_front_end_body
+from genrt.server.asgi import Application, Receive, Scope, Send
+from genrt.server.bodies import Bodies
 from genrt.server.connections import Connections, connection_kind
 from genrt.server.gate import Gate, ServerLimits, check_key
 from genrt.server.inferences import Inferences
@@ -160,7 +160,9 @@ class Server:
             from genrt.server import openai as front_end
 
             arguments = front_end.front_end_options(self._options)
-            openai, client = await front_end.openai_application(self._lm, self._model, arguments)
+            openai, client = await front_end.openai_application(
+                self._lm, self._model, arguments, bodies
+            )
         elif self._options:
             raise InvalidRequest(
                 "options are for vLLM's front end: this runtime has another engine"
@@ -169,7 +171,7 @@ class Server:
             min(self._limits.connections, _descriptors() * 3 // 4)
         )
         self.gate = Gate(
-            _Routes(own, openai, bodies),
+            _Routes(own, openai),
             api_key=self._api_key,
             limits=self._limits,
             is_healthy=lambda: self._lm._thread.alive,
@@ -341,26 +343,14 @@ class _Uvicorn(uvicorn.Server):
 class _Routes:
     """genrt's own routes, and behind them vLLM's application, if there is one."""
 
-    def __init__(self, own: list[Route], openai: Application | None, bodies: Bodies) -> None:
+    def __init__(self, own: list[Route], openai: Application | None) -> None:
         self._own = Router(own, redirect_slashes=False)
         self._paths = {route.path for route in own}
         self._openai = openai
-        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._openai is None or scope["path"] in self._paths:
-            await self._own(scope, receive, send)
-            return
-        parts = [await receive()]  # the whole body
-        try:
-            await self._bodies.read(parts[0].get("body", b""), check_front_end_body)
-        except GenrtError as error:
-            raise http_error(error) from error
-
-        async def again() -> Message:
-            return parts.pop() if parts else await receive()
-
-        await self._openai(scope, again, send)
+        is_own = self._openai is None or scope["path"] in self._paths
+        await (self._own if is_own or self._openai is None else self._openai)(scope, receive, send)
 
 
 def _is_vllm(lm: AsyncLM) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -479,7 +480,8 @@ def test_what_the_front_end_would_be_busy_with_is_refused(data: bytes, message: 
     ],
 )
 def test_what_is_long_and_quickly_read_is_not(data: bytes) -> None:
-    assert check_front_end_body(data, 2**20) is None  # type: ignore[func-returns-value]
+    found = check_front_end_body(data, 2**20)
+    assert found is None or found == json.loads(data)
 
 
 @pytest.mark.parametrize("text", ["[{,}" * 2**20, '"[{,}' * 2**16])

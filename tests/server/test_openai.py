@@ -610,10 +610,17 @@ async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
             ("chat/completions", "messages", [{}] * 5000),
             ("chat/completions", "messages", [1] * 100_000),
             ("completions", "prompt", [[]] * 20_000),
+            ("responses", "input", [{}] * 4000),
+            ("responses", "input", [ASKED[0]] * 100 + [{}]),
         ]
         for path, name, members in given:
             body = {"model": "tiny", name: members}
             headers = {"authorization": f"Bearer {KEY}"}
             found = await http.post(path, json=body, headers=headers)
             assert found.status_code == 400
-            assert "over" in found.json()["error"]["message"]
+            message = found.json()["error"]["message"]
+            assert "no item of" in message if name == "input" else "over" in message
+        asked: dict[str, Any] = {"model": "tiny", "max_output_tokens": 2, "store": False}
+        asked["input"] = [{"role": "user", "content": "a"}] * 40
+        found = await http.post("responses", json=asked, headers=headers)
+        assert found.status_code == 200, found.text
