@@ -19,7 +19,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_int, named, shown
 from genrt.tokens.encoding import encode_prompt
 
-__all__ = ["FEW", "Bodies", "Body", "check_front_end_body", "contexts_of", "finite", "json_bytes"]
+__all__ = ["Bodies", "Body", "check_front_end_body", "contexts_of", "finite", "json_bytes"]
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import named
 from genrt.server.asgi import Application, Message, Receive, Scope, Send, http_error
-from genrt.server.bodies import FEW, Bodies, check_front_end_body, json_bytes
+from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient
 from genrt.server.failures import telling_failures
 from genrt.server.routes import JSON
@@ -183,11 +183,14 @@ def _checked(application: Application, bodies: Bodies) -> Application:
 
 
 def _check_response(data: bytes, values: int) -> None:
-    """Raise InvalidRequest for what ``check_front_end_body`` refuses, or for the first wrong one of many
+    """Raise InvalidRequest for what ``check_front_end_body`` refuses, or for the first wrong one of the
     items: vLLM says of each, in hundreds of errors, why it is no item of any kind."""
     found = check_front_end_body(data, values)
     items = found.get("input") if isinstance(found, dict) else None
-    for place, item in enumerate(items if isinstance(items, list) and len(items) > FEW else ()):
+    for place, item in enumerate(items if isinstance(items, list) else ()):
+        written = json_bytes(item)
+        if written.count(b"[") + written.count(b"{") > 1000:
+            raise InvalidRequest(f"input[{place}] has over 1000 lists and objects: send fewer")
         try:
             ResponsesRequest.model_validate({"input": [item]})
         except Exception as error:

@@ -79,15 +79,9 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[Route]:
     """Return the routes for rows, draws and scores."""
 
-    async def tokenized(given: Sequence[Any], name: str, *, begins: bool = True) -> list[list[int]]:
-        """Return contexts as ``contexts_of`` does: off the event loop if that takes long."""
-        if sum(len(each) for each in given if isinstance(each, str | list)) <= SHORT:
-            return contexts_of(lm, given, name, begins=begins)
-        return await bodies.tokenize(lambda: contexts_of(lm, given, name, begins=begins))
-
     async def rows(request: Request) -> Response:
         body = await bodies.read(await body_of(request), Body)
-        contexts = await tokenized(body.listed("prompts", limits.contexts), "prompts")
+        contexts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
         k = body.integer("top", 1, lm.vocab_size, None)
         adapter = body.text("adapter", None)
         body.end()
@@ -119,7 +113,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[R
 
     async def draws(request: Request) -> Response:
         body = await bodies.read(await body_of(request), Body)
-        contexts = await tokenized(body.listed("prompts", limits.contexts), "prompts")
+        contexts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
         masks = body.listed("masks", limits.contexts) if "masks" in body else None
         for mask in masks or ():
             if mask is not None and not (
@@ -141,7 +135,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[R
 
     async def scores(request: Request) -> Response:
         body = await bodies.read(await body_of(request), Body)
-        prompts = await tokenized(body.listed("prompts", limits.contexts), "prompts")
+        prompts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
         given = body.listed("continuations", limits.contexts)
         adapter = body.text("adapter", None)
         body.end()
@@ -149,7 +143,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[R
             raise InvalidRequest(
                 f"{len(given)} continuations for {len(prompts)} prompts: give one for each"
             )
-        continuations = await tokenized(given, "continuations", begins=False)
+        continuations = await _tokenized(lm, bodies, given, "continuations", begins=False)
         if (count := sum(map(len, continuations))) > limits.contexts:
             raise InvalidRequest(
                 f"continuations have {count} tokens together: {limits.contexts} at most, or ask again"
@@ -163,6 +157,15 @@ def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[R
 
     own = {"/v1/next_token_logprobs": rows, "/v1/draw": draws, "/v1/score": scores}
     return [Route(path, answering(each), methods=["POST"]) for path, each in own.items()]
+
+
+async def _tokenized(
+    lm: AsyncLM, bodies: Bodies, given: Sequence[Any], name: str, *, begins: bool = True
+) -> list[list[int]]:
+    """Return contexts as ``contexts_of`` does: off the event loop if that takes long."""
+    if sum(len(each) for each in given if isinstance(each, str | list)) <= SHORT:
+        return contexts_of(lm, given, name, begins=begins)
+    return await bodies.tokenize(lambda: contexts_of(lm, given, name, begins=begins))
 
 
 def _answer(value: object) -> Response:

@@ -606,20 +606,22 @@ async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
     client: openai.AsyncOpenAI,
 ) -> None:
     async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as http:
-        given: list[tuple[str, str, list[Any]]] = [
-            ("chat/completions", "messages", [{}] * 5000),
-            ("chat/completions", "messages", [1] * 100_000),
-            ("completions", "prompt", [[]] * 20_000),
-            ("responses", "input", [{}] * 4000),
-            ("responses", "input", [ASKED[0]] * 100 + [{}]),
+        chat, item = "chat/completions", "no item of a response"
+        given: list[tuple[str, str, list[Any], str]] = [
+            (chat, "messages", [{}] * 5000, "over 4096 members"),
+            (chat, "messages", [1] * 100_000, "over 4096 members"),
+            ("completions", "prompt", [[]] * 20_000, "lists and objects"),
+            ("responses", "input", [{}] * 4000, item),
+            ("responses", "input", [ASKED[0]] * 100 + [{}], item),
+            ("responses", "input", [{"role": "user", "content": [{}] * 40}], item),
+            ("responses", "input", [{"role": "user", "content": [{}] * 2000}], "over 1000"),
         ]
-        for path, name, members in given:
+        headers = {"authorization": f"Bearer {KEY}"}
+        for path, name, members, message in given:
             body = {"model": "tiny", name: members}
-            headers = {"authorization": f"Bearer {KEY}"}
             found = await http.post(path, json=body, headers=headers)
             assert found.status_code == 400
-            message = found.json()["error"]["message"]
-            assert "no item of" in message if name == "input" else "over" in message
+            assert message in found.json()["error"]["message"]
         asked: dict[str, Any] = {"model": "tiny", "max_output_tokens": 2, "store": False}
         asked["input"] = [{"role": "user", "content": "a"}] * 40
         found = await http.post("responses", json=asked, headers=headers)
