@@ -18,11 +18,19 @@ from starlette.routing import Route
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import (
+        make_arg_parser,
+        validate_api_server_args,
+        validate_parsed_serve_args,
+    )
+except ImportError:  # 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
 from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
@@ -34,7 +42,7 @@ from genrt.server.failures import telling_failures
 from genrt.server.routes import JSON
 from genrt.server.turns import keeping_turns
 
-__all__ = ["front_end_options", "openai_application", "options_of"]
+__all__ = ["HONOURED", "front_end_options", "openai_application", "options_of"]
 
 CLOSED = frozenset(
     "/scale_elastic_ep /is_scaling_elastic_ep /start_profile /stop_profile /v1/systemone".split()  # noqa: SIM905
@@ -59,7 +67,8 @@ HONOURED = frozenset((
     "enable_prompt_tokens_details", "enable_request_id_headers", "enable_scale_out",
     "enable_server_load_tracking", "enable_tokenizer_info_endpoint",
     "exclude_tools_when_tool_choice_none", "fingerprint_mode", "fingerprint_value",
-    "log_error_stack", "max_log_len", "response_role", "return_tokens_as_token_ids", "root_path",
+    "log_error_stack", "max_log_len", "reasoning_effort_map", "response_role",
+    "return_tokens_as_token_ids", "root_path",
     "sse_keep_alive_interval", "tokens_only", "tool_call_parser", "tool_server",
     "tool_strict_level", "trust_request_chat_template",
 ))
