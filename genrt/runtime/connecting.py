@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal, TypedDict, TypeVar
 
+from genrt.engines.remote.connection import Connection
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.errors import EngineFailed, InvalidRequest
 from genrt.numbers import check_int, named
@@ -78,15 +79,27 @@ def _started(
     if restart not in (None, "auto"):
         raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
     cache = RowCache(cache_bytes)
-    first: list[str] = []
+    engines: list[RemoteEngine] = []
+    lines: list[Connection] = []
 
     def open_engine() -> RemoteEngine:
-        engine = RemoteEngine(url, api_key, timeout=timeout)
-        first.append(engine.fingerprint)
-        if engine.fingerprint != first[0]:  # rows of the first are cached
+        lines.clear()
+        engine = RemoteEngine(url, api_key, timeout=timeout, on_connection=lines.append)
+        if engines and engine.fingerprint != engines[0].fingerprint:  # whose rows are cached
             engine.close()
             raise EngineFailed(f"{url} has another model by now, or new weights: connect again")
+        # The names that the runtime knows are those of the server now.
+        names = engines[0].adapters if engines else engine.adapters
+        for gone in names.keys() - engine.adapters.keys():
+            del names[gone]
+        names |= engine.adapters
+        engine.adapters = names
+        engines[:] = [engine]
         return engine
+
+    def hang_up() -> None:
+        for line in [*lines]:
+            line.hang_up()
 
     thread = EngineThread(
         open_engine,
@@ -94,5 +107,6 @@ def _started(
         max_queued_requests=MOST_QUEUED,
         max_queued_bytes=MOST_QUEUED_BYTES,
         restarts=restart == "auto",
+        hang_up=hang_up,
     )
     return thread, cache

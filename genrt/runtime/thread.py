@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import os
 import queue
+import secrets
 import sys
 import threading
 import weakref
@@ -105,6 +106,7 @@ class EngineThread:
         open_engine: makes the engine; called on the thread.
         cache, max_batch_size, max_wait_seconds, max_queued_requests, max_queued_bytes: see ``Batcher``.
         restarts: whether another engine is opened in place of one that died; see ``EngineLoop``.
+        hang_up: ends a step that waits for an engine elsewhere; takes no lock.
         make_batcher, make_thread: make these two; for simulations.
 
     ``opened`` resolves to the engine, or to the error that opening it raised; ``adapters`` are those that
@@ -121,12 +123,15 @@ class EngineThread:
         max_queued_requests: int = sys.maxsize,
         max_queued_bytes: int = sys.maxsize,
         restarts: bool = False,
+        hang_up: Callable[[], None] = lambda: None,
         make_batcher: Callable[..., Batcher] = Batcher,
         make_thread: Callable[..., Rounds] = Rounds,
     ) -> None:
         self._process = os.getpid()
         self._max_batch_size = max_batch_size or sys.maxsize
         self._restart_lock = threading.Lock()
+        self._hang_up = hang_up
+        self.nonce = secrets.token_hex(8)  # no other runtime's, of no process
         self._batcher = make_batcher(
             cache,
             max_batch_size=max_batch_size,
@@ -286,6 +291,7 @@ class EngineThread:
         self._loop.is_closing = True
         if threading.current_thread() is thread:
             return  # to the turn in progress, after which it tells everyone and ends
+        self._hang_up()
         told = self._batcher.close()
         self._wake()
         # One that has not started cannot be waited for. It ends after its first round.
@@ -296,6 +302,7 @@ class EngineThread:
         """Have the thread do what ``close`` does, after the step in progress, and return at once."""
         if os.getpid() == self._process:
             self._loop.is_closing = True
+            self._hang_up()
             self._wake()
 
     def restart(self) -> concurrent.futures.Future[Engine]:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
+import json
 import os
+import resource
 import signal
+import sys
 import threading
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from genrt.cluster.arguments import add_replica_arguments, replica_options
 from genrt.cluster.opening import check_replicas
-from genrt.errors import EngineNotInstalled, InvalidRequest
+from genrt.engines.adapters import CONFIG_NAME, check_adapter_directory
+from genrt.errors import EngineNotInstalled, ExtraNotInstalled, InvalidAdapter, InvalidRequest
 from genrt.loading import load
 from genrt.numbers import check_float, check_int, named
 from genrt.questions.contexts import check_seed
 from genrt.server.gate import ServerLimits, check_key
-from genrt.server.server import Server, serving
 
 __all__ = ["add_arguments", "run"]
+
+NO_VLLM = "vLLM is missing: pip install 'genrt[cpu]', or 'genrt[cuda]' on a GPU machine"
 
 KEY_VARIABLE = "GENRT_API_KEY"
 """Where the key may be given without everyone on the machine seeing it."""
@@ -87,13 +93,18 @@ def run(options: argparse.Namespace) -> int:
     """Serve until an interrupt or SIGTERM; return the exit code.
 
     Raises:
-        GenrtError: the model cannot be loaded, or the address not be listened on.
+        GenrtError: an argument is refused, before the model is loaded; or it cannot be loaded.
+        SystemExit: of a SIGTERM while it is being loaded; a second one ends the process at once.
     """
     given = {each.name: getattr(options, each.name) for each in dataclasses.fields(ServerLimits)}
     limits = ServerLimits(**given)
-    adapters = [_adapter(each) for each in options.adapter]
     # All of this before the model is loaded, which may take minutes.
-    api_key = check_key(options.api_key or os.environ.get(KEY_VARIABLE) or None, options.host)
+    key = os.environ.get(KEY_VARIABLE) if options.api_key is None else options.api_key
+    if key == "":
+        raise InvalidRequest(
+            f"the api_key is empty: give one, or neither --api-key nor {KEY_VARIABLE}"
+        )
+    check_key(key, options.host)
     check_int("port", options.port, 0, 65535)
     check_float("shutdown_seconds", options.shutdown_seconds, 0.0, 1e6)
     check_seed(options.seed)
@@ -104,39 +115,59 @@ def run(options: argparse.Namespace) -> int:
             "--trainers sends weights to one engine: leave out --replicas. A runtime over replicas takes "
             "new weights in its own process, by lm.update_weights"
         )
-    names = Counter(name for name, _ in adapters)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise InvalidRequest(f"--adapter: {named(twice[0])} is given twice")
+    if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise EngineNotInstalled(NO_VLLM)
     engine_options, front_end = ({}, {}) if not options.vllm else _of_vllm(options)
+    adapters = _adapters(options.adapter)
     if adapters and options.engine == "vllm":
-        engine_options = {"enable_lora": True, "max_loras": len(adapters)} | engine_options
-    ended = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        engine_options = {
+            "enable_lora": True,
+            "max_loras": len(adapters),
+            "max_lora_rank": _least_rank(adapters.values()),
+        } | engine_options
+    _raise_descriptors()
     try:
-        with load(
-            options.model,
-            engine=options.engine,
-            engine_options=engine_options,
-            restart=None if options.no_restart else "auto",
-            seed=options.seed,
-            **replicas,
-        ) as lm:
-            for name, path in adapters:
+        from genrt.server.server import bound_socket, serving
+    except ImportError as error:
+        raise ExtraNotInstalled(
+            f"serving needs another package ({error}): pip install 'genrt[serve]'"
+        ) from error
+
+    address = bound_socket(options.host, options.port, needs_loopback=key is None)
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, _end_loading)
+    try:
+        print(
+            f"genrt: loading {options.model or 'the embedded model'}", file=sys.stderr, flush=True
+        )
+        with (
+            address,
+            load(
+                options.model,
+                engine=options.engine,
+                engine_options=engine_options,
+                restart=None if options.no_restart else "auto",
+                seed=options.seed,
+                **replicas,
+            ) as lm,
+        ):
+            for name, path in adapters.items():
                 lm.add_adapter_sync(name, path)
             server = serving(
                 lm,
                 host=options.host,
                 port=options.port,
-                api_key=api_key,
+                api_key=key,
                 model=options.name or options.model or "genrt",
                 limits=limits,
                 options=front_end,
                 shutdown_seconds=options.shutdown_seconds,
                 trainers=options.trainers,
             )
+            server.bound = address
             with server:
-                key = "with the key" if api_key else "without a key"
-                print(f"genrt: serving {server!r}, {key}; {_clients(options, server)}", flush=True)
+                signal.signal(signal.SIGTERM, lambda *_: ended.set())
+                print(_greeting(options, str(server.url), key), flush=True)
                 with contextlib.suppress(KeyboardInterrupt):
                     ended.wait()
                 print("genrt: closing", flush=True)
@@ -145,18 +176,60 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _clients(options: argparse.Namespace, server: Server) -> str:
-    """Return who may ask, and where."""
+def _end_loading(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _raise_descriptors() -> None:
+    """Let this process, which is the server's alone, have as many connections as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < 2**16:
+        most = 2**16 if hard == resource.RLIM_INFINITY else min(2**16, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def _greeting(options: argparse.Namespace, url: str, key: str | None) -> str:
+    """Return what is served, to whom, and where."""
+    who = f"genrt's own routes, and AsyncLM.connect({url!r})"
     if options.engine == "vllm":
-        return f"OpenAI clients: {server.url}/v1"
-    return f"genrt's own routes, and AsyncLM.connect({server.url!r})"
+        who = f"OpenAI clients: {url}/v1"
+    name = options.name or options.model or "the embedded model"
+    return f"genrt: serving {name} on {url}, {'with the' if key else 'without a'} key; {who}"
 
 
-def _adapter(given: str) -> tuple[str, str]:
-    name, equals, path = given.partition("=")
-    if not (name and equals and path):
-        raise InvalidRequest(f"--adapter takes NAME=DIRECTORY, got {given!r}")
-    return name, path
+def _adapters(given: Sequence[str]) -> dict[str, Path]:
+    """Return the adapters' directories by their names.
+
+    Raises:
+        InvalidRequest: an argument is none, or a name is given twice.
+        InvalidAdapter: no adapter is there.
+    """
+    found: dict[str, Path] = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if not (name and equals and path):
+            raise InvalidRequest(f"--adapter takes NAME=DIRECTORY, got {each!r}")
+        if name in found:
+            raise InvalidRequest(f"--adapter: {named(name)} is given twice")
+        found[name] = Path(path).expanduser()
+    for directory in found.values():
+        check_adapter_directory(directory)
+    return found
+
+
+def _least_rank(adapters: Iterable[Path]) -> int:
+    """Return the least ``max_lora_rank`` of vLLM that adapters fit in. Raises InvalidAdapter if one has
+    none."""
+    ranks = [1]
+    for each in adapters:
+        try:
+            ranks.append(int(json.loads((each / CONFIG_NAME).read_bytes())["r"]))
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvalidAdapter(f"{each / CONFIG_NAME} has no rank: {error}") from error
+    return next(
+        (each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= max(ranks)), max(ranks)
+    )
 
 
 def _of_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,8 +239,5 @@ def _of_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     try:
         from genrt.server.openai import options_of
     except ImportError as error:
-        raise EngineNotInstalled(
-            f"vLLM cannot be imported ({error}): install it with pip install 'genrt[cpu]', or "
-            "'genrt[cuda]' on a GPU machine"
-        ) from error
+        raise EngineNotInstalled(f"{error}: {NO_VLLM}") from error
     return options_of(options.vllm)

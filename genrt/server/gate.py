@@ -6,7 +6,8 @@ Rules:
     A body is read whole, within bounds of size and time, before any route sees the request.
     On the loopback interface, without a key, the request must name a loopback host: a page in the user's
     browser cannot reach the server under a name of its own.
-    A client that does not read what it asked for is dropped, and its work is withdrawn.
+    A client that does not read what it asked for is dropped, and its work is withdrawn. Answers leave
+    piece by piece, and all bodies and answers together are within ``held_bytes``.
     A server that closes tells those whose requests it withdraws: by a 503, or by a last event.
 """
 
@@ -18,6 +19,7 @@ import binascii
 import hmac
 import ipaddress
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -36,6 +38,9 @@ EVENTS = b"text/event-stream"
 CLOSING = "the server is closing: ask again later"
 """The message for those whose requests take longer than a server has that is closed."""
 
+PIECE = 2**16
+"""How many bytes of an answer are on their way to a client at once."""
+
 LEAST_KEY = 8
 """How many characters a key has at least."""
 
@@ -48,9 +53,13 @@ class ServerLimits:
         body_bytes: the largest body of a request.
         body_seconds: how long a client may take to send one.
         head_seconds: how long it may take to send the head of a request.
-        send_seconds: how long a client may leave what is sent to it unread.
+        send_seconds: how long a client may leave what is sent to it unread; a long answer has a second
+            more for each MiB.
+        connections: how many connections are open at once, at most three quarters of the descriptors of
+            the process. One more closes the oldest idle one, first of those that have shown no key.
         requests: how many requests are served at once; more get a 429.
-        held_bytes: how many bytes the bodies of all of them may take together.
+        held_bytes: how many bytes the bodies and the answers of all of them may take together.
+        values: how many values the JSON of a body may have; lists and objects are a 64th of them at most.
         contexts: the most contexts, continuations and particles of one request to genrt's own routes.
         answer_bytes: the largest answer of genrt's own routes.
         update_seconds: how long a trainer may be silent in the middle of an update of the weights.
@@ -60,10 +69,12 @@ class ServerLimits:
     body_seconds: float = 30.0
     head_seconds: float = 10.0
     send_seconds: float = 60.0
+    connections: int = 4096
     requests: int = 1024
-    held_bytes: int = 2**29
+    held_bytes: int = 2**30
+    values: int = 2**20
     contexts: int = 4096
-    answer_bytes: int = 2**30
+    answer_bytes: int = 2**28
     update_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -110,6 +121,7 @@ class Gate:
         api_key: what they have to show; ``None`` is nothing.
         limits: how much they may ask.
         is_healthy: says whether a GET of ``/health`` is answered with 200, or 503.
+        on_key: told the address of a client that has shown the key.
     """
 
     def __init__(
@@ -119,11 +131,13 @@ class Gate:
         api_key: str | None,
         limits: ServerLimits,
         is_healthy: Callable[[], bool] = lambda: True,
+        on_key: Callable[[object], None] = lambda client: None,
     ) -> None:
         self._application = application
         self._api_key = None if api_key is None else api_key.encode()
         self._limits = limits
         self._is_healthy = is_healthy
+        self._on_key = on_key
         self._answers: set[_Answer] = set()
         self.held_bytes = 0
 
@@ -142,7 +156,7 @@ class Gate:
         """Serve one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the server speaks HTTP alone, not {scope['type']}")
-        answer = _Answer(send, self._limits.send_seconds)
+        answer = _Answer(send, self._limits.send_seconds, self._hold)
         try:
             if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):
                 await self._tell_health(send)
@@ -152,6 +166,7 @@ class Gate:
                 raise HTTPError(
                     429, "the server is busy: too many requests at once", retry_after="1"
                 )
+            self._on_key(scope.get("client"))
             self._answers.add(answer)
             try:
                 async with answer.time:
@@ -176,6 +191,12 @@ class Gate:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not answer.is_begun:
                 await send_error(HTTPError(500, "the server failed; its log says why"), send)
+
+    def _hold(self, count: int) -> None:
+        """Count bytes that are held, or with less than 0 are no more. Raises HTTPError for too many."""
+        if count > 0 and self.held_bytes + count > self._limits.held_bytes:
+            raise HTTPError(429, "the server is busy: too many bytes at once", retry_after="1")
+        self.held_bytes += count
 
     async def _tell_health(self, send: Send) -> None:
         status = 200 if self._is_healthy() else 503
@@ -215,7 +236,7 @@ class Gate:
         return hmac.compare_digest(given, self._api_key or b"")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, taken = bytearray(), 0
+        body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds) as time:
                 self._check_length(scope)
@@ -225,25 +246,20 @@ class Gate:
                     if message["type"] == "http.disconnect":
                         raise ClientLeft
                     part, more = message.get("body", b""), message.get("more_body", False)
-                    body += part
-                    taken += len(part)
-                    self.held_bytes += len(part)
-                    if len(body) > self._limits.body_bytes:
+                    if len(body) + len(part) > self._limits.body_bytes:
                         raise HTTPError(413, f"the body is over {self._limits.body_bytes} bytes")
-                    if self.held_bytes > self._limits.held_bytes:
-                        raise HTTPError(
-                            429, "the server is busy: too many bytes at once", retry_after="1"
-                        )
+                    self._hold(len(part))
+                    body += part
                 time.reschedule(None)
         except TimeoutError:
-            self.held_bytes -= taken
+            self._hold(-len(body))
             raise HTTPError(
                 408, f"the body took over {self._limits.body_seconds:g} s", connection="close"
             ) from None
         except BaseException:
-            self.held_bytes -= taken
+            self._hold(-len(body))
             raise
-        parts = [bytes(body)]
+        parts, taken = [bytes(body)], len(body)
         del body
 
         async def again() -> Message:
@@ -254,7 +270,7 @@ class Gate:
         try:
             await self._application(scope, again, send)
         finally:
-            self.held_bytes -= taken
+            self._hold(-taken)
 
     def _check_length(self, scope: Scope) -> None:
         """Raise HTTPError if the body is said to be too long."""
@@ -275,20 +291,48 @@ class _Answer:
         time: when it is withdrawn, if it is.
     """
 
-    def __init__(self, send: Send, send_seconds: float) -> None:
+    def __init__(self, send: Send, send_seconds: float, hold: Callable[[int], None]) -> None:
         self._send = send
         self._send_seconds = send_seconds
+        self._hold = hold
+        self._start: Message | None = None
         self.is_begun = self.has_events = self.is_left = False
         self.time = asyncio.timeout(None)
 
     async def send(self, message: Message) -> None:
-        """Send a part of it. Raises ClientLeft if the client does not read."""
-        self.is_begun = True
+        """Send a part of it.
+
+        Raises:
+            ClientLeft: the client does not read. HTTPError: too much is held for all clients already.
+        """
         if message["type"] == "http.response.start":
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self.has_events = any(each.startswith(EVENTS) for each in kinds)
+            if not self.has_events:
+                self._start = message  # with the body, which may be too much
+                return
+            self.is_begun = True
+            await self._sent(message, math.inf)
+            return
+        body = memoryview(message.get("body", b""))
+        size = len(body)
+        self._hold(size)
         try:
-            async with asyncio.timeout(self._send_seconds):
+            late = asyncio.get_running_loop().time() + self._send_seconds + size / 2**20
+            if self._start is not None:
+                start, self._start, self.is_begun = self._start, None, True
+                await self._sent(start, late)
+            while len(body) > PIECE:
+                await self._sent({**message, "body": body[:PIECE], "more_body": True}, late)
+                body = body[PIECE:]
+            await self._sent({**message, "body": body}, late)
+        finally:
+            self._hold(-size)
+
+    async def _sent(self, message: Message, late: float) -> None:
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(min(late, now + self._send_seconds)):
                 await self._send(message)
         except TimeoutError:
             self.is_left = True

@@ -23,7 +23,7 @@ from genrt.inference import SMC, Info, Result, State, TextModel
 from genrt.lm import AsyncLM
 from genrt.questions.contexts import LAST_SEED
 from genrt.server.asgi import http_error
-from genrt.server.bodies import Body, contexts_of, finite, json_bytes
+from genrt.server.bodies import Bodies, Body, contexts_of, finite, json_bytes
 from genrt.server.gate import ServerLimits
 from genrt.server.routes import JSON, answering, body_of, while_connected
 
@@ -68,10 +68,11 @@ class Inferences:
         running: those under way, by their numbers.
     """
 
-    def __init__(self, lm: AsyncLM, limits: ServerLimits) -> None:
+    def __init__(self, lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> None:
         self.running: dict[int, Running] = {}
         self._lm = lm
         self._limits = limits
+        self._bodies = bodies
         self._numbers = itertools.count(1)
         self._turns = asyncio.Semaphore(MOST_RUNNING)
 
@@ -80,7 +81,7 @@ class Inferences:
         return Route("/v1/infer", answering(self._infer), methods=["POST"])
 
     async def _infer(self, request: Request) -> Response:
-        body = Body(await body_of(request))
+        body = await self._bodies.read(await body_of(request), Body)
         is_streamed = body.flag("stream")
         seed = body.integer("seed", 0, LAST_SEED, None)
         # A form may take long to compile, and a prompt to tokenize.
@@ -90,7 +91,8 @@ class Inferences:
             events = self._events(smc, seed)
             return StreamingResponse(events, media_type="text/event-stream")
         result = await while_connected(request, self._run(smc, seed, lambda info: None))
-        return Response(json_bytes(_told(result, seed)), media_type=JSON)
+        told = await self._bodies.aside(lambda: json_bytes(_told(result, seed)))
+        return Response(told, media_type=JSON)
 
     def _smc(self, body: Body) -> SMC:
         lm, limits = self._lm, self._limits
@@ -132,7 +134,7 @@ class Inferences:
         try:
             while (info := await told.get()) is not None:
                 yield _event("step", _step(info))
-            yield _event("result", _told(run.result(), seed))
+            yield await self._bodies.aside(lambda: _event("result", _told(run.result(), seed)))
         except GenrtError as error:
             yield b"event: error\ndata: " + http_error(error).body + b"\n\n"
         finally:

@@ -18,30 +18,65 @@ from starlette.routing import Route
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from genrt.errors import EngineFailed, InvalidRequest
+try:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import (
+        make_arg_parser,
+        validate_api_server_args,
+        validate_parsed_serve_args,
+    )
+except ImportError:  # 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
+
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import named
-from genrt.server.asgi import Application
-from genrt.server.bodies import json_bytes
+from genrt.server.asgi import Application, Message, Receive, Scope, Send, http_error
+from genrt.server.bodies import Bodies, check_front_end_body, json_bytes
 from genrt.server.client import TASKS, RuntimeClient
 from genrt.server.failures import telling_failures
 from genrt.server.routes import JSON
 from genrt.server.turns import keeping_turns
 
-__all__ = ["front_end_options", "openai_application", "options_of"]
+__all__ = ["HONOURED", "front_end_options", "openai_application", "options_of"]
 
 CLOSED = frozenset(
     "/scale_elastic_ep /is_scaling_elastic_ep /start_profile /stop_profile /v1/systemone".split()  # noqa: SIM905
 )
 """Paths of vLLM's that are for who owns the engine, or of which no runtime can do anything."""
 
-GIVEN_ELSEWHERE = {"host", "port", "uds", "api_key", "model", "model_tag", "config", "middleware"}
-"""Arguments of ``vllm serve`` that a front end's options do not have: the server has its own."""
+GIVEN_ELSEWHERE = {
+    **{name: name for name in ("host", "port", "api_key", "model", "seed")},
+    "model_tag": "model",
+    "served_model_name": "name",
+    "lora_modules": "adapter",
+}
+"""Arguments of ``vllm serve`` for which genrt has its own, by these names."""
+
+# fmt: off
+HONOURED = frozenset((
+    "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins",
+    "anthropic_disabled_thinking_effort", "chat_template", "chat_template_content_format",
+    "cohere_format", "cohere_is_reasoning_model", "default_chat_template_kwargs",
+    "disable_fastapi_docs", "enable_auto_tool_choice", "enable_force_include_usage",
+    "enable_log_deltas", "enable_log_outputs", "enable_log_requests", "enable_offline_docs",
+    "enable_prompt_tokens_details", "enable_request_id_headers", "enable_scale_out",
+    "enable_server_load_tracking", "enable_tokenizer_info_endpoint",
+    "exclude_tools_when_tool_choice_none", "fingerprint_mode", "fingerprint_value",
+    "log_error_stack", "max_log_len", "reasoning_effort_map", "response_role",
+    "return_tokens_as_token_ids", "root_path",
+    "sse_keep_alive_interval", "tokens_only", "tool_call_parser", "tool_server",
+    "tool_strict_level", "trust_request_chat_template",
+))
+# fmt: on
+"""The front end's options that have an effect here. All others of ``vllm serve`` are refused: they are
+for its own server (TLS, processes, sockets, plug-ins), or for what a runtime does not do."""
+
+TLS = ". It speaks plain HTTP: have a proxy in front of it speak TLS"
 
 
 def _arguments() -> Namespace:
@@ -58,9 +93,9 @@ def front_end_options(options: Mapping[str, Any]) -> Namespace:
     """
     arguments = _arguments()
     for name, value in options.items():
-        if name in GIVEN_ELSEWHERE or not hasattr(arguments, name):
+        if name not in HONOURED or not hasattr(arguments, name):
             raise InvalidRequest(
-                f"vLLM's front end takes no option {named(name)}: see `vllm serve`"
+                f"genrt's server has no option {named(name)}; it has {', '.join(sorted(HONOURED))}"
             )
         setattr(arguments, name, value)
     return arguments
@@ -72,20 +107,33 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]
 
     Raises:
         SystemExit: vLLM does not understand them.
-        InvalidRequest: the server has an argument of its own for that.
+        InvalidRequest: genrt has an argument of its own for that, or would not do what it says.
     """
+    if any(each.partition("=")[0] == "--config" for each in arguments):  # it would be read at once
+        raise InvalidRequest("genrt's server reads no --config: give its options one by one")
     parser = make_arg_parser(FlexibleArgumentParser(prog="genrt serve … --"))
     given, default = parser.parse_args(list(arguments)), parser.parse_args([])
     changed = {k: v for k, v in vars(given).items() if v != getattr(default, k)}
     names = {each.name for each in fields(EngineArgs)}
-    for name in changed.keys() & GIVEN_ELSEWHERE:
-        raise InvalidRequest(f"give --{name.replace('_', '-')} before --: `genrt serve --help`")
+    for name in changed:
+        if name in GIVEN_ELSEWHERE:
+            raise InvalidRequest(f"give --{GIVEN_ELSEWHERE[name]} before --: `genrt serve --help`")
+        if name not in names | HONOURED:
+            raise InvalidRequest(
+                f"genrt's server does nothing with --{name.replace('_', '-')}: leave it out"
+                + (TLS if "ssl" in name else "")
+            )
+    try:
+        validate_parsed_serve_args(given)
+        validate_api_server_args(given)
+    except Exception as error:
+        raise InvalidRequest(f"vLLM's front end does not take these options: {error}") from error
     engine = {name: value for name, value in changed.items() if name in names}
     return engine, {name: value for name, value in changed.items() if name not in names}
 
 
 async def openai_application(
-    lm: AsyncLM, model: str, arguments: Namespace
+    lm: AsyncLM, model: str, arguments: Namespace, bodies: Bodies
 ) -> tuple[Application, RuntimeClient]:
     """Return vLLM's application over a runtime, and the client to shut down after it.
 
@@ -93,6 +141,7 @@ async def openai_application(
         lm: a runtime over vLLM.
         model: the name that clients call it by.
         arguments: of ``vllm serve``; what they say of the engine has no effect any more.
+        bodies: reads those that the application gets, before it does.
 
     Raises:
         InvalidRequest: vLLM does not take them.
@@ -104,7 +153,9 @@ async def openai_application(
     arguments.disable_log_stats = True  # the runtime counts
     try:
         validate_api_server_args(arguments)
-        application = build_app(arguments, TASKS, config.model_config)
+        # Other origins are let in in front of all routes, these and genrt's own.
+        own = Namespace(**vars(arguments) | {"allowed_origins": []})
+        application = build_app(own, TASKS, config.model_config)
         await init_app_state(client, application.state, arguments, TASKS)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"vLLM's front end does not take these options: {error}") from error
@@ -118,7 +169,43 @@ async def openai_application(
     routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
     if application.openapi_url is not None:
         application.router.routes.insert(0, _schema_route(application))
-    return application, client
+    return _checked(application, bodies), client
+
+
+def _checked(application: Application, bodies: Bodies) -> Application:
+    """Return an application that gets no body which would keep it busy for seconds."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        parts = [await receive()]  # the whole body
+        check = _check_response if scope["path"].endswith("/responses") else check_front_end_body
+        try:
+            await bodies.read(parts[0].get("body", b""), check)
+        except GenrtError as error:
+            raise http_error(error) from error
+
+        async def again() -> Message:
+            return parts.pop() if parts else await receive()
+
+        await application(scope, again, send)
+
+    return answered
+
+
+def _check_response(data: bytes, values: int) -> None:
+    """Raise InvalidRequest for what ``check_front_end_body`` refuses, or for the first wrong one of the
+    items: vLLM says of each, in hundreds of errors, why it is no item of any kind."""
+    found = check_front_end_body(data, values)
+    items = found.get("input") if isinstance(found, dict) else None
+    for place, item in enumerate(items if isinstance(items, list) else ()):
+        written = json_bytes(item)
+        if written.count(b"[") + written.count(b"{") > 1000:
+            raise InvalidRequest(f"input[{place}] has over 1000 lists and objects: send fewer")
+        try:
+            ResponsesRequest.model_validate({"input": [item]})
+        except Exception as error:
+            raise InvalidRequest(
+                f"input[{place}] is no item of a response: see OpenAI's API"
+            ) from error
 
 
 def _schema_route(application: Any) -> Route:

@@ -12,8 +12,9 @@ from starlette.routing import Route
 
 from genrt.engines.remote.tokenizers import packed_tokenizer
 from genrt.engines.remote.wire import AnotherModel, Asked, answers_of, flush_to
-from genrt.errors import Closed, EngineDied, EngineUnsupported, GenrtError
+from genrt.errors import Closed, EngineDied, EngineUnsupported, GenrtError, UnknownAdapter
 from genrt.lm import AsyncLM
+from genrt.questions.contexts import Adapter
 from genrt.questions.host_rows import host_row
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
@@ -27,7 +28,8 @@ __all__ = ["remote_routes"]
 
 def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
     """Return the routes."""
-    named = f"{model}/{lm.vocab_size}/{lm.max_model_len}"
+    # No counter tells weights of two processes apart: the runtime's nonce does.
+    named = f"{model}/{lm.vocab_size}/{lm.max_model_len}/{lm._thread.nonce}"
     most = max(1, min(limits.contexts, limits.answer_bytes // (4 * lm.vocab_size)))
     packed: list[bytes] = []
 
@@ -56,7 +58,9 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
     async def flush(request: Request) -> Response:
         data, now = await body_of(request, BYTES), fingerprint()
         try:
-            given = flush_to(data, lm._limits, lm._adapters.bound, model=now, most=most)
+            given = await asyncio.to_thread(
+                flush_to, data, lm._limits, lm._adapters.bound, model=now, most=most
+            )
         except AnotherModel as error:
             raise HTTPError(409, str(error)) from error
         asked = [each if _is_taken(lm, each) else _no_scores() for each in given]
@@ -65,7 +69,11 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
         results = await while_connected(request, _answers(lm, asked))
         if fingerprint() != now:  # some may be of the weights before, and some of those after
             raise HTTPError(409, str(AnotherModel()))
-        return Response(answers_of(results, versions), media_type=BYTES)
+        for place, each in enumerate(asked):  # the same of adapters
+            if not isinstance(each, GenrtError) and _is_swapped(lm, each.adapter):
+                results[place] = UnknownAdapter(f"{each.adapter} was replaced meanwhile: ask again")
+        told = await asyncio.to_thread(answers_of, results, versions)
+        return Response(told, media_type=BYTES)
 
     return [
         Route("/v1/runtime", answering(runtime), methods=["GET"]),
@@ -76,6 +84,10 @@ def remote_routes(lm: AsyncLM, model: str, limits: ServerLimits) -> list[Route]:
 
 def _is_taken(lm: AsyncLM, asked: object) -> bool:
     return lm._thread.scores or not isinstance(asked, ScoreRequest)
+
+
+def _is_swapped(lm: AsyncLM, adapter: Adapter | None) -> bool:
+    return adapter is not None and lm._adapters.by_name.get(adapter.name) != adapter
 
 
 def _no_scores() -> EngineUnsupported:

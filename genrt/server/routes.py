@@ -17,7 +17,7 @@ from genrt.errors import GenrtError, InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.runtime.together import together
 from genrt.server.asgi import HTTPError, http_error
-from genrt.server.bodies import Body, contexts_of, finite, json_bytes
+from genrt.server.bodies import Bodies, Body, contexts_of, finite, json_bytes
 from genrt.server.gate import ClientLeft, ServerLimits
 
 __all__ = ["BYTES", "JSON", "answering", "body_of", "question_routes", "while_connected"]
@@ -76,36 +76,44 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
+def question_routes(lm: AsyncLM, limits: ServerLimits, bodies: Bodies) -> list[Route]:
     """Return the routes for rows, draws and scores."""
 
     async def rows(request: Request) -> Response:
-        body = Body(await body_of(request))
-        contexts = await _tokenized(lm, body.listed("prompts", limits.contexts), "prompts")
+        body = await bodies.read(await body_of(request), Body)
+        contexts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
         k = body.integer("top", 1, lm.vocab_size, None)
         adapter = body.text("adapter", None)
         body.end()
         size = 24 * k if k is not None else 4 * lm.vocab_size
-        if size * len(contexts) > limits.answer_bytes:
+        is_much = k is not None and k * len(contexts) > limits.values
+        if is_much or size * len(contexts) > limits.answer_bytes:
             raise InvalidRequest(
-                f"the answer would be over {limits.answer_bytes} bytes: ask for fewer prompts, or for "
-                "the likeliest tokens alone with top"
+                f"the answer would be over {limits.answer_bytes} bytes, or {limits.values} tokens: ask "
+                "for fewer prompts, or for fewer tokens with top"
             )
         if k is None:
             asked = lm.batch_next_token_logprobs(contexts, device="cpu", adapter=adapter)
-            found = await while_connected(request, asked)
-            shape = {"genrt-shape": f"{len(found)},{lm.vocab_size}"}
-            return Response(found.numpy().data.cast("B"), media_type=BYTES, headers=shape)
+            table = await while_connected(request, asked)
+            shape = {"genrt-shape": f"{len(table)},{lm.vocab_size}"}
+            return Response(table.numpy().data.cast("B"), media_type=BYTES, headers=shape)
         tops = [lm.top_logprobs(each, k, adapter=adapter) for each in contexts]
-        data = [
-            {"token_ids": ids.tolist(), "logprobs": list(map(finite, logprobs.tolist()))}
-            for ids, logprobs in await while_connected(request, together(tops))
-        ]
-        return _answer({"data": data})
+        found = await while_connected(request, together(tops))
+
+        def written() -> Response:
+            data = [  # one by one, so that other threads run in between
+                json_bytes(
+                    {"token_ids": ids.tolist(), "logprobs": [*map(finite, logprobs.tolist())]}
+                )
+                for ids, logprobs in found
+            ]
+            return Response(b'{"data":[' + b",".join(data) + b"]}", media_type=JSON)
+
+        return await bodies.aside(written)
 
     async def draws(request: Request) -> Response:
-        body = Body(await body_of(request))
-        contexts = await _tokenized(lm, body.listed("prompts", limits.contexts), "prompts")
+        body = await bodies.read(await body_of(request), Body)
+        contexts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
         masks = body.listed("masks", limits.contexts) if "masks" in body else None
         for mask in masks or ():
             if mask is not None and not (
@@ -126,8 +134,8 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
         return _answer({"data": data})
 
     async def scores(request: Request) -> Response:
-        body = Body(await body_of(request))
-        prompts = await _tokenized(lm, body.listed("prompts", limits.contexts), "prompts")
+        body = await bodies.read(await body_of(request), Body)
+        prompts = await _tokenized(lm, bodies, body.listed("prompts", limits.contexts), "prompts")
         given = body.listed("continuations", limits.contexts)
         adapter = body.text("adapter", None)
         body.end()
@@ -135,7 +143,7 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
             raise InvalidRequest(
                 f"{len(given)} continuations for {len(prompts)} prompts: give one for each"
             )
-        continuations = await _tokenized(lm, given, "continuations", begins=False)
+        continuations = await _tokenized(lm, bodies, given, "continuations", begins=False)
         if (count := sum(map(len, continuations))) > limits.contexts:
             raise InvalidRequest(
                 f"continuations have {count} tokens together: {limits.contexts} at most, or ask again"
@@ -152,12 +160,12 @@ def question_routes(lm: AsyncLM, limits: ServerLimits) -> list[Route]:
 
 
 async def _tokenized(
-    lm: AsyncLM, given: Sequence[Any], name: str, *, begins: bool = True
+    lm: AsyncLM, bodies: Bodies, given: Sequence[Any], name: str, *, begins: bool = True
 ) -> list[list[int]]:
-    """Return contexts as ``contexts_of`` does: off the event loop if the texts take long to tokenize."""
-    if sum(len(each) for each in given if isinstance(each, str)) <= SHORT:
+    """Return contexts as ``contexts_of`` does: off the event loop if that takes long."""
+    if sum(len(each) for each in given if isinstance(each, str | list)) <= SHORT:
         return contexts_of(lm, given, name, begins=begins)
-    return await asyncio.to_thread(contexts_of, lm, given, name, begins=begins)
+    return await bodies.tokenize(lambda: contexts_of(lm, given, name, begins=begins))
 
 
 def _answer(value: object) -> Response:

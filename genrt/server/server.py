@@ -13,12 +13,14 @@ import asyncio
 import atexit
 import concurrent.futures
 import ipaddress
+import resource
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
 from genrt.errors import EngineFailed, InvalidRequest
@@ -26,7 +28,8 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_float, check_int, named
 from genrt.runtime.thread import aside
 from genrt.server.asgi import Application, Receive, Scope, Send
-from genrt.server.connections import connection_kind
+from genrt.server.bodies import Bodies
+from genrt.server.connections import Connections, connection_kind
 from genrt.server.gate import Gate, ServerLimits, check_key
 from genrt.server.inferences import Inferences
 from genrt.server.remote_questions import remote_routes
@@ -34,7 +37,7 @@ from genrt.server.routes import question_routes
 from genrt.server.status import status_routes
 from genrt.server.trainers import TrainerRoutes
 
-__all__ = ["Server", "serving"]
+__all__ = ["Server", "bound_socket", "serving"]
 
 KEEP_ALIVE_SECONDS = 75
 """How long a connection without a request stays open."""
@@ -52,9 +55,11 @@ class Server:
     Attributes:
         url: where it is, such as ``http://127.0.0.1:8000``; ``None`` until it has started.
         gate: who is being served.
+        bound: a socket that has the address already, to be listened on and closed.
     """
 
     url: str | None = None
+    bound: socket.socket | None = None
     gate: Gate | None = None
 
     def __init__(
@@ -78,6 +83,12 @@ class Server:
         self._thread: threading.Thread | None = None
         self._uvicorn: uvicorn.Server | None = None
         self._is_closing = False
+        self._connections: Connections | None = None
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return 0 if self._connections is None else len(self._connections)
 
     def start(self) -> Self:
         """Start to listen, and return once questions are answered.
@@ -88,7 +99,17 @@ class Server:
         """
         if self._thread is not None:
             raise InvalidRequest("a server starts once: make another with serving")
-        listening = _listening(self._host, self._port, needs_loopback=self._api_key is None)
+        listening = self.bound or bound_socket(
+            self._host, self._port, needs_loopback=self._api_key is None
+        )
+        try:
+            # What a connection that has ended leaves unread, the kernel would keep for ever.
+            milliseconds = int(1000 * min(self._limits.send_seconds, 2e6))
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, milliseconds))
+            listening.listen(2048)
+        except OSError as error:
+            listening.close()
+            raise InvalidRequest(f"cannot listen on {self._host}:{self._port}: {error}") from error
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._run, args=(listening, started), name="genrt-server", daemon=True
@@ -112,6 +133,8 @@ class Server:
             self._uvicorn.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self._shutdown_seconds + DRAIN_SECONDS)
+        elif self._thread is None and self.bound is not None:
+            self.bound.close()
 
     def _run(self, listening: socket.socket, started: concurrent.futures.Future[None]) -> None:
         """Serve, in the thread."""
@@ -126,8 +149,9 @@ class Server:
     async def _serve(
         self, listening: socket.socket, started: concurrent.futures.Future[None]
     ) -> None:
-        openai, client = None, None
-        own, trainers = self._own_routes(), None
+        openai, client, arguments = None, None, None
+        bodies = Bodies(self._limits.values)
+        own, trainers = self._own_routes(bodies), None
         if self._takes_weights:
             trainers = TrainerRoutes(self._lm, self._limits.update_seconds)
             await trainers.check()
@@ -136,20 +160,36 @@ class Server:
             from genrt.server import openai as front_end
 
             arguments = front_end.front_end_options(self._options)
-            openai, client = await front_end.openai_application(self._lm, self._model, arguments)
+            openai, client = await front_end.openai_application(
+                self._lm, self._model, arguments, bodies
+            )
         elif self._options:
             raise InvalidRequest(
                 "options are for vLLM's front end: this runtime has another engine"
             )
+        self._connections = connections = Connections(
+            min(self._limits.connections, _descriptors() * 3 // 4)
+        )
         self.gate = Gate(
             _Routes(own, openai),
             api_key=self._api_key,
             limits=self._limits,
             is_healthy=lambda: self._lm._thread.alive,
+            on_key=connections.know,
         )
+        application: Application = self.gate
+        if arguments is not None and arguments.allowed_origins:
+            # In front of the gate: a browser asks without the key whether it may ask with it.
+            application = CORSMiddleware(
+                application,
+                allow_origins=arguments.allowed_origins,
+                allow_methods=arguments.allowed_methods,
+                allow_headers=arguments.allowed_headers,
+                allow_credentials=arguments.allow_credentials,
+            )
         config = uvicorn.Config(
-            self.gate,
-            http=connection_kind(self._limits.head_seconds),
+            application,
+            http=connection_kind(self._limits.head_seconds, connections),
             ws="none",
             lifespan="off",  # vLLM's would freeze the process's garbage collector
             log_config=None,
@@ -173,10 +213,10 @@ class Server:
             if not started.done():
                 raise EngineFailed("the server did not start")
 
-    def _own_routes(self) -> list[Route]:
-        inferences = Inferences(self._lm, self._limits)
+    def _own_routes(self, bodies: Bodies) -> list[Route]:
+        inferences = Inferences(self._lm, self._limits, bodies)
         return [
-            *question_routes(self._lm, self._limits),
+            *question_routes(self._lm, self._limits, bodies),
             *remote_routes(self._lm, self._model, self._limits),
             inferences.route(),
             *status_routes(self._lm, self._model, inferences.running.values, self._serving),
@@ -327,8 +367,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _listening(host: str, port: int, *, needs_loopback: bool) -> socket.socket:
-    """Return a socket that listens on an address.
+def _descriptors() -> int:
+    """Return how many descriptors the process may have."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**20 if most == resource.RLIM_INFINITY else most
+
+
+def bound_socket(host: str, port: int, *, needs_loopback: bool) -> socket.socket:
+    """Return a socket that has an address, and does not listen yet.
 
     Raises:
         InvalidRequest: it cannot, or others than this machine could reach it though they must not.
@@ -339,6 +385,15 @@ def _listening(host: str, port: int, *, needs_loopback: bool) -> socket.socket:
         )
         if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:
             raise InvalidRequest(f"{host!r} is {address[0]}, which needs an api_key")
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(address[:2])
+        except BaseException:
+            bound.close()
+            raise
+        return bound
     except OSError as error:
         raise InvalidRequest(f"cannot listen on {host}:{port}: {error}") from error

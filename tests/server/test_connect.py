@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import genrt
 from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.remote.connection import ServerBusy
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.engines.remote.tokenizers import packed_tokenizer, unpacked_tokenizer
 from genrt.engines.remote.wire import answers_of, answers_to, flush_of, flush_to
@@ -43,6 +44,7 @@ from tests.apart import drawn_apart
 from tests.scoring_engine import ScoringEngine
 from tests.scripted import Gate, ScriptedEngine, expected_row, logprobs
 from tests.small_models import make_tokenizer
+from tests.waiting import until
 
 VOCABULARY = [b"a", b"b", b"c", b"ab", b" ", b"1", b"2", b""]
 MODEL = NGram.random(VOCABULARY, order=2, seed=4, eos_token_id=7)
@@ -405,6 +407,198 @@ async def test_what_is_no_genrt_server_is_refused(answer: bytes) -> None:
         canned.close()
 
 
+# -- servers that are lost, silent, busy or others by now ------------------------------------------
+
+
+def opening_of(server: Server) -> tuple[bytes, bytes]:
+    """What a server answers to who connects."""
+    connection = engine_of(server)._connection
+    found = [ok(connection.get(path)) for path in ("/v1/runtime", "/v1/tokenizer")]
+    connection.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20])
+@pytest.mark.parametrize("restart", [None, "auto"])
+async def test_an_answer_that_is_cut_off_is_of_a_server_that_is_lost(
+    server: Server, kept: int, restart: Any
+) -> None:
+    opening, row = opening_of(server), torch.full((8,), -math.log(8.0))
+    answer = ok(answers_of([row], {}))
+    cut = answer[: answer.index(b"\r\n\r\n") + 4 + kept]
+    canned = Canned(*opening, cut, *((*opening, answer) if restart else ()))
+    try:
+        remote = await AsyncLM.connect(canned.url, restart=restart)
+        if restart:
+            assert torch.equal(await remote.next_token_logprobs([1]), row)
+        else:
+            with pytest.raises(genrt.EngineDied, match="cannot be reached"):
+                await remote.next_token_logprobs([1])
+        await remote.aclose()
+    finally:
+        canned.close()
+
+
+async def test_nobody_waits_for_a_server_that_is_silent(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        asked = threading.Event()
+
+        def serve() -> None:
+            for answer in opening_of(server):
+                with listening.accept()[0] as connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                asked.set()
+                connection.recv(65536)  # until the client hangs up
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        remote = await AsyncLM.connect(url)
+        question = asyncio.create_task(remote.next_token_logprobs([1]))
+        await asyncio.to_thread(asked.wait, 30)
+        engine = remote._thread._thread
+        remote._thread.close(wait=False)  # as an interpreter does that exits
+        with pytest.raises(genrt.Closed):
+            await question
+        await until(lambda: not engine.is_alive())
+        await until(lambda: not thread.is_alive())
+
+
+def test_patience_with_a_busy_server_begins_anew_with_every_question(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(server, timeout=0.17)  # for a busy server too
+    asked = engine._asked
+    busy = [True]
+
+    def ask(questions: Any) -> list[Any]:
+        if busy[0]:
+            raise ServerBusy(0.0)
+        return asked(questions)
+
+    monkeypatch.setattr(engine, "_asked", ask)
+    engine.submit([logprobs(1)])
+    while engine._waited < 0.12:  # of which each step is 0.05
+        assert engine.step() == []
+    with pytest.raises(EngineFailed, match="busy"):
+        engine.step()
+    engine.submit([logprobs(2)])
+    assert engine.step() == []
+    busy[0] = False
+    [end] = engine.step()
+    assert end.error is None
+    engine.close()
+
+
+async def test_another_runtime_of_the_same_name_is_another_server() -> None:
+    """Versions of weights and adapters count alike in both."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    models = [NGram.random(VOCABULARY, order=2, seed=seed, eos_token_id=7) for seed in (5, 6)]
+    remote = None
+    for model in models:
+        with (
+            genrt.load(engine=lambda model=model: ExactEngine(model, max_model_len=48)) as own,  # type: ignore[misc]
+            serving(own, port=port, shutdown_seconds=0.1) as server,
+        ):
+            if remote is None:
+                remote = await AsyncLM.connect(str(server.url), restart="auto")
+                assert torch.equal(
+                    await remote.next_token_logprobs([1]), await own.next_token_logprobs([1])
+                )
+                continue
+            with pytest.raises(genrt.EngineFailed):
+                await remote.next_token_logprobs([2])
+            with pytest.raises(genrt.EngineFailed):  # of which a row is cached
+                await remote.next_token_logprobs([1])
+            await remote.aclose()
+
+
+async def test_rows_of_an_adapter_that_is_replaced_meanwhile_are_nobodys() -> None:
+    own: list[AsyncLM] = []
+
+    def row(request: LogprobsRequest) -> torch.Tensor:
+        if request.adapter is not None:
+            own[0]._adapters.by_name["style"] = Adapter("style", 7)
+        return expected_row(request)
+
+    with genrt.load(engine=lambda: ScriptedEngine(row=row)) as lm, serving(lm) as server:
+        own.append(lm)
+        lm._adapters.by_name["style"] = Adapter("style", 1)
+        async with await AsyncLM.connect(str(server.url)) as remote:
+            styled, plain = await asyncio.gather(
+                remote.next_token_logprobs([1], adapter="style"),
+                remote.next_token_logprobs([1]),
+                return_exceptions=True,
+            )
+            assert isinstance(styled, genrt.UnknownAdapter)
+            assert torch.equal(plain, expected_row(logprobs(1)))  # type: ignore[arg-type]
+
+
+async def test_a_restart_takes_the_adapters_that_the_server_has_then(tmp_path: Path) -> None:
+    for seed in (9, 10):
+        (tmp_path / str(seed)).mkdir()
+        model = NGram.random(VOCABULARY, order=2, seed=seed, eos_token_id=7)
+        _save_adapter(model, tmp_path / str(seed))
+    with genrt.load(engine=lambda: ExactEngine(MODEL, max_model_len=48)) as own:
+        own.add_adapter_sync("style", tmp_path / "9")
+        own.add_adapter_sync("gone", tmp_path / "9")
+        with serving(own) as server:
+            async with await AsyncLM.connect(str(server.url)) as remote:
+                before = await remote.next_token_logprobs([1], adapter="style")
+                own.add_adapter_sync("style", tmp_path / "10")
+                own.add_adapter_sync("new", tmp_path / "10")
+                own.remove_adapter("gone")
+                await remote.arestart()
+                assert set(remote.adapters) == {"style", "new"}
+                for name in remote.adapters:
+                    row = await remote.next_token_logprobs([1], adapter=name)
+                    assert torch.equal(row, await own.next_token_logprobs([1], adapter=name))
+                    assert not torch.equal(row, before)
+                with pytest.raises(genrt.UnknownAdapter):
+                    await remote.next_token_logprobs([1], adapter="gone")
+
+
+async def test_a_row_that_fails_ends_its_own_sample_alone() -> None:
+    poisoned = logprobs(1, 2)
+
+    def row(request: LogprobsRequest) -> torch.Tensor:
+        found = torch.full((8,), -math.inf)
+        found[2] = 0.0
+        return found
+
+    engine = ScriptedEngine(errors={poisoned: NotFinite("it is poisoned")}, row=row)
+    with genrt.load(engine=lambda: engine) as lm, serving(lm) as server:
+        async with await AsyncLM.connect(str(server.url), cache_bytes=0) as remote:
+            found = await asyncio.gather(
+                *(remote.sample([each], max_tokens=4, seed=0) for each in (0, 1, 3)),
+                *(remote.draw([each], seed=0) for each in (4, 5)),
+                return_exceptions=True,
+            )
+    assert isinstance(found[1], NotFinite)
+    assert [found[0], found[2]] == [[2, 2, 2, 2]] * 2
+    assert all(isinstance(each, Draw) for each in found[3:])
+
+
+async def test_populations_and_samples_share_the_calls_of_a_server(lm: AsyncLM) -> None:
+    with serving(lm, limits=ServerLimits(contexts=5)) as server:
+        async with await AsyncLM.connect(str(server.url), cache_bytes=0) as remote:
+            population = remote.population([1], 5)
+            before = remote.statistics().engine.computed_tokens
+            drawn = await population.draw(seed=1)
+            assert remote.statistics().engine.computed_tokens == before + 5
+            assert len(drawn.token_ids) == 5
+            samples = [remote.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
+            there = [lm.sample([1, each], max_tokens=9, seed=each) for each in range(4)]
+            draws = [remote.population([2, each], 5).draw(seed=1) for each in range(4)]
+            found = await asyncio.gather(*samples, *draws)
+            assert found[:4] == await asyncio.gather(*there)
+
+
 # -- the wire -------------------------------------------------------------------------------------
 
 LIMITS = Limits(40, 16)
@@ -448,17 +642,27 @@ def results_of(asked: list[Any]) -> list[Any]:
         row = torch.randn(40).log_softmax(0)
         wanted = each.wanted if isinstance(each, ReadRequest) else None
         if isinstance(each, ScoreRequest):
-            shape = (2, len(each)) if each.wanted == "greedy" else (len(each),)
-            results.append(torch.randn(shape))
+            scores = -torch.rand(len(each))
+            is_greedy = each.wanted == "greedy"
+            results.append(torch.stack([scores, scores.round().abs()]) if is_greedy else scores)
         elif wanted is None:
             results.append(row)
         elif isinstance(wanted, DrawToken):
-            results.append(Draw(-1, -math.inf, -math.inf) if wanted.seed else Draw(3, -1.5, -0.5))
+            results.append(draw_of(wanted))
         elif isinstance(wanted, Candidates):
             results.append(row[list(wanted.token_ids)])
         elif isinstance(wanted, TopTokens):
             results.append(TopLogprobs(*reversed(row.topk(wanted.k))))
     return results
+
+
+def draw_of(wanted: DrawToken) -> Draw:
+    """The draw of the first token that may be drawn."""
+    logprob = -1.5 if wanted.temperature else 0.0
+    if wanted.mask is None:
+        return Draw(3, logprob, 0.0)
+    allowed = [n for n in range(40) if wanted.mask[n // 8] >> n % 8 & 1]
+    return Draw(allowed[0], logprob, -0.5) if allowed else Draw(-1, -math.inf, -math.inf)
 
 
 @settings(deadline=None)
@@ -477,6 +681,53 @@ def test_answers_arrive_as_they_were_sent_or_not_at_all(asked: list[Any], cut: i
         answers_to(data[:-cut] if len(data) > 8 + cut else b"", asked, 40)
     with pytest.raises(EngineFailed):
         answers_to(data + b"\0" * cut, asked, 40)
+
+
+ROW = LogprobsRequest((1, 2))
+EVEN = torch.full((4,), -math.log(4.0))
+MASKED = DrawToken(bytes([0b0101]), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "result"),
+    [
+        (ROW, EVEN + 0.01),
+        (ROW, torch.tensor([0.0, -math.inf, -math.inf, math.nan])),
+        (ROW, torch.tensor([math.inf, 0.0, 0.0, 0.0])),
+        (ROW, torch.full((4,), -math.inf)),
+        (ReadRequest(ROW, MASKED), Draw(1, -0.5, -0.5)),
+        (ReadRequest(ROW, MASKED), Draw(0, math.nan, -0.5)),
+        (ReadRequest(ROW, MASKED), Draw(0, -0.5, math.nan)),
+        (ReadRequest(ROW, MASKED), Draw(0, -0.5, 0.5)),
+        (ReadRequest(ROW, MASKED), Draw(0, math.inf, -0.5)),
+        (ReadRequest(ROW, MASKED), Draw(-1, -0.5, -0.5)),
+        (ReadRequest(ROW, DrawToken(None, seed=3)), Draw(-1, -math.inf, -math.inf)),
+        (ReadRequest(ROW, DrawToken(None, seed=3)), Draw(2, -0.5, -0.5)),
+        (ReadRequest(ROW, DrawToken(None, 0.0, seed=3)), Draw(2, -0.5, 0.0)),
+        (ReadRequest(ROW, Candidates((0, 1))), torch.tensor([-0.1, -0.1])),
+        (ReadRequest(ROW, Candidates((0, 0))), torch.tensor([-0.5, -0.6])),
+        (ReadRequest(ROW, Candidates((0, 1))), torch.tensor([math.nan, -1.0])),
+        (ReadRequest(ROW, Candidates((0,))), torch.tensor([0.5])),
+        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, 1]), EVEN[:2])),
+        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, 4]), EVEN[:2])),
+        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, -1]), EVEN[:2])),
+        (ReadRequest(ROW, TopTokens(2)), TopLogprobs(torch.tensor([1, 2]), -EVEN[:2])),
+        (
+            ReadRequest(ROW, TopTokens(2)),
+            TopLogprobs(torch.tensor([1, 2]), torch.tensor([-3.0, -1.0])),
+        ),
+        (ScoreRequest(ROW.packed, 1), torch.tensor([0.5])),
+        (ScoreRequest(ROW.packed, 1), torch.tensor([math.nan])),
+        (ScoreRequest(ROW.packed, 1, None, 0, "greedy"), torch.tensor([[-0.5], [2.0]])),
+    ],
+)
+def test_what_no_model_answers_is_believed_of_no_server(asked: Any, result: Any) -> None:
+    """It fails for its question alone."""
+    data = answers_of([EVEN, result, Draw(2, -0.5, -0.5)], {})
+    found, _ = answers_to(data, [LogprobsRequest((3,)), asked, ReadRequest(ROW, MASKED)], 4)
+    assert type(found[1]) is EngineFailed
+    assert torch.equal(found[0], EVEN)
+    assert found[2] == Draw(2, -0.5, -0.5)
 
 
 @pytest.mark.promise(number=35)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
+import json
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -16,8 +21,13 @@ import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import InvalidRequest
 from genrt.server import Server, ServerLimits, serving
+from genrt.server.asgi import Receive, Scope, Send
+from genrt.server.bodies import Bodies, Body, check_front_end_body
+from genrt.server.connections import Connections
+from genrt.server.gate import Gate as ServerGate
 from genrt.server.gate import check_key, is_loopback
 from tests.scripted import Gate, ScriptedEngine
+from tests.waiting import until
 
 KEY = "open-sesame-42"
 LIMITS = ServerLimits(body_bytes=4096, body_seconds=0.2, head_seconds=0.2, requests=4, contexts=8)
@@ -263,3 +273,233 @@ def test_loopback_addresses_are_those_of_the_kernel(address: object) -> None:
 def test_limits_are_checked(name: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=name):
         ServerLimits(**{name: value})  # type: ignore[arg-type]
+
+
+# -- clients that do not read, or do not ask --------------------------------------------------------
+
+READ_BY_NOBODY = 2**23
+SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+
+
+def gate_of(kind: bytes, size: int, **limits: Any) -> ServerGate:
+    """A gate before an application whose answers have this many bytes."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", kind)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    return ServerGate(answer, api_key=None, limits=ServerLimits(**limits))
+
+
+async def nothing_more() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])
+async def test_an_answer_that_nobody_reads_is_held_for_a_while(kind: bytes) -> None:
+    gate = gate_of(kind, READ_BY_NOBODY, send_seconds=0.01)
+    sent: list[int] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            assert gate.held_bytes == READ_BY_NOBODY
+            sent.append(len(message["body"]))
+            await asyncio.Event().wait()
+
+    await gate(SCOPE, nothing_more, send)
+    assert sent == [2**16]
+    assert (gate.held_bytes, gate.serving) == (0, 0)
+
+
+async def test_an_answer_leaves_whole_in_pieces() -> None:
+    gate = gate_of(b"application/json", 2**17 + 3)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await gate(SCOPE, nothing_more, send)
+    assert [each["status"] for each in sent[:1]] == [200]
+    found = [(len(each["body"]), each.get("more_body", False)) for each in sent[1:]]
+    assert found == [(2**16, True), (2**16, True), (3, False)]
+
+
+async def test_answers_take_no_more_room_than_there_is_for_all() -> None:
+    """One that is on its way leaves no room for another, which is told so in place of its answer."""
+    gate = gate_of(b"application/json", 1000, held_bytes=1500)
+    is_read, statuses = asyncio.Event(), list[int]()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+        elif message["body"][:1] == b"\0":
+            await is_read.wait()
+
+    first = asyncio.create_task(gate(SCOPE, nothing_more, send))
+    await until(lambda: gate.held_bytes)
+    await gate(SCOPE, nothing_more, send)
+    assert statuses == [200, 429]
+    is_read.set()
+    await first
+    await gate(SCOPE, nothing_more, send)
+    assert (statuses, gate.held_bytes) == ([200, 429, 200], 0)
+
+
+async def test_a_client_that_does_not_read_is_dropped() -> None:
+    """Also of what has left the application, and waits for the client in the kernel."""
+    model = NGram.random(500, seed=1)
+    with genrt.load(engine=lambda: ExactEngine(model, max_model_len=8)) as lm:
+        for contexts in (1500, 4000):
+            with serving(lm, limits=ServerLimits(send_seconds=0.2)) as server:
+                host, port = str(server.url).removeprefix("http://").split(":")
+                with socket.socket() as connection:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    connection.connect((host, int(port)))
+                    body = b'{"prompts":[' + b",".join([b"[1]"] * contexts) + b"]}"
+                    head = "POST /v1/next_token_logprobs HTTP/1.1\r\nhost: localhost\r\n"
+                    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+                    await until(lambda server=server: server.connections == 1)  # type: ignore[misc]
+                    await until(lambda server=server: server.connections == 0)  # type: ignore[misc]
+                    gate = server.gate
+                    assert gate is not None
+                    assert gate.held_bytes == 0
+
+
+@pytest.mark.promise(number=35)
+def test_idle_connections_leave_room_for_others(lm: genrt.AsyncLM) -> None:
+    limits = ServerLimits(connections=6)
+    with serving(lm, api_key=KEY, limits=limits) as server, contextlib.ExitStack() as opened:
+        host, port = str(server.url).removeprefix("http://").split(":")
+        known = opened.enter_context(httpx.Client(base_url=str(server.url), headers=bearer(KEY)))
+        assert known.get("/v1/status").status_code == 200
+        idle = [
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            for _ in range(20)
+        ]
+        assert asked(server, "GET", "/health").status_code == 200
+        assert server.connections <= 6
+        assert idle[0].recv(1) == b""  # the oldest make room
+        pool: Any = known._transport
+        assert [each.is_idle() for each in pool._pool.connections] == [True]
+        assert known.get("/v1/status").status_code == 200
+
+
+@pytest.mark.promise(number=35)
+def test_a_refused_body_is_not_read_for_ever(locked: Server) -> None:
+    """In chunks as small as they can be it would take all of the event loop."""
+    host, port = str(locked.url).removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(
+            b"POST /v1/draw HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        found = connection.recv(4096)
+        assert found.startswith(b"HTTP/1.1 401")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"1\r\na\r\n" * 2_000_000)
+
+
+class Line:
+    """A connection, as far as the others see it."""
+
+    def __init__(self, *, is_idle: bool) -> None:
+        self.is_idle = is_idle
+        self.is_aborted = False
+        self.transport = self
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_who_makes_room_for_a_new_connection() -> None:
+    connections = Connections(3)
+    asks, known, idle, new = (Line(is_idle=each) for each in (False, True, True, True))
+    for each in (asks, known, idle):
+        assert connections.add(each, each)
+    connections.know(known)
+    assert connections.add(new, new)
+    assert [each.is_aborted for each in (asks, known, idle, new)] == [False, False, True, False]
+    connections.remove(idle, idle)  # when the transport says so
+    new.is_idle = False
+    another = Line(is_idle=False)
+    assert connections.add(another, another)
+    assert known.is_aborted
+    assert not connections.add(object(), Line(is_idle=True))  # all have a request
+    connections.remove(new, known)  # which is not the one of this address
+    assert len(connections) == 3
+
+
+# -- bodies that take long to read --------------------------------------------------------------------
+
+LISTS = b"[" + b"[]," * 2**23 + b"[]]"
+IDS = b"[" + b"1," * (2**24 - 99) + b"1]"
+KEYS = b"{" + b",".join(b'"%d":1' % each for each in range(2_400_000)) + b"}"
+DEEP = b"[" * 900 + b"]" * 900
+
+
+@pytest.mark.promise(number=35)
+@pytest.mark.parametrize("data", [LISTS, IDS, KEYS, DEEP], ids=["lists", "ids", "keys", "deep"])
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
+    lm: genrt.AsyncLM, data: bytes
+) -> None:
+    with serving(lm) as server:
+        body = b'{"prompts": [[1]], "more": ' + data + b"}"
+        headers = {"content-type": "application/json"}
+        found = asked(server, "POST", "/v1/draw", content=body, headers=headers, timeout=60)
+    assert found.status_code == 400
+    assert "over" in found.text
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        *((LISTS, "values"), (IDS, "values"), (KEYS, "values"), (DEEP, "deep")),
+        (b'{"messages": [' + b"{}," * 4096 + b"{}]}", "'messages' has over 4096 members"),
+        (b'{"messages": [' + b"1," * 4096 + b"1]}", "'messages' has over 4096 members"),
+        (b'{"prompt": [' + b"1," * 4096 + b'"a"]}', "'prompt' has over 4096 members"),
+        (b"{" + b",".join(b'"%d":1' % each for each in range(4098)) + b"}", "'body' has over"),
+        (b"[" * 101 + b"]" * 101, "over 100 deep"),
+        (b'"' * 2**23 + b"," * 2**21, "values"),
+    ],
+)
+def test_what_the_front_end_would_be_busy_with_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check_front_end_body(data, 2**20)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"prompt": [' + b"1," * 2**17 + b"1]}",
+        b'{"prompt": [[' + b"1," * 2**17 + b"1], [2]]}",
+        b'{"token_ids": [' + b"1," * 2**17 + b'1], "stop": [3]}',
+        b'{"prompt": "' + b"[{,}" * 2**21 + b'"}',
+        b'{"prompt": "' + b'\\\\\\"[{,}' * 2**18 + b'"}',
+        *(b"no json" + b"," * 5000, b"{" * 200, b"", b'"'),
+    ],
+)
+def test_what_is_long_and_quickly_read_is_not(data: bytes) -> None:
+    found = check_front_end_body(data, 2**20)
+    assert found is None or found == json.loads(data)
+
+
+@pytest.mark.parametrize("text", ["[{,}" * 2**20, '"[{,}' * 2**16])
+def test_commas_and_brackets_of_texts_are_no_values(text: str) -> None:
+    body = Body(b'{"prompt": "' + text.replace('"', '\\"').encode() + b'"}', 2**20)
+    assert body.text("prompt") == text
+
+
+async def test_long_bodies_are_read_one_at_a_time_in_another_thread() -> None:
+    bodies, here = Bodies(99), threading.get_ident()
+    running: list[int] = []
+
+    def make(data: bytes, values: int) -> int:
+        running.append(threading.get_ident())
+        assert len(running) == 1
+        assert values == 99
+        return running.pop()
+
+    assert await bodies.read(b"short", make) == here
+    found = await asyncio.gather(*(bodies.read(b" " * 2**15, make) for _ in range(5)))
+    assert here not in found

@@ -28,7 +28,7 @@ from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.server import Server, serving
 from genrt.server.client import RuntimeClient
-from genrt.server.openai import front_end_options, options_of
+from genrt.server.openai import HONOURED, front_end_options, options_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
@@ -599,8 +599,14 @@ async def test_a_closed_runtime_is_told_as_unavailable_until_it_is_restarted(lla
     assert set(_servers()) <= before
 
 
-@pytest.mark.parametrize("name", ["no_such", "host", "port", "api_key", "middleware"])
-def test_options_that_are_not_the_front_ends_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("no_such", "host", "port", "api_key", "middleware", "ssl_keyfile", "uds", "headless"),
+        *("api_server_count", "tool_parser_plugin", "lora_modules", "max_model_len"),
+    ],
+)
+def test_options_that_have_no_effect_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
         front_end_options({name: 1})
 
@@ -613,3 +619,59 @@ def test_arguments_of_vllm_serve_are_told_apart() -> None:
     assert options_of([]) == ({}, {})
     with pytest.raises(InvalidRequest, match="--port"):
         options_of(["--port", "1"])
+    of_033 = {"reasoning_effort_map"}
+    assert of_033 >= HONOURED - vars(front_end_options({})).keys()
+
+
+async def test_pages_of_allowed_origins_may_ask_with_the_key(lm: AsyncLM) -> None:
+    """Their browsers ask first, without it, whether they may."""
+    page, other = "https://app.example", "https://evil.example"
+    ask = {"access-control-request-method": "POST"}
+    ask |= {"access-control-request-headers": "authorization,content-type"}
+    key = {"authorization": f"Bearer {KEY}"}
+    row = {"prompts": [[5, 6]], "top": 1}
+    options = OPTIONS | {"allowed_origins": [page]}
+    async with (
+        serving(lm, api_key=KEY, model="tiny", options=options) as server,
+        httpx.AsyncClient(base_url=str(server.url)) as http,
+    ):
+        for path in ("/v1/chat/completions", "/v1/next_token_logprobs"):
+            found = await http.options(path, headers=ask | {"origin": page})
+            assert found.status_code == 200
+            assert found.headers["access-control-allow-origin"] == page
+            found = await http.options(path, headers=ask | {"origin": other})
+            assert "access-control-allow-origin" not in found.headers
+            assert (await http.options(path, headers={"origin": page})).status_code == 401
+        path = "/v1/next_token_logprobs"
+        found = await http.post(path, json=row, headers=key | {"origin": page})
+        assert found.status_code == 200
+        assert found.headers["access-control-allow-origin"] == page
+        assert (await http.post(path, json=row, headers={"origin": page})).status_code == 401
+        found = await http.get("/v1/models", headers=key | {"origin": page})
+        assert found.headers.get_list("access-control-allow-origin") == [page]
+
+
+async def test_a_body_that_the_front_end_would_be_busy_with_is_refused(
+    client: openai.AsyncOpenAI,
+) -> None:
+    async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as http:
+        chat, item = "chat/completions", "no item of a response"
+        given: list[tuple[str, str, list[Any], str]] = [
+            (chat, "messages", [{}] * 5000, "over 4096 members"),
+            (chat, "messages", [1] * 100_000, "over 4096 members"),
+            ("completions", "prompt", [[]] * 20_000, "lists and objects"),
+            ("responses", "input", [{}] * 4000, item),
+            ("responses", "input", [ASKED[0]] * 100 + [{}], item),
+            ("responses", "input", [{"role": "user", "content": [{}] * 40}], item),
+            ("responses", "input", [{"role": "user", "content": [{}] * 2000}], "over 1000"),
+        ]
+        headers = {"authorization": f"Bearer {KEY}"}
+        for path, name, members, message in given:
+            body = {"model": "tiny", name: members}
+            found = await http.post(path, json=body, headers=headers)
+            assert found.status_code == 400
+            assert message in found.json()["error"]["message"]
+        asked: dict[str, Any] = {"model": "tiny", "max_output_tokens": 2, "store": False}
+        asked["input"] = [{"role": "user", "content": "a"}] * 40
+        found = await http.post("responses", json=asked, headers=headers)
+        assert found.status_code == 200, found.text

@@ -22,6 +22,7 @@ from genrt.constraints import regex
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.inference import SMC, TextModel
 from genrt.server import Server, ServerLimits, routes, serving
+from genrt.server.bodies import Bodies
 from tests.apart import drawn_apart_sync
 from tests.scripted import Gate, ScriptedEngine
 
@@ -363,6 +364,7 @@ async def test_long_texts_are_tokenized_off_the_event_loop(monkeypatch: pytest.M
         return [[1] for _ in given]
 
     monkeypatch.setattr(routes, "contexts_of", tokenized)
+    bodies = Bodies(9)
     for text in ("short", "long " * routes.SHORT):
-        assert await routes._tokenized(cast("Any", None), [text], "prompts") == [[1]]
+        assert await routes._tokenized(cast("Any", None), bodies, [text], "prompts") == [[1]]
     assert threads[0] == threading.get_ident() != threads[1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,15 +22,38 @@ from genrt.server import command
 
 KEY = "open-sesame-42"
 
+NOTHING = [
+    *(["--ssl-keyfile", "key.pem"], ["--ssl-certfile", "cert.pem"], ["--ssl-ca-certs", "ca.pem"]),
+    *(["--enable-ssl-refresh"], ["--headless"], ["--api-server-count", "2"], ["--uds", "socket"]),
+    *(["--tool-parser-plugin", "parser.py"], ["--middleware", "a.b"], ["--grpc"]),
+    *(["--uvicorn-log-level", "debug"], ["--h11-max-header-count", "9"]),
+    *(["--enable-per-request-metrics"], ["--trust-request-mm-kwargs"]),
+]
+"""Options of ``vllm serve`` for its own server, or for what a runtime does not do."""
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "give an api_key"),
         (["--api-key", "short"], "8 characters"),
+        (["--api-key", ""], "api_key is empty"),
+        (["--host", "203.0.113.1", "--api-key", KEY], "cannot listen on 203.0.113.1:8000"),
         (["--max-requests", "0"], "requests must be at least 1"),
         (["--adapter", "style"], "NAME=DIRECTORY"),
         (["--adapter", "style=a", "--adapter", "style=b"], "'style' is given twice"),
+        (["--adapter", "style=/no/such"], "/no/such is not a directory"),
+        (["--max-connections", "0"], "connections must be at least 1"),
+        *((["--", *each], f"does nothing with {each[0]}") for each in NOTHING),
+        (["--", "--config", "no.yaml"], "no --config"),
+        (["--", "--served-model-name", "x"], "give --name before --"),
+        (["--", "--lora-modules", "a=b"], "give --adapter before --"),
+        (["--", "--enable-auto-tool-choice"], "requires --tool-call-parser"),
+        (
+            ["--", "--enable-auto-tool-choice", "--tool-call-parser", "x"],
+            "invalid tool call parser",
+        ),
+        (["--", "--chat-template", "no.jinja"], "no.jinja"),
         (["--port", "65536"], "port must be"),
         (["--port", "-1"], "port must be"),
         (["--shutdown-seconds", "nan"], "shutdown_seconds must be"),
@@ -93,17 +118,95 @@ def test_a_model_is_served_until_it_is_told_to_end(llama: Path, end: signal.Sign
     assert "Traceback" not in errors
 
 
-def test_replicas_are_loaded_as_the_arguments_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[dict[str, Any]] = []
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What would be loaded, and is not."""
+    options: list[dict[str, Any]] = []
 
-    def load(model: str, **options: Any) -> None:
-        loaded.append(options)
+    def load(model: str, **given: Any) -> None:
+        options.append(given)
         raise Closed("no more than this")
 
     monkeypatch.setattr(command, "load", load)
+    return options
+
+
+def test_adapters_are_looked_at_before_a_model_is_loaded(
+    loaded: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, rank in (("small", 4), ("large", 40), ("none", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").touch()
+        config = {} if rank is None else {"r": rank}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+    small, large, none = (f"{each}={tmp_path / each}" for each in ("small", "large", "none"))
+    port = ["--port", "0"]
+    assert main(["serve", "a/model", *port, "--adapter", small, "--adapter", large]) == 1
+    assert main(["serve", "a/model", *port, "--adapter", small]) == 1
+    assert [each["engine_options"] for each in loaded] == [
+        {"enable_lora": True, "max_loras": count, "max_lora_rank": rank}
+        for count, rank in ((2, 64), (1, 8))
+    ]
+    assert main(["serve", "a/model", *port, "--adapter", none]) != 0
+    assert "adapter_config.json has no rank" in capsys.readouterr().err
+    assert len(loaded) == 2
+
+
+def test_an_address_is_taken_before_a_model_is_loaded(
+    loaded: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "a/model", "--port", port]) != 0
+        assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert loaded == []
+    assert main(["serve", "a/model", "--port", port]) == 1
+    assert len(loaded) == 1
+    with socket.create_server(("127.0.0.1", int(port))):  # which is free again
+        pass
+
+
+def test_a_missing_extra_is_told_before_a_model_is_loaded(
+    loaded: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "genrt.server.server", None)
+    assert main(["serve", "a/model"]) == 1
+    assert "pip install 'genrt[serve]'" in capsys.readouterr().err
+    assert loaded == []
+
+
+def test_an_empty_key_in_the_environment_is_refused(
+    loaded: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENRT_API_KEY", "")
+    assert main(["serve", "a/model"]) != 0
+    assert loaded == []
+
+
+def test_a_server_that_still_loads_is_told_to_end(llama: Path) -> None:
+    command = [sys.executable, "-m", "genrt", "serve", str(llama), "--engine", "transformers"]
+    command += ["--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            while "genrt: loading" not in (line := process.stderr.readline()):
+                assert line, "it ended"
+            process.send_signal(signal.SIGTERM)
+            output, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, output) == (128 + signal.SIGTERM, ""), errors
+    assert "Traceback" not in errors
+
+
+def test_replicas_are_loaded_as_the_arguments_say(loaded: list[dict[str, Any]]) -> None:
     limits = ["--replica-limits", '{"most_restarts": 1, "stall_seconds": 60}']
     for arguments in ([], ["--replicas", "3", "--cluster", "local", *limits]):
-        assert main(["serve", "a/model", *arguments]) == 1
+        assert main(["serve", "a/model", "--port", "0", *arguments]) == 1
     names = ("replicas", "cluster", "replica_limits")
     assert [loaded[0][each] for each in names] == [None] * 3
     found = ReplicaLimits(most_restarts=1, stall_seconds=60)

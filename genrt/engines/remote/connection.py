@@ -1,9 +1,16 @@
-"""A connection to a genrt server: one HTTP call at a time, kept open in between."""
+"""A connection to a genrt server: one HTTP call at a time, kept open in between.
+
+Rules:
+    A server that cannot be reached, or whose answer is cut off, is lost: ``EngineDied``.
+    Any thread may hang up, which ends the call under way: nobody waits for a server that is silent.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import ssl
 import urllib.parse
 from typing import Any
@@ -15,6 +22,9 @@ __all__ = ["Connection", "ServerBusy"]
 
 MOST_ANSWERED = 2**33
 """The largest answer that is read, in bytes."""
+
+CONNECT_SECONDS = 10.0
+"""How long it takes at most to connect; nobody can hang up meanwhile."""
 
 
 class ServerBusy(Exception):
@@ -51,15 +61,14 @@ class Connection:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout = check_float("timeout", timeout, 0.001, 1e6)
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._is_hung_up = False
         self._http: http.client.HTTPConnection
-        host = str(parts.hostname)
+        host, seconds = str(parts.hostname), min(self._timeout, CONNECT_SECONDS)
         if parts.scheme == "https":
             context = ssl.create_default_context()
-            self._http = http.client.HTTPSConnection(
-                host, port, timeout=self._timeout, context=context
-            )
+            self._http = http.client.HTTPSConnection(host, port, timeout=seconds, context=context)
         else:
-            self._http = http.client.HTTPConnection(host, port, timeout=self._timeout)
+            self._http = http.client.HTTPConnection(host, port, timeout=seconds)
 
     def get(self, path: str) -> bytes:
         """Return what is at a path; raises as ``post``."""
@@ -90,6 +99,13 @@ class Connection:
         """Close the connection; the next call opens another."""
         self._http.close()
 
+    def hang_up(self) -> None:
+        """End the call under way, and all later ones; from any thread, taking no lock."""
+        self._is_hung_up = True
+        if (line := self._http.sock) is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(line, socket.SHUT_RDWR)
+
     def _call(self, method: str, path: str, body: bytes | None) -> bytes:
         headers = dict(self._headers)
         if body is not None:
@@ -116,9 +132,17 @@ class Connection:
     def _once(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[int, bytes, float]:
+        is_open = self._http.sock is not None
+        if not is_open:
+            self._http.connect()
+            self._http.sock.settimeout(self._timeout)
+        if self._is_hung_up:
+            raise ConnectionAbortedError("this end has hung up")
         self._http.request(method, self._path + path, body, headers)
-        answer = self._http.getresponse()
-        data = answer.read(MOST_ANSWERED)
+        with self._http.getresponse() as answer:
+            data = answer.read(MOST_ANSWERED)
+            if answer.length:  # which is what is missing; ``read`` does not mind
+                raise http.client.IncompleteRead(data, answer.length)
         wait = answer.headers.get("retry-after", "")
         return answer.status, data, float(wait) if wait.isdigit() else 1.0
 

@@ -13,7 +13,7 @@ Rules:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -36,7 +36,7 @@ from genrt.errors import (
     InvalidRequest,
     UnknownAdapter,
 )
-from genrt.questions.contexts import Adapter
+from genrt.questions.contexts import TOKEN_BYTES, Adapter
 from genrt.questions.draws import DrawToken, batch_draw
 from genrt.questions.population_draws import PopulationDraw
 from genrt.questions.reads import ReadRequest
@@ -68,8 +68,16 @@ class RemoteEngine(SteppedEngine):
     reads = frozenset({*KINDS, PopulationDraw})
     scores_rows = False
 
-    def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        timeout: float = 600.0,
+        on_connection: Callable[[Connection], None] = lambda connection: None,
+    ) -> None:
         self._connection = Connection(url, api_key, timeout)
+        on_connection(self._connection)
         try:
             found = self._connection.get_json("/v1/runtime")
             self.fingerprint, most = str(found["fingerprint"]), int(found["most_questions"])
@@ -92,6 +100,7 @@ class RemoteEngine(SteppedEngine):
         self._adapters |= set(self.adapters.values())
         self._direct: dict[Request, None] = {}
         self._waited = 0.0
+        self._drew_last = False
         self._timeout = timeout
 
     def __repr__(self) -> str:
@@ -117,8 +126,8 @@ class RemoteEngine(SteppedEngine):
         if self._refused or not (self._direct or self._in_progress):
             return super().step()
         started = time.perf_counter()
-        drawing = list(islice(self._in_progress.values(), self.max_batch_size))
-        direct = self._fitting(self.max_batch_size - len(drawing))
+        drawing, direct = self._next()
+        self._drew_last = bool(drawing)
         contexts = [LogprobsRequest(each.context, each.request.adapter) for each in drawing]
         asked: list[Asked] = [*contexts]
         for request in direct:
@@ -139,7 +148,7 @@ class RemoteEngine(SteppedEngine):
             place += count
             del self._direct[request]
         rows = sum(isinstance(each, LogprobsRequest) for each in direct)
-        computed = sum(len(each.token_ids) for each in direct)
+        computed = sum(_length(each) for each in asked[len(contexts) :])
         scored = sum(len(each) for each in direct if isinstance(each, ScoreRequest))
         self._count(rows=rows, computed_tokens=computed, scored_tokens=scored)
         if not drawing:
@@ -151,6 +160,29 @@ class RemoteEngine(SteppedEngine):
             return finished + super().step()
         finally:
             self._rows.found = {}
+
+    def _next(self) -> tuple[list[Any], list[Request]]:
+        """Return what one call asks: texts that are drawn here, a row for each, and the rest. Where they
+        do not fit in one call, they take turns."""
+        drawing = list(islice(self._in_progress.values(), self.max_batch_size))
+        oldest = next(iter(self._direct), None)
+        if oldest is not None and oldest.weight > self.max_batch_size - len(drawing):
+            drawing = [] if self._drew_last else drawing
+            if drawing:
+                return drawing, []
+        return drawing, self._fitting(self.max_batch_size - len(drawing))
+
+    def _advance(self, group: Sequence[Any], adapter: Adapter | None) -> list[Finished]:
+        """Draw from the rows that came; those that the server has an error for end with it."""
+        failed: list[Finished] = []
+        sound: list[Any] = []
+        for each in group:
+            row = self._rows.found[LogprobsRequest(each.context, adapter)]
+            if isinstance(row, GenrtError):
+                failed.append(Finished(each.request, error=row.fresh()))
+            else:
+                sound.append(each)
+        return failed + super()._advance(sound, adapter) if sound else failed
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Forget these; what was sent has been answered."""
@@ -200,8 +232,9 @@ class RemoteEngine(SteppedEngine):
         """Wait for a busy server, not for ever."""
         self._waited += (seconds := min(max(seconds, 0.05), 1.0))
         if self._waited > self._timeout:
+            waited, self._waited = self._waited, 0.0  # the next question's patience is its own
             self._direct.clear()
-            self._fail(EngineFailed(f"the server was busy for {self._waited:.0f} s"), started)
+            self._fail(EngineFailed(f"the server was busy for {waited:.0f} s"), started)
         time.sleep(seconds)
         return []
 
@@ -227,11 +260,7 @@ class _RemoteRows:
         self.found: dict[LogprobsRequest, Any] = {}
 
     def logits(self, contexts: Sequence[Sequence[int]], adapter: Adapter | None) -> Tensor:
-        rows = [self.found[LogprobsRequest(each, adapter)] for each in contexts]
-        for row in rows:
-            if isinstance(row, GenrtError):
-                raise row
-        return torch.stack(rows)
+        return torch.stack([self.found[LogprobsRequest(each, adapter)] for each in contexts])
 
     def load_adapter(self, adapter: Adapter, path: Path) -> None:
         raise InvalidAdapter("adapters are loaded on the server")
@@ -249,6 +278,12 @@ class _RemoteRows:
 
     def close(self) -> None:
         """Do nothing: the engine closes the connection."""
+
+
+def _length(asked: Asked) -> int:
+    """Return how many tokens a question's text has."""
+    row = asked.row if isinstance(asked, ReadRequest) else asked
+    return len(row.packed) // TOKEN_BYTES
 
 
 def _questions(request: Request) -> list[Asked]:

@@ -42,6 +42,9 @@ KINDS = frozenset({DrawToken, Candidates, TopTokens})
 
 T = TypeVar("T")
 
+ROUNDING = 1e-3
+"""How far log-probabilities may be from those of a distribution."""
+
 U4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i8", "<f4", "<f8"))
 
 
@@ -106,6 +109,8 @@ def flush_to(
     Raises:
         InvalidRequest: they hold no questions; AnotherModel, ones to another model.
     """
+    if int.from_bytes(data[:4], "little") > 256 * (most + 16):  # a question takes less
+        raise InvalidRequest(f"a flush has {most} questions at most")
     header, rest = _apart(data)
     if header.get("model") != model:
         raise AnotherModel
@@ -216,7 +221,8 @@ def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
 def answers_to(
     data: bytes, asked: Sequence[Asked], vocab_size: int
 ) -> tuple[list[Any], dict[str, int]]:
-    """Return the results that bytes hold, errors among them, and the versions of the adapters.
+    """Return the results that bytes hold, errors among them, and the versions of the adapters. A result
+    that no model gives is an error of the server's, for its question alone.
 
     Raises:
         EngineFailed: they hold no results of these questions.
@@ -227,7 +233,7 @@ def answers_to(
         results: list[Any] = [
             _error(*failed[str(place)])
             if str(place) in failed
-            else _result(request, reader, vocab_size)
+            else _checked(request, _result(request, reader, vocab_size), vocab_size)
             for place, request in enumerate(asked)
         ]
         reader.end()
@@ -241,7 +247,7 @@ def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
     wanted = request.wanted if isinstance(request, ReadRequest) else None
     if isinstance(wanted, DrawToken):
         token_id, logprob, log_mass = reader.take(F8, 3).tolist()
-        if not math.isfinite(token_id) or not -1 <= token_id < vocab_size:
+        if token_id not in range(-1, vocab_size):
             raise InvalidRequest("a draw's token is none of the vocabulary")
         return Draw(int(token_id), logprob, log_mass)
     if isinstance(wanted, TopTokens):
@@ -251,6 +257,52 @@ def _result(request: Asked, reader: _Reader, vocab_size: int) -> Any:
         return found.view(2, -1) if request.wanted == "greedy" else found
     count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
     return _tensor(reader.take(F4, count))
+
+
+def _checked(request: Asked, result: Any, vocab_size: int) -> Any:
+    """Return a result, or an error in its place if no model gives it."""
+    wanted = request.wanted if isinstance(request, ReadRequest) else None
+    is_sound = True
+    if isinstance(wanted, DrawToken):
+        is_sound = _is_draw(wanted, result)
+    elif isinstance(wanted, TopTokens):
+        ids, logprobs = result
+        is_sound = (
+            bool(((ids >= 0) & (ids < vocab_size)).all())
+            and len(ids.unique()) == len(ids)
+            and _are_entries(logprobs)
+            and bool((logprobs[:-1] >= logprobs[1:]).all())
+        )
+    elif isinstance(wanted, Candidates):
+        entries = dict(zip(wanted.token_ids, result.tolist(), strict=True))
+        is_sound = _are_entries(torch.tensor([*entries.values()]))
+        is_sound = is_sound and [*map(entries.get, wanted.token_ids)] == result.tolist()
+    elif isinstance(request, ScoreRequest):
+        rows = result.view(-1, len(request))
+        is_sound = bool((rows[0] <= ROUNDING).all()) and bool(
+            ((rows[1:] == 0) | (rows[1:] == 1)).all()
+        )
+    else:
+        is_sound = abs(float(result.logsumexp(-1))) <= ROUNDING  # which NaN is not
+    return result if is_sound else EngineFailed(f"the server's answer to {request} is of no model")
+
+
+def _are_entries(logprobs: Tensor) -> bool:
+    """Return whether these are log-probabilities of distinct tokens; no comparison with NaN holds."""
+    return bool((logprobs <= ROUNDING).all()) and float(logprobs.exp().sum()) <= 1.0 + ROUNDING
+
+
+def _is_draw(wanted: DrawToken, draw: Draw) -> bool:
+    token_id, logprob, log_mass = draw
+    if token_id == -1:
+        return wanted.mask is not None and logprob == log_mass == -math.inf
+    if wanted.mask is not None and not wanted.mask[token_id // 8] >> token_id % 8 & 1:
+        return False
+    if not (logprob <= ROUNDING and -math.inf < log_mass <= ROUNDING):
+        return False
+    if wanted.mask is None and log_mass < -ROUNDING:
+        return False
+    return logprob == 0.0 if wanted.temperature == 0.0 else logprob > -math.inf
 
 
 def _tensor(numbers: np.ndarray) -> Tensor:
