@@ -32,7 +32,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._copies: dict[Adapter, Path] = {}
-        self._root: Folder | None = None
+        self._root: Path | None = None
         self.lost: dict[Adapter, GenrtError] = {}
 
     def __contains__(self, adapter: Adapter) -> bool:
@@ -51,8 +51,8 @@ class Adapters:
         check_adapter_directory(path)
         try:
             if self._root is None:
-                self._root = Folder("adapters")
-            copy = Path(tempfile.mkdtemp(dir=self._root.path))
+                self._root = Folder("adapters", self).path
+            copy = Path(tempfile.mkdtemp(dir=self._root))
             for file in path.iterdir():
                 if file.suffix in _COPIED and file.is_file():
                     shutil.copyfile(file, copy / file.name)
