@@ -47,8 +47,8 @@ class Folder:
         )
         lock = _locked(new)
         new.rename(self.path)  # once it is locked: it may be swept under this name
-        remove = _remove, self.path, lock, os.getpid()
-        self._finalizer = weakref.finalize(self if holder is None else holder, *remove)
+        holder = self if holder is None else holder
+        self._finalizer = weakref.finalize(holder, _remove, self.path, lock, os.getpid())
 
     def close(self) -> None:
         """Remove it, with all that is in it. Idempotent."""
